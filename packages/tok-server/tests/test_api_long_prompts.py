@@ -9,7 +9,7 @@ import pytest
 
 from support.serving import Server, serving
 from tok_core.text import Tokenizer
-from tok_server.limits.prompt_size import check_size, most_bytes
+from tok_server.limits.prompt_size import check_prompt_size, max_prompt_bytes
 from tok_server.wire.errors import ApiError
 
 MIB = 1 << 20
@@ -61,16 +61,16 @@ def test_long_text_of_short_tokens_is_refused_after_tokenizing_a_part(
 ) -> None:
     length = 100_000  # of a large model: a check of bytes alone would accept the text
     text = "a " * (2 * MIB)
-    assert len(text) < most_bytes(tokenizer, length)
+    assert len(text) < max_prompt_bytes(tokenizer, length)
     with pytest.raises(ApiError, match="prompt is a text of 4194304 bytes"):
-        check_size(text, tokenizer, length, "prompt")
+        check_prompt_size(text, tokenizer, length, "prompt")
     assert sum(tokenised) < len(text) / 4
 
 
 @pytest.mark.parametrize("text", ["the " * 1000, "the quick brown fox " * 200, "é" * 500, " " * 1000, "a" * 1000])
 def test_text_of_exactly_the_allowed_length_is_accepted(tokenizer: Tokenizer, text: str) -> None:
     length = len(tokenizer.encode(text))
-    check_size(text, tokenizer, length, "prompt")
+    check_prompt_size(text, tokenizer, length, "prompt")
 
 
 def test_default_max_tokens_is_capped_by_the_models_length(server: Server) -> None:

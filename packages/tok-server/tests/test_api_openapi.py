@@ -36,24 +36,24 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def document(server: Server) -> dict[str, Any]:
+def openapi_document(server: Server) -> dict[str, Any]:
     answer = server.call("GET", "/openapi.json")
     assert answer.status == 200
     return answer.json()
 
 
-def test_openapi_document_has_every_route(document: dict[str, Any]) -> None:
-    found = {(method.upper(), url) for url, methods in document["paths"].items() for method in methods}
+def test_openapi_document_has_every_route(openapi_document: dict[str, Any]) -> None:
+    found = {(method.upper(), url) for url, methods in openapi_document["paths"].items() for method in methods}
     assert found == {(one.method, one.url) for one in OPERATIONS}
     assert len(found) == len(OPERATIONS)
-    for methods in document["paths"].values():
+    for methods in openapi_document["paths"].values():
         for operation in methods.values():
             assert operation["summary"].endswith(".")
             assert {"401", "500"} <= operation["responses"].keys()
 
 
-def test_every_ref_in_the_openapi_document_resolves(document: dict[str, Any]) -> None:
-    schemas = document["components"]["schemas"]
+def test_every_ref_in_the_openapi_document_resolves(openapi_document: dict[str, Any]) -> None:
+    schemas = openapi_document["components"]["schemas"]
 
     def walk(value: object) -> Iterator[str]:
         if isinstance(value, dict):
@@ -63,7 +63,7 @@ def test_every_ref_in_the_openapi_document_resolves(document: dict[str, Any]) ->
         for one in value if isinstance(value, list) else ():
             yield from walk(one)
 
-    names = [reference.removeprefix("#/components/schemas/") for reference in walk(document)]
+    names = [reference.removeprefix("#/components/schemas/") for reference in walk(openapi_document)]
     assert "ChatCompletionRequest" in names
     assert set(names) == schemas.keys()
 
@@ -73,22 +73,24 @@ WITH_BODY = [one for one in OPERATIONS if one.request]
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: f"{one.method} {one.url}")
 def test_answers_to_valid_requests_conform_to_the_openapi_document(
-    server: Server, document: dict[str, Any], operation: Operation
+    server: Server, openapi_document: dict[str, Any], operation: Operation
 ) -> None:
     varies = operation.request or operation.query or "{" in operation.url
-    run(server, document, operation, GenerationMode.POSITIVE, EXAMPLES if varies else 1)
+    run(server, openapi_document, operation, GenerationMode.POSITIVE, EXAMPLES if varies else 1)
 
 
 @pytest.mark.parametrize("operation", WITH_BODY, ids=lambda one: f"{one.method} {one.url}")
 def test_answers_to_invalid_bodies_conform_to_the_openapi_document(
-    server: Server, document: dict[str, Any], operation: Operation
+    server: Server, openapi_document: dict[str, Any], operation: Operation
 ) -> None:
-    run(server, document, operation, GenerationMode.NEGATIVE, EXAMPLES)
+    run(server, openapi_document, operation, GenerationMode.NEGATIVE, EXAMPLES)
 
 
-def run(server: Server, document: dict[str, Any], operation: Operation, mode: GenerationMode, examples: int) -> None:
+def run(
+    server: Server, openapi_document: dict[str, Any], operation: Operation, mode: GenerationMode, examples: int
+) -> None:
     """Call `operation` with generated parameters and bodies, and check the answers."""
-    found = schemathesis.openapi.from_dict(document)[operation.url][operation.method]
+    found = schemathesis.openapi.from_dict(openapi_document)[operation.url][operation.method]
     # Generating requests takes longer than serving them; explaining and shrinking would take longest.
     bounds = settings(
         max_examples=examples,

@@ -39,12 +39,12 @@ from tok_client.types import (
 )
 from tok_core import Delta, RequestOutput
 from tok_core.text import Detokeniser
-from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.job import GenerationJob
 from tok_server.openai.generation.logprobs import TokenTexts
 from tok_server.openai.responses.endpoint import parse
-from tok_server.openai.responses.form import ResponseForm
 from tok_server.openai.responses.output import ResponseOutput
-from tok_server.parsing.pieces import Arguments, CallBegin, Piece, ReasoningPiece, Text
+from tok_server.openai.responses.serializer import ResponseSerializer
+from tok_server.parsing.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece
 from tok_server.settings import Formats
 from tok_server.wire.errors import unavailable
 
@@ -220,7 +220,7 @@ def test_response_logprobs_cover_exactly_the_message_text(server: Server, fields
 @pytest.mark.parametrize("together", [1, 2, 3, 100])
 def test_response_logprobs_do_not_depend_on_tokens_per_delta(server: Server, together: int) -> None:
     asked = {"input": "§calls", "tools": [WEATHER], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    job, begun = parsed(server, **asked, temperature=0)
+    job, initial = parsed(server, **asked, temperature=0)
 
     async def computed() -> RequestOutput:
         return await server.engine.generate(job.prompts[0], job.params).output()
@@ -228,14 +228,16 @@ def test_response_logprobs_do_not_depend_on_tokens_per_delta(server: Server, tog
     output = asyncio.run_coroutine_threadsafe(computed(), server.loop).result(PATIENCE)
     (sample,) = output.outputs
     texts, detokeniser = TokenTexts(server.engine.tokenizer), Detokeniser(server.engine.tokenizer)  # type: ignore[arg-type]
-    form, events = ResponseForm(job, begun, texts), list[ResponseEvent]()
+    serializer, events = ResponseSerializer(job, initial, texts), list[ResponseEvent]()
     for first in range(0, len(sample.token_ids), together):
         ids = sample.token_ids[first : first + together]
         last = first + together >= len(sample.token_ids)
         text = detokeniser.push(ids[:-1] if last else ids) + (detokeniser.finish() if last else "")
         logprobs = (sample.logprobs or [])[first : first + together]
-        events += events_of(form.events(0, Delta(0, ids, text, logprobs, sample.finish_reason if last else None)))
-    wanted = msgspec.json.decode(ResponseForm(job, begun, texts).whole([output]), type=Response)
+        events += events_of(
+            serializer.encode_delta(0, Delta(0, ids, text, logprobs, sample.finish_reason if last else None))
+        )
+    wanted = msgspec.json.decode(ResponseSerializer(job, initial, texts).encode_answer([output]), type=Response)
     (said,) = (one.item for one in events if isinstance(one, OutputItemDone) and isinstance(one.item, OutputMessage))
     (message,) = (item for item in wanted.output if isinstance(item, OutputMessage))
     assert "".join(one.token for one in message.content[0].logprobs) == "Let me see.\n"
@@ -249,7 +251,7 @@ def prompt_of(server: Server, **fields: Any) -> str:
     return server.engine.tokenizer.decode(job.prompts[0], skip_special_tokens=False)
 
 
-def parsed(server: Server, **fields: Any) -> tuple[Job, Response]:
+def parsed(server: Server, **fields: Any) -> tuple[GenerationJob, Response]:
     return parse(json.dumps(fields).encode(), server.engine, NAME, Formats())
 
 
@@ -326,19 +328,19 @@ def test_openai_client_reads_whole_streamed_and_parsed_responses(client: openai.
 def test_text_format_tools_and_reasoning_effort_reach_the_job(server: Server) -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
     for form in ({"type": "json_object"}, {"type": "json_schema", "name": "found", "schema": schema, "strict": True}):
-        job, begun = parsed(server, input="§hello", text={"format": form})
+        job, initial = parsed(server, input="§hello", text={"format": form})
         assert job.params.grammar is not None
-        assert msgspec.to_builtins(begun.text.format) == form
+        assert msgspec.to_builtins(initial.text.format) == form
     for choice in ("required", {"type": "function", "name": "weather"}):
-        job, begun = parsed(server, input="§hello", tools=[WEATHER], tool_choice=choice)
+        job, initial = parsed(server, input="§hello", tools=[WEATHER], tool_choice=choice)
         assert job.params.grammar is not None
-        assert msgspec.to_builtins(begun.tool_choice) == choice
+        assert msgspec.to_builtins(initial.tool_choice) == choice
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
     job, _ = parsed(server, input="§hello", tools=[WEATHER, {**WEATHER, "name": "time"}], tool_choice=some)
     assert job.markup.tools == {"weather"}
-    job, begun = parsed(server, input="§hello", tools=[WEATHER], parallel_tool_calls=False)
+    job, initial = parsed(server, input="§hello", tools=[WEATHER], parallel_tool_calls=False)
     assert not job.markup.parallel
-    assert not begun.parallel_tool_calls
+    assert not initial.parallel_tool_calls
     assert "<think>\n\n</think>" in prompt_of(server, input="§hello", reasoning={"effort": "none"})
     job, _ = parsed(server, input="§hello", temperature=0.5, top_p=0.25, max_output_tokens=7)
     assert (job.params.temperature, job.params.top_p, job.params.max_tokens, job.params.n) == (0.5, 0.25, 7, 1)
@@ -447,10 +449,10 @@ def test_every_openai_response_field_is_honoured_or_refused() -> None:
 
 
 def test_failure_in_a_response_stream_sends_failed_and_error_events(server: Server) -> None:
-    job, begun = parsed(server, input="§hello")
-    form = ResponseForm(job, begun, TokenTexts(server.engine.tokenizer))
-    opening = events_of(form.opening())
-    failed, error, rest = form.failed(unavailable("the engine died", "engine_unavailable")).split(b"\n\n")
+    job, initial = parsed(server, input="§hello")
+    serializer = ResponseSerializer(job, initial, TokenTexts(server.engine.tokenizer))
+    opening = events_of(serializer.encode_opening())
+    failed, error, rest = serializer.encode_failure(unavailable("the engine died", "engine_unavailable")).split(b"\n\n")
     (event,) = events_of(failed + b"\n\n")
     assert isinstance(event, ResponseFailed)
     assert event.sequence_number == len(opening)
@@ -462,10 +464,10 @@ def test_failure_in_a_response_stream_sends_failed_and_error_events(server: Serv
 TEXTS = st.sampled_from(["a", "bc", "é"])
 PIECES = st.lists(
     st.one_of(
-        st.builds(Text, TEXTS),
+        st.builds(ContentPiece, TEXTS),
         st.builds(ReasoningPiece, TEXTS),
         st.builds(CallBegin, st.sampled_from(["f", "g"])),
-        st.builds(Arguments, TEXTS),
+        st.builds(ArgumentsPiece, TEXTS),
     ),
     max_size=8,
 )
@@ -477,13 +479,13 @@ def test_response_events_of_any_pieces_add_up_to_the_items(pieces: list[Piece], 
     pieces = [
         piece
         for index, piece in enumerate(pieces)
-        if not isinstance(piece, Arguments) or (index and isinstance(pieces[index - 1], CallBegin))
+        if not isinstance(piece, ArgumentsPiece) or (index and isinstance(pieces[index - 1], CallBegin))
     ]
     output = ResponseOutput(count())
     events: list[ResponseEvent] = []
     for piece in pieces:
-        events += output.take([piece], [])
-    events += output.end(whole=complete)
+        events += output.add([piece], [])
+    events += output.end(complete=complete)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert output.items[-1].status == ("completed" if complete else "incomplete")
     assert all(item.status == "completed" for item in output.items[:-1])

@@ -10,11 +10,11 @@ import xgrammar
 from tok_client.types import ChatCompletionRequest, FunctionTool
 from tok_core.grammar.text import ebnf
 from tok_core.sampling_params import Grammar
-from tok_server.openai.chat.answer_grammar import answer_shape
-from tok_server.openai.chat.tool_offer import AllowedToolCalls, offer
+from tok_server.openai.chat.allowed_tools import AllowedToolCalls, allowed_tool_calls
+from tok_server.openai.chat.answer_grammar import answer_format
 from tok_server.parsing.formats import CallFormat
 from tok_server.parsing.markup import NO_MARKUP, Markup
-from tok_server.parsing.message_reader import MessageReader, message
+from tok_server.parsing.message_reader import MessageReader, build_message
 from tok_server.wire.errors import ApiError
 from tok_server.wire.json import decode, encode
 
@@ -29,11 +29,11 @@ def function(name: str, **more: object) -> dict[str, object]:
 def offered(**fields: object) -> AllowedToolCalls:
     tools = [function("weather", parameters=CITY), function("time")]
     body = encode({"messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields})
-    return offer(decode(body, ChatCompletionRequest))
+    return allowed_tool_calls(decode(body, ChatCompletionRequest))
 
 
 def matches(found: AllowedToolCalls, markup: Markup, text: str, asked: Grammar | None = None) -> bool:
-    grammar = answer_shape(found, markup, asked).grammar
+    grammar = answer_format(found, markup, asked).grammar
     assert grammar is not None
     pieces = [bytes([byte]) for byte in range(256)] + [b""]
     info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, stop_token_ids=[END])
@@ -59,7 +59,7 @@ def test_tool_choice_required_allows_only_tool_calls(kind: CallFormat) -> None:
     for text in (one, other, one + between + other):
         assert matches(found, markup, text)
         reader = MessageReader(markup)
-        read = message(reader.feed(text) + reader.finish())
+        read = build_message(reader.feed(text) + reader.finish())
         assert read.content is None
         assert reader.calls == text.count("name")
     for text in ("", "hello", one + one, call("weather", "{}", kind), call("time", PARIS, kind), one + " "):
@@ -107,8 +107,8 @@ def test_strict_tool_calls_match_their_schema_but_text_is_allowed(kind: CallForm
 
 def test_tools_need_no_grammar_unless_strict_or_required() -> None:
     for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert answer_shape(offered(**fields), Markup(calls="hermes")).grammar is None
-    assert answer_shape(offered(tool_choice="required"), Markup(calls=None)).grammar is None
+        assert answer_format(offered(**fields), Markup(calls="hermes")).grammar is None
+    assert answer_format(offered(tool_choice="required"), Markup(calls=None)).grammar is None
 
 
 JSON = Grammar(kind="json_schema", value='{"type": "integer"}')
@@ -124,33 +124,33 @@ def test_response_format_is_allowed_beside_calls_and_after_reasoning() -> None:
             assert not matches(found, markup, thoughts + said, JSON)
     bare = offered(tools=None)
     assert matches(bare, Markup(reasoning=True, thinking=True), "hm</think>\n\n12", JSON)
-    assert answer_shape(bare, NO_MARKUP, JSON).grammar is JSON
+    assert answer_format(bare, NO_MARKUP, JSON).grammar is JSON
 
 
 def test_response_format_with_a_required_tool_call_is_refused() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):
         for asked in (JSON, Grammar(kind="ebnf", value='root ::= "yes"')):
             with pytest.raises(ApiError, match="tool_choice") as refused:
-                answer_shape(offered(tool_choice=choice), Markup(calls="hermes"), asked)
+                answer_format(offered(tool_choice=choice), Markup(calls="hermes"), asked)
             assert (refused.value.status, refused.value.param) == (400, "response_format")
 
 
 def test_ebnf_grammar_covers_the_whole_answer_and_excludes_tools() -> None:
     rules = Grammar(kind="ebnf", value='root ::= "yes"')
-    assert answer_shape(offered(tools=None), Markup(reasoning=True), rules) == (rules, NO_MARKUP)
+    assert answer_format(offered(tools=None), Markup(reasoning=True), rules) == (rules, NO_MARKUP)
     with pytest.raises(ApiError) as refused:
-        answer_shape(offered(), Markup(calls="hermes"), rules, "guided_grammar")
+        answer_format(offered(), Markup(calls="hermes"), rules, "guided_grammar")
     assert refused.value.param == "guided_grammar"
     pattern = Grammar(kind="regex", value="(")
     with pytest.raises(ApiError) as refused:
-        answer_shape(offered(), Markup(calls="hermes"), pattern, "guided_regex")
+        answer_format(offered(), Markup(calls="hermes"), pattern, "guided_regex")
     assert refused.value.param == "guided_regex"
 
 
 def test_unsupported_tool_schema_is_refused_naming_the_tool() -> None:
     tools = [function("time"), function("odd", parameters={"type": "object", "propertyNames": {"maxLength": 3}})]
     with pytest.raises(ApiError) as refused:
-        answer_shape(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
+        answer_format(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
     assert refused.value.param == "tools[1].function.parameters"
 
 
@@ -162,9 +162,9 @@ def test_tool_schemas_that_are_too_large_are_refused_naming_the_tools() -> None:
         ([long] * 4, "tools"),
     ):
         tools = [function(f"f{index}", parameters=one) for index, one in enumerate(parameters)]
-        assert answer_shape(offered(tools=tools), Markup(calls="hermes")).grammar is None
+        assert answer_format(offered(tools=tools), Markup(calls="hermes")).grammar is None
         with pytest.raises(ApiError) as refused:
-            answer_shape(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
+            answer_format(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
         assert (refused.value.status, refused.value.param) == (400, path)
 
 
@@ -195,5 +195,5 @@ def test_invalid_tools_or_tool_choice_is_refused_naming_the_field(fields: dict[s
 def test_tools_reach_the_template_unchanged() -> None:
     tools = [function("weather", parameters=CITY, description="d"), function("time")]
     found = offered(tools=tools)
-    assert found.shown == tools
-    assert all(decode(encode(tool), FunctionTool) for tool in found.shown)
+    assert found.template_tools == tools
+    assert all(decode(encode(tool), FunctionTool) for tool in found.template_tools)

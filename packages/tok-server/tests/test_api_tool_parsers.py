@@ -16,8 +16,8 @@ from tok_server.parsing.call_object import CallObject
 from tok_server.parsing.formats import CallFormat, call_parser
 from tok_server.parsing.json_scan import JsonScanner
 from tok_server.parsing.markup import Markup
-from tok_server.parsing.message_reader import MessageReader, message
-from tok_server.parsing.pieces import Arguments, CallBegin, Piece, ReasoningPiece, Text, joined
+from tok_server.parsing.message_reader import MessageReader, build_message
+from tok_server.parsing.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece, merge_pieces
 from tok_server.parsing.reasoning import ReasoningReader
 
 TOOLS = frozenset({"f", "get_weather"})
@@ -47,12 +47,12 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 def read(parts: Sequence[str], markup: Markup) -> list[Piece]:
     reader = MessageReader(markup)
     pieces = [piece for part in parts for piece in reader.feed(part)]
-    return joined(pieces + reader.finish())
+    return merge_pieces(pieces + reader.finish())
 
 
 def calls(text: str, kind: CallFormat) -> list[Piece]:
     parser = call_parser(kind, TOOLS)
-    return joined(parser.feed(text) + parser.finish())
+    return merge_pieces(parser.feed(text) + parser.finish())
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3", None])
@@ -66,7 +66,7 @@ def test_message_reader_gives_the_same_pieces_for_any_chunking(
         whole = read([text], markup)
         assert read(cut(text, places), markup) == whole
         assert read(list(text), markup) == whole
-        message(whole)
+        build_message(whole)
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3"])
@@ -74,7 +74,7 @@ def test_message_reader_gives_the_same_pieces_for_any_chunking(
 def test_answer_without_a_tool_call_is_all_content(kind: CallFormat, text: str) -> None:
     found = calls(text, kind)
     if not any(isinstance(piece, CallBegin) for piece in found):
-        assert "".join(piece.text for piece in found if isinstance(piece, Text)) == text
+        assert "".join(piece.text for piece in found if isinstance(piece, ContentPiece)) == text
 
 
 @given(before=st.sampled_from(["", "Let me see.", "a < b <tool"]), arguments=st.lists(OBJECTS, min_size=1, max_size=3))
@@ -93,7 +93,7 @@ def test_llama3_parser_reads_calls_and_the_text_before_them(before: str, argumen
 
 
 def check(pieces: list[Piece], content: str, arguments: list[dict[str, object]]) -> None:
-    found = message(pieces)
+    found = build_message(pieces)
     assert (found.content or "") == content
     assert isinstance(found.tool_calls, list)
     assert [json.loads(call.function.arguments) for call in found.tool_calls] == arguments  # type: ignore[union-attr]
@@ -102,9 +102,9 @@ def check(pieces: list[Piece], content: str, arguments: list[dict[str, object]])
 
 def test_parser_emits_a_call_once_complete_and_content_at_once() -> None:
     parser = call_parser("hermes", TOOLS)
-    assert parser.feed('so <tool_call>{"name": "f"') == [Text("so")]
+    assert parser.feed('so <tool_call>{"name": "f"') == [ContentPiece("so")]
     assert parser.feed(', "arguments": {"city": "Paris"}') == []
-    assert parser.feed("}") == [CallBegin("f"), Arguments('{"city": "Paris"}')]
+    assert parser.feed("}") == [CallBegin("f"), ArgumentsPiece('{"city": "Paris"}')]
     assert parser.feed("</tool_call>\n") == []
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"city": Paris') != []
     assert parser.finish() == []
@@ -125,8 +125,8 @@ def test_a_call_whose_arguments_are_no_object_is_content(kind: CallFormat, argum
         f'{opening}{{"name": "f", "arguments": {arguments}}}{closing}\n so',
         f'{opening}{{"arguments": {arguments}, "name": "f"}}{closing}',
     ):
-        assert calls(text, kind) == [Text(text)]
-        assert read(list(text), Markup(calls=kind, tools=TOOLS)) == [Text(text)]
+        assert calls(text, kind) == [ContentPiece(text)]
+        assert read(list(text), Markup(calls=kind, tools=TOOLS)) == [ContentPiece(text)]
 
 
 WRITTEN = st.lists(
@@ -142,7 +142,7 @@ WRITTEN = st.lists(
 @fuzzed(150)
 @given(text=WRITTEN | ANSWERS)
 def test_calls_have_object_arguments_and_all_other_text_is_content(kind: CallFormat, text: str) -> None:
-    found = message(calls(text, kind))
+    found = build_message(calls(text, kind))
     made = found.tool_calls if isinstance(found.tool_calls, list) else []
     for call in made:
         assert isinstance(call, FunctionToolCall)
@@ -174,24 +174,27 @@ def test_calls_have_object_arguments_and_all_other_text_is_content(kind: CallFor
     ],
 )
 def test_invalid_tool_calls_are_content(text: str, kind: CallFormat) -> None:
-    assert calls(text, kind) == [Text(text)]
+    assert calls(text, kind) == [ContentPiece(text)]
 
 
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [
-        ('<tool_call>{"name": "f"}</tool_call>', [CallBegin("f"), Arguments("{}")]),
-        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [CallBegin("f"), Arguments("{}")]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [CallBegin("f"), Arguments('{"a": 1}')]),
-        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}', [CallBegin("f"), Arguments('{"a": 1}')]),
-        ('<tool_call>{"id": 7, "name": "f", "parameters": {}}', [CallBegin("f"), Arguments("{}")]),
-        ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', [CallBegin("f"), Arguments('{"a": "x\\ny"}')]),
-        ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', [CallBegin("f"), Arguments("{}"), Text("}")]),
+        ('<tool_call>{"name": "f"}</tool_call>', [CallBegin("f"), ArgumentsPiece("{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [CallBegin("f"), ArgumentsPiece("{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [CallBegin("f"), ArgumentsPiece('{"a": 1}')]),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}', [CallBegin("f"), ArgumentsPiece('{"a": 1}')]),
+        ('<tool_call>{"id": 7, "name": "f", "parameters": {}}', [CallBegin("f"), ArgumentsPiece("{}")]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', [CallBegin("f"), ArgumentsPiece('{"a": "x\\ny"}')]),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}}</tool_call>',
+            [CallBegin("f"), ArgumentsPiece("{}"), ContentPiece("}")],
+        ),
         (
             '<tool_call>{"name": "f", "arguments": {}} and <tool_call>{"name": "f"}',
-            [CallBegin("f"), Arguments("{}"), Text(" and"), CallBegin("f"), Arguments("{}")],
+            [CallBegin("f"), ArgumentsPiece("{}"), ContentPiece(" and"), CallBegin("f"), ArgumentsPiece("{}")],
         ),
-        ("a <tool_call><tool_call>{}", [Text("a <tool_call><tool_call>{}")]),
+        ("a <tool_call><tool_call>{}", [ContentPiece("a <tool_call><tool_call>{}")]),
     ],
 )
 def test_hermes_parser_accepts_carelessly_written_calls(text: str, pieces: list[Piece]) -> None:
@@ -201,21 +204,21 @@ def test_hermes_parser_accepts_carelessly_written_calls(text: str, pieces: list[
 def test_calls_after_the_first_are_dropped_without_parallel_calls() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     markup = Markup(calls="hermes", tools=TOOLS, parallel=False)
-    assert read([call + "\n" + call], markup) == [CallBegin("f"), Arguments("{}")]
+    assert read([call + "\n" + call], markup) == [CallBegin("f"), ArgumentsPiece("{}")]
 
 
 @pytest.mark.parametrize(
     ("text", "thinking", "pieces"),
     [
-        ("<think>\nhm\n</think>\n\nyes", False, [ReasoningPiece("hm"), Text("yes")]),
-        ("hm\n</think>\n\nyes", True, [ReasoningPiece("hm"), Text("yes")]),
-        ("<think>\nhm\n</think>yes", True, [ReasoningPiece("hm"), Text("yes")]),
-        ("\n<think>\n\n</think>\n\nyes", False, [Text("yes")]),
-        ("no <think>hm</think>", False, [Text("no <think>hm</think>")]),
+        ("<think>\nhm\n</think>\n\nyes", False, [ReasoningPiece("hm"), ContentPiece("yes")]),
+        ("hm\n</think>\n\nyes", True, [ReasoningPiece("hm"), ContentPiece("yes")]),
+        ("<think>\nhm\n</think>yes", True, [ReasoningPiece("hm"), ContentPiece("yes")]),
+        ("\n<think>\n\n</think>\n\nyes", False, [ContentPiece("yes")]),
+        ("no <think>hm</think>", False, [ContentPiece("no <think>hm</think>")]),
         ("<think>cut off </thi", False, [ReasoningPiece("cut off </thi")]),
         ("cut off", True, [ReasoningPiece("cut off")]),
-        ("<thi", False, [Text("<thi")]),
-        ("<think>a</think>b</think>c", False, [ReasoningPiece("a"), Text("b</think>c")]),
+        ("<thi", False, [ContentPiece("<thi")]),
+        ("<think>a</think>b</think>c", False, [ReasoningPiece("a"), ContentPiece("b</think>c")]),
     ],
 )
 def test_reasoning_is_separated_from_content(text: str, thinking: bool, pieces: list[Piece]) -> None:
@@ -225,7 +228,11 @@ def test_reasoning_is_separated_from_content(text: str, thinking: bool, pieces: 
 def test_calls_are_parsed_after_reasoning_but_not_within_reasoning() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     markup = Markup(calls="hermes", tools=TOOLS, reasoning=True)
-    assert read([f"<think>{call}</think>{call}"], markup) == [ReasoningPiece(call), CallBegin("f"), Arguments("{}")]
+    assert read([f"<think>{call}</think>{call}"], markup) == [
+        ReasoningPiece(call),
+        CallBegin("f"),
+        ArgumentsPiece("{}"),
+    ]
 
 
 @given(st.lists(OBJECTS | st.lists(JSON, max_size=3), min_size=1, max_size=1), st.sampled_from([None, 1]))
@@ -272,4 +279,4 @@ def test_reasoning_reader_holds_back_under_16_characters() -> None:
     for _ in range(5_000):
         told += sum(len(piece.text) for piece in reader.feed("hm </thin") if isinstance(piece, ReasoningPiece))
     assert told > 5_000 * len("hm </thin") - 16
-    assert reader.feed("k>\n\nyes") == [Text("yes")]
+    assert reader.feed("k>\n\nyes") == [ContentPiece("yes")]

@@ -54,7 +54,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
     asyncio.run(found.close())
 
 
-def filled(directory: Path, files: int = 3) -> list[FileObject]:
+def fill_lists(directory: Path, files: int = 3) -> list[FileObject]:
     """Fill a data directory whose index is in the write-ahead log and not yet in the main file, as after kill -9."""
     place = DataDirectory(directory)
     store = Store(place.store)
@@ -100,7 +100,7 @@ def emptied(path: Path) -> None:
 def test_empty_or_missing_index_beside_files_is_refused_without_changes(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
-    filled(tmp_path / "data")
+    fill_lists(tmp_path / "data")
     damage(tmp_path / "data" / name)
     before = content(tmp_path / "data")
     with pytest.raises(StoreError, match=r"Nothing has been changed\. Put back the index"):
@@ -109,7 +109,7 @@ def test_empty_or_missing_index_beside_files_is_refused_without_changes(
 
 
 async def test_a_server_does_not_start_on_files_without_an_index(engine: AsyncEngine, tmp_path: Path) -> None:
-    filled(tmp_path / "data")
+    fill_lists(tmp_path / "data")
     (tmp_path / "data" / "batches.sqlite").unlink()
     before = content(tmp_path / "data")
     with pytest.raises(StoreError, match="Nothing has been changed"):
@@ -131,7 +131,7 @@ async def test_answers_without_an_index_are_refused(engine: AsyncEngine, tmp_pat
 def test_random_damage_to_the_index_loses_no_file_content(tmp_path: Path, seed: int) -> None:
     """An index that opens keeps all contents; a refused index is unchanged, and the message says so."""
     directory, chance = tmp_path / "data", random.Random(seed)
-    files = filled(directory, files=40)
+    files = fill_lists(directory, files=40)
     if seed % 2:  # the index is in the main file
         with closing(sqlite3.connect(directory / "batches.sqlite")) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -160,7 +160,7 @@ def test_random_damage_to_the_index_loses_no_file_content(tmp_path: Path, seed: 
 
 
 def test_unreadable_record_in_the_index_is_reported_as_damage(tmp_path: Path) -> None:
-    filled(tmp_path / "data")
+    fill_lists(tmp_path / "data")
     with closing(sqlite3.connect(tmp_path / "data" / "batches.sqlite")) as connection, connection:
         connection.execute("UPDATE files SET record = x'00' WHERE number = 2")
     with pytest.raises(DamagedError, match=r"row 2 of files cannot be read.*--data-dir"):
@@ -170,7 +170,7 @@ def test_unreadable_record_in_the_index_is_reported_as_damage(tmp_path: Path) ->
 def test_recovery_deletes_unfinished_parts_and_moves_unknown_files_to_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known, half, *_ = filled(tmp_path / "data", files=4)
+    known, half, *_ = fill_lists(tmp_path / "data", files=4)
     place = DataDirectory(tmp_path / "data")
     blobs, store = place.blobs, Store(place.store)
     blobs.withdraw(half.id)  # as if its deletion or its upload had stopped here: the row exists
@@ -196,7 +196,7 @@ def test_recovery_deletes_unfinished_parts_and_moves_unknown_files_to_lost(
 
 
 def test_recovery_logs_files_whose_contents_are_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gone, _ = filled(tmp_path / "data", files=2)
+    gone, _ = fill_lists(tmp_path / "data", files=2)
     place = DataDirectory(tmp_path / "data")
     place.blobs.path(gone.id).unlink()
     store = Store(place.store)
@@ -376,7 +376,7 @@ def test_clock_without_boot_ids_counts_each_process_alone() -> None:
 
 
 def test_index_of_version_1_is_migrated(tmp_path: Path) -> None:
-    (file,) = filled(tmp_path / "data", files=1)
+    (file,) = fill_lists(tmp_path / "data", files=1)
     path = DataDirectory(tmp_path / "data").store
     timed = msgspec.structs.replace(file, id=new_id("file"), expires_at=file.created_at + 3600)
     with closing(sqlite3.connect(path)) as connection, connection:
@@ -454,7 +454,7 @@ async def test_data_directory_is_readable_by_its_owner_only(engine: AsyncEngine,
 
 
 def test_recovery_makes_existing_files_private(tmp_path: Path) -> None:
-    (file,) = filled(tmp_path / "data", files=1)
+    (file,) = fill_lists(tmp_path / "data", files=1)
     place = DataDirectory(tmp_path / "data")
     stranger = place.blobs.path(new_id("file"))
     stranger.write_bytes(b"")

@@ -44,7 +44,7 @@ from tok_server.batch.storage.answers import Answers, LineAnswer
 from tok_server.batch.storage.blobs import Blobs
 from tok_server.batch.storage.store import ENDED, Missing, Store, StoredJob
 from tok_server.batch.storage.validation import Validated
-from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, ServedModel, behind
+from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, ServedModel, background_params
 from tok_server.settings import Formats
 from tok_server.wire.errors import ApiError
 from tok_server.wire.ids import new_id
@@ -156,14 +156,14 @@ async def test_interactive_requests_are_served_before_batch_lines(engine: AsyncE
     [(0, BACKGROUND_PRIORITY), (5, BACKGROUND_PRIORITY + 5), (-(1 << 40), BACKGROUND_PRIORITY - (1 << 32))],
 )
 def test_batch_line_of_any_priority_runs_in_the_background(own: int, wanted: int) -> None:
-    assert behind(SamplingParams(priority=own)).priority == wanted > 1 << 32
+    assert background_params(SamplingParams(priority=own)).priority == wanted > 1 << 32
 
 
-@pytest.mark.parametrize(("least", "refused"), [(0, True), (-5, False), (None, False)])
+@pytest.mark.parametrize(("min_priority", "refused"), [(0, True), (-5, False), (None, False)])
 async def test_batch_line_cannot_ask_for_a_priority_closed_to_clients(
-    engine: AsyncEngine, least: int | None, refused: bool
+    engine: AsyncEngine, min_priority: int | None, refused: bool
 ) -> None:
-    served = ServedModel(engine, NAME, Formats(), least=least)
+    served = ServedModel(engine, NAME, Formats(), min_priority=min_priority)
     with pytest.raises(ApiError, match="priority") if refused else nullcontext():
         ENDPOINTS["/v1/completions"](b'{"prompt": [1, 2], "priority": -5}', served)
 

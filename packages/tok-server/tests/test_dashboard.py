@@ -18,9 +18,18 @@ from hypothesis import strategies as st
 from support.patience import PATIENCE, wait_until
 from support.serving import Server, serving
 from tok_server.dashboard import page
-from tok_server.dashboard.history import COLUMNS, EACH, HOUR, LATENCY, SECONDS, History
+from tok_server.dashboard.history import COLUMNS, HOUR_ROWS, LATENCY, SECOND_ROWS, SECONDS_PER_ROW, History
 from tok_server.dashboard.page import FILES
-from tok_server.observability.latency import HIGH, LOW, RATIO, RECENT, SHARES, SLICES, Latencies, RequestDurations
+from tok_server.observability.latency import (
+    BUCKET_RATIO,
+    HOUR_SLICES,
+    MAX_LATENCY_SECONDS,
+    MIN_LATENCY_SECONDS,
+    QUANTILES,
+    RECENT_SECONDS,
+    Latencies,
+    RequestDurations,
+)
 from tok_server.observability.metrics import EngineStats
 from tok_server.observability.ring import Ring
 
@@ -38,16 +47,16 @@ def test_a_ring_keeps_the_latest_rows_in_their_order(size: int, count: int) -> N
     assert len(ring) == min(size, count)
 
 
-@given(st.lists(st.floats(LOW, HIGH), min_size=1, max_size=200))
+@given(st.lists(st.floats(MIN_LATENCY_SECONDS, MAX_LATENCY_SECONDS), min_size=1, max_size=200))
 def test_latency_percentile_is_exact_to_its_bucket(seconds: list[float]) -> None:
     latencies = Latencies()
     for one in seconds:
         latencies.observe(RequestDurations(one, None, one))
     latencies.tick()
     found = latencies.recent()
-    for number, share in enumerate(SHARES):
+    for number, share in enumerate(QUANTILES):
         exact = sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)]
-        assert exact / RATIO * 0.999 <= found[number] <= exact * RATIO * 1.001
+        assert exact / BUCKET_RATIO * 0.999 <= found[number] <= exact * BUCKET_RATIO * 1.001
     assert all(math.isnan(one) for one in found[3:6])  # no request had a second token
     assert latencies.ended() == len(seconds)
 
@@ -55,11 +64,11 @@ def test_latency_percentile_is_exact_to_its_bucket(seconds: list[float]) -> None
 def test_latencies_are_dropped_after_an_hour_and_no_earlier() -> None:
     latencies = Latencies()
     latencies.observe(RequestDurations(0.1, 0.01, 1.0))
-    for ticks in range(1, RECENT * SLICES + 1):
+    for ticks in range(1, RECENT_SECONDS * HOUR_SLICES + 1):
         latencies.tick()
         assert latencies.ended() == 1
-        assert math.isnan(latencies.recent()[0]) == (ticks > RECENT)
-    for _ in range(RECENT):
+        assert math.isnan(latencies.recent()[0]) == (ticks > RECENT_SECONDS)
+    for _ in range(RECENT_SECONDS):
         latencies.tick()
     assert latencies.ended() == 0
     assert all(math.isnan(one) for one in latencies.hour())
@@ -74,11 +83,11 @@ def stats(second: int, **gauges: float) -> dict[str, float]:
 
 def test_history_rows_hold_rates_and_gauges_in_total_and_per_replica() -> None:
     history = History(2)
-    for second in range(EACH):
+    for second in range(SECONDS_PER_ROW):
         one, other = stats(second), stats(2 * second)
         whole = {name: one[name] + other[name] for name in one}
         full = history.add(EngineStats(whole, [one, other]), NOTHING, time=1e9 + second, clock=float(second))
-        assert full == (second == EACH - 1)
+        assert full == (second == SECONDS_PER_ROW - 1)
     row = history.seconds.rows()[-1]
     own = 1 + len(COLUMNS) + len(LATENCY)
     cells = [
@@ -97,9 +106,9 @@ def test_history_rows_hold_rates_and_gauges_in_total_and_per_replica() -> None:
 
 def test_history_is_bounded_and_has_no_hit_rate_without_prompts() -> None:
     history = History(1)
-    for second in range(EACH * HOUR + 50):
+    for second in range(SECONDS_PER_ROW * HOUR_ROWS + 50):
         history.add(EngineStats(stats(0), [stats(0)]), NOTHING, time=float(second), clock=float(second))
-    assert (len(history.seconds), len(history.tens)) == (SECONDS, HOUR)
+    assert (len(history.seconds), len(history.tens)) == (SECOND_ROWS, HOUR_ROWS)
     assert math.isnan(history.tens.rows()[-1][1 + COLUMNS.index("hits")])
 
 

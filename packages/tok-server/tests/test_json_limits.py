@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.fuzzing import TEXTS, VALUES, fuzzed
 from support.serving import Server
-from tok_server.http.body import members
+from tok_server.http.body import decode_members
 from tok_server.openai.chat.messages import MAX_MESSAGES
 from tok_server.wire import json_limits
 from tok_server.wire.errors import ApiError
@@ -44,7 +44,7 @@ def test_json_scan_counts_members_and_depth_for_any_chunking(value: Any, ascii: 
     body = json.dumps(value, ensure_ascii=ascii).encode(errors="replace")
     depths: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_limits, "PIECE", piece)
+        patch.setattr(json_limits, "PIECE_BYTES", piece)
         patch.setattr(_Scan, "_check", lambda self, depth: depths.append(depth))
         scan = _Scan()
         scan.run(body)
@@ -114,4 +114,4 @@ def test_member_limit_error_names_the_limit_and_precedes_decoding(monkeypatch: p
     body = b"{" + b",".join(b'"%d":1' % number for number in range(MAX_MEMBERS + 1)) + b"}"
     monkeypatch.setattr("tok_server.http.body.decode", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(ApiError, match=f"the body has more than {MAX_MEMBERS} strings, objects and arrays"):
-        members(body)
+        decode_members(body)

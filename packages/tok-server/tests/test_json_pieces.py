@@ -18,13 +18,13 @@ from tok_core.text import Tokenizer
 from tok_server.batch.storage.output_lines import answer_of
 from tok_server.openai import embeddings
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.chat.form import ChatForm
+from tok_server.openai.chat.serializer import ChatSerializer
 from tok_server.openai.completions import endpoint as completions
-from tok_server.openai.completions.form import CompletionForm
+from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation import answers as answer
 from tok_server.openai.generation.logprobs import TokenTexts
 from tok_server.wire import json_pieces
-from tok_server.wire.json_pieces import elements, filled, next_piece, separated, slices, taken
+from tok_server.wire.json_pieces import encode_elements, fill_lists, join_with_commas, next_piece, pop_slices, slices
 
 ASKED: Sequence[tuple[str, dict[str, object]]] = [
     ("completions", {}),
@@ -60,7 +60,12 @@ def test_answer_in_pieces_equals_the_whole_answer(
     whole = server.call("POST", f"/v1/{path}", asked)
     assert whole.status == 200, whole.body
     assert "content-length" in whole.headers
-    for name, size in (("MIN_PIECEWISE_BYTES", 0), ("MIN_PIECEWISE_COMPONENTS", 0), ("PIECE", 100), ("ENTRIES", 7)):
+    for name, size in (
+        ("MIN_PIECEWISE_BYTES", 0),
+        ("MIN_PIECEWISE_COMPONENTS", 0),
+        ("MIN_PIECE_BYTES", 100),
+        ("ENTRIES_PER_SLICE", 7),
+    ):
         for module in (answer, json_pieces, embeddings):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, size)
@@ -80,11 +85,11 @@ def said(found: dict[str, object]) -> dict[str, object]:
 
 
 def test_json_pieces_helpers_split_and_join_lists() -> None:
-    assert list(taken([1, 2, 3, 4, 5], 2)) == [[1, 2], [3, 4], [5]]
+    assert list(pop_slices([1, 2, 3, 4, 5], 2)) == [[1, 2], [3, 4], [5]]
     assert list(slices([1, 2, 3], 2)) == [[1, 2], [3]]
-    assert b"".join(elements([[1], [], [2, 3]])) == b"1,2,3"
-    assert b"".join(separated([[b"a", b"b"], [b"c"]])) == b"ab,c"
-    assert b"".join(filled(b'{"a":[],"b":[]}', [("a", [b"1"]), ("b", [])])) == b'{"a":[1],"b":[]}'
+    assert b"".join(encode_elements([[1], [], [2, 3]])) == b"1,2,3"
+    assert b"".join(join_with_commas([[b"a", b"b"], [b"c"]])) == b"ab,c"
+    assert b"".join(fill_lists(b'{"a":[],"b":[]}', [("a", [b"1"]), ("b", [])])) == b'{"a":[1],"b":[]}'
     assert next_piece(iter([])) == b""
 
 
@@ -104,14 +109,14 @@ def test_pieces_are_under_1_mib_and_free_written_logprobs(server: Server, tiny_m
     if path == "chat":
         body = {"messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True, "top_logprobs": 5}
         job = chat.parse(json.dumps(body).encode(), server.engine, "tiny")
-        form: ChatForm | CompletionForm = ChatForm(job, texts)
+        serializer: ChatSerializer | CompletionSerializer = ChatSerializer(job, texts)
     else:
         body = {"prompt": "a", "n": 2, "logprobs": 5, "max_tokens": 50}
         job = completions.parse(json.dumps(body).encode(), server.engine, "tiny")
-        form = CompletionForm(job, texts)
+        serializer = CompletionSerializer(job, texts)
     outputs = [output(20_000, 2, 5)]
-    expected = msgspec.json.decode(form.whole(outputs))
-    pieces, found, longest = form.pieces(outputs), [], 0
+    expected = msgspec.json.decode(serializer.encode_answer(outputs))
+    pieces, found, longest = serializer.encode_pieces(outputs), [], 0
     while piece := next_piece(pieces):
         found.append(piece)
         longest = max(longest, len(piece))
@@ -138,12 +143,12 @@ def test_too_many_logprobs_get_400_naming_the_field(
 
 
 def test_exception_in_a_piecewise_answer_closes_the_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: CompletionForm, outputs: object) -> object:
+    def broken(self: CompletionSerializer, outputs: object) -> object:
         yield b'{"id":'
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(answer, "MIN_PIECEWISE_BYTES", 0)
-    monkeypatch.setattr(CompletionForm, "pieces", broken)
+    monkeypatch.setattr(CompletionSerializer, "encode_pieces", broken)
     with pytest.raises(Exception, match=r"Incomplete|reset|closed|aborted"):
         server.complete(prompt="one", max_tokens=1)
     deadline = time.monotonic() + PATIENCE

@@ -12,7 +12,7 @@ import pytest
 
 from support.patience import PATIENCE
 from tok_server.http.event_loop import new_event_loop, run
-from tok_server.http.pauses import SWITCH, shorten_pauses
+from tok_server.http.pauses import SWITCH_INTERVAL_SECONDS, shorten_pauses
 from tok_server.limits.deadlines import Deadlines
 from tok_server.limits.loop_throttle import LoopThrottle
 from tok_server.wire.errors import ApiError
@@ -25,7 +25,7 @@ def test_loop_throttle_admits_a_fixed_number_per_turn_in_order() -> None:
         turns, begun, turn = LoopThrottle(3), [], 0
 
         async def one(number: int) -> None:
-            await turns.begin()
+            await turns.admit()
             begun.append((number, turn))
 
         tasks = [asyncio.create_task(one(number)) for number in range(8)]
@@ -46,7 +46,7 @@ def test_cancelled_waiter_uses_up_no_turn_of_loop_throttle() -> None:
         turns, begun = LoopThrottle(1), []
 
         async def one(number: int) -> None:
-            await turns.begin()
+            await turns.admit()
             begun.append(number)
 
         tasks = [asyncio.create_task(one(number)) for number in range(4)]
@@ -62,7 +62,7 @@ def test_cancelled_waiter_uses_up_no_turn_of_loop_throttle() -> None:
 
 async def _keep(deadlines: Deadlines, started: float, work: float) -> str:
     try:
-        with deadlines.since(started):
+        with deadlines.start(started):
             await asyncio.sleep(work)
     except ApiError as error:
         return f"{error.status}, {error.limit}"
@@ -97,13 +97,13 @@ def test_cancelled_request_does_not_raise_request_timeout() -> None:
 
 
 async def _hold(deadlines: Deadlines) -> None:
-    with deadlines.since(time.monotonic()):
+    with deadlines.start(time.monotonic()):
         await asyncio.sleep(60)
 
 
 def test_deadline_passes_other_errors_unchanged() -> None:
     async def failing() -> None:
-        with Deadlines(LONG).since(time.monotonic()):
+        with Deadlines(LONG).start(time.monotonic()):
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -117,7 +117,7 @@ def test_open_deadlines_share_one_timer() -> None:
         later = loop.call_later
         loop.call_later = lambda *words, **more: calls.append(words) or later(*words, **more)  # type: ignore[method-assign,func-returns-value]
         for number in range(100):
-            with deadlines.since(now + number):
+            with deadlines.start(now + number):
                 pass
         return len(calls)
 
@@ -138,7 +138,7 @@ def test_shorten_pauses_freezes_the_gc_and_shortens_thread_switches() -> None:
     shorten_pauses()
     assert gc.get_freeze_count() > 10_000
     assert gc.get_threshold()[0] > 700
-    assert sys.getswitchinterval() == pytest.approx(SWITCH)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_SECONDS)
     ring: list[object] = []
     ring.append(ring)
     del ring

@@ -21,9 +21,9 @@ from support.serving import NAME, Server, serving
 from tok_client.types import Distinct, FirstMatch, Majority, StopWhen
 from tok_core import Delta
 from tok_server.openai.endpoints import ENDPOINTS, ServedModel
-from tok_server.parsing.answer_pattern import MAX_SEARCH_SECONDS, WINDOW, AnswerPattern
+from tok_server.parsing.answer_pattern import MAX_SEARCH_SECONDS, SEARCHED_TAIL_BYTES, AnswerPattern
 from tok_server.parsing.markup import NO_MARKUP
-from tok_server.parsing.stop_when_rule import StopWhenJudge, StopWhenRule
+from tok_server.parsing.stop_when_rule import StopWhenEvaluator, StopWhenRule
 from tok_server.wire.errors import ApiError
 
 LETTER = "([a-e])"
@@ -182,8 +182,8 @@ def test_invalid_stop_when_gets_400_naming_the_field(server: Server, fields: dic
         (r"#### (\d+)", "42", None),
         (r"(?:a|(b))", "b a", "b"),
         (r"(\pL+)", "é日本 1", "é日本"),
-        (r"(é)", "é" * WINDOW, "é"),
-        (r"(x)", "x" + "é" * WINDOW, None),
+        (r"(é)", "é" * SEARCHED_TAIL_BYTES, "é"),
+        (r"(x)", "x" + "é" * SEARCHED_TAIL_BYTES, None),
         (r"a(.*)", "a", ""),
     ],
 )
@@ -216,13 +216,13 @@ def test_stop_when_judge_matches_a_plain_count_in_finish_order(
     wanted: StopWhen, texts: list[str], data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(texts))))
-    judge = StopWhenJudge(StopWhenRule(wanted, AnswerPattern(wanted.pattern), len(texts), NO_MARKUP))
+    judge = StopWhenEvaluator(StopWhenRule(wanted, AnswerPattern(wanted.pattern), len(texts), NO_MARKUP))
     votes: Counter[str] = Counter()
     met = False
     for place, index in enumerate(order, 1):
         cut = data.draw(st.integers(0, len(texts[index])))
         batch = [Delta(index, [1], texts[index][:cut]), Delta(index, [1], texts[index][cut:], finish_reason="stop")]
-        asyncio.run(judge.take(batch))
+        asyncio.run(judge.add(batch))
         answer = answer_of(texts[index])
         votes.update([] if answer is None else [answer])
         met = met or holds(condition_of(wanted), votes, len(texts) - place)
@@ -233,7 +233,7 @@ def test_stop_when_judge_matches_a_plain_count_in_finish_order(
         if met:
             break
     rest = order[judge.result().finished :]
-    asyncio.run(judge.take([Delta(index, [], "a", finish_reason="stop_when") for index in rest]))
+    asyncio.run(judge.add([Delta(index, [], "a", finish_reason="stop_when") for index in rest]))
     assert judge.result().cancelled == len(rest)
     assert judge.result().answers == dict(votes)
 

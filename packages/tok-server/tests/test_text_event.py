@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from tok_core import SamplingParams
 from tok_core.outputs import Delta
-from tok_server.openai.chat.form import ChatForm
-from tok_server.openai.completions.form import CompletionForm
-from tok_server.openai.generation.job import Job
+from tok_server.openai.chat.serializer import ChatSerializer
+from tok_server.openai.completions.serializer import CompletionSerializer
+from tok_server.openai.generation.job import GenerationJob
 from tok_server.openai.generation.logprobs import TokenTexts
 
-Form = CompletionForm | ChatForm
+AnySerializer = CompletionSerializer | ChatSerializer
 Chunk = dict[str, Any]  # JSON as it comes
 
 
-def _form(kind: type[Form], model: str = "tiny", *, ids: bool = False, usage: bool = False) -> Form:
+def _serializer(
+    kind: type[AnySerializer], model: str = "tiny", *, ids: bool = False, usage: bool = False
+) -> AnySerializer:
     params = SamplingParams(n=3)
-    job = Job(
+    job = GenerationJob(
         id="answer-1",
         created=1,
         model=model,
@@ -42,20 +44,22 @@ def _chunks(data: bytes) -> list[Chunk]:
 
 
 @pytest.mark.parametrize("usage", [False, True])
-@pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
+@pytest.mark.parametrize("kind", [CompletionSerializer, ChatSerializer])
 @given(texts=st.lists(st.text(), min_size=1, max_size=5), model=st.text(min_size=1))
 def test_text_only_events_equal_full_events_without_token_ids(
-    kind: type[Form], usage: bool, texts: list[str], model: str
+    kind: type[AnySerializer], usage: bool, texts: list[str], model: str
 ) -> None:
     model = model.replace("\0", "")
-    short, long = _form(kind, model, usage=usage), _form(kind, model, ids=True, usage=usage)
+    short, long = _serializer(kind, model, usage=usage), _serializer(kind, model, ids=True, usage=usage)
     for number, text in enumerate(texts):
         delta = Delta(number % 3, [7], text)
-        told = [chunk for chunk in _chunks(long.events(0, delta)) if _without_ids(chunk)]
+        told = [chunk for chunk in _chunks(long.encode_delta(0, delta)) if _without_ids(chunk)]
         # Tokens without text get an event only if token ids are returned.
-        assert _chunks(short.events(0, delta)) == [one for one in told if text or _role(one)]
+        assert _chunks(short.encode_delta(0, delta)) == [one for one in told if text or _role(one)]
     end = Delta(0, [7], "end", None, "length")
-    assert _chunks(short.events(0, end)) == [one for one in _chunks(long.events(0, end)) if _without_ids(one)]
+    assert _chunks(short.encode_delta(0, end)) == [
+        one for one in _chunks(long.encode_delta(0, end)) if _without_ids(one)
+    ]
 
 
 def _without_ids(chunk: Chunk) -> bool:
@@ -70,9 +74,9 @@ def _role(chunk: Chunk) -> bool:
     return "role" in choice.get("delta", {})
 
 
-@pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
-def test_continuous_usage_is_updated_in_each_event(kind: type[Form]) -> None:
-    job = Job(
+@pytest.mark.parametrize("kind", [CompletionSerializer, ChatSerializer])
+def test_continuous_usage_is_updated_in_each_event(kind: type[AnySerializer]) -> None:
+    job = GenerationJob(
         id="answer-1",
         created=1,
         model="tiny",
@@ -83,6 +87,6 @@ def test_continuous_usage_is_updated_in_each_event(kind: type[Form]) -> None:
         return_token_ids=False,
         continuous_usage=True,
     )
-    form = kind(job, TokenTexts(None))
-    chunks = [_chunks(form.events(0, Delta(0, [7], "a")))[-1] for _ in range(3)]
+    serializer = kind(job, TokenTexts(None))
+    chunks = [_chunks(serializer.encode_delta(0, Delta(0, [7], "a")))[-1] for _ in range(3)]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]

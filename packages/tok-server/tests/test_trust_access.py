@@ -25,7 +25,7 @@ from tok_server import Settings
 from tok_server.cli import main, make_parser
 from tok_server.flags.server_flags import settings_of
 from tok_server.http.allowed_hosts import AllowedHosts
-from tok_server.http.auth import ANYONE, ApiKeys
+from tok_server.http.auth import NO_KEY, ApiKeys
 from tok_server.http.origins import Origins
 from tok_server.http.tls import server_context
 from tok_server.limits.rate_limits import RateLimits, TokenBucket
@@ -80,12 +80,12 @@ def test_engine_requests_carry_a_tenant_name_instead_of_the_api_key(
 def test_tenant_name_depends_only_on_the_key() -> None:
     keys, other = ApiKeys(("a", "b")), ApiKeys(("b",))
     assert keys.tenant(1) == other.tenant(0) != keys.tenant(0)
-    assert keys.tenant(ANYONE) == ""
+    assert keys.tenant(NO_KEY) == ""
 
 
 def test_admin_key_opens_admin_paths_only() -> None:
     keys = ApiKeys(("a",), "b")
-    assert keys.check("/admin/x", {"Authorization": "Bearer b"}) == ANYONE
+    assert keys.check("/admin/x", {"Authorization": "Bearer b"}) == NO_KEY
     assert keys.check("/v1/x", {"Authorization": "bearer a"}) == 0
     for path, sent, status in (("/admin/x", "a", 401), ("/admin/x", "", 401), ("/v1/x", "b", 401)):
         with pytest.raises(ApiError) as refused:
@@ -152,13 +152,13 @@ def test_token_bucket_refills_over_time_and_repays_its_debt_first() -> None:
     bucket = TokenBucket(60, lambda: now[0])
     assert bucket.wait(PATIENCE) == 0
     bucket.spend(90)
-    assert (bucket.left, bucket.wait(1)) == (-30, 31)
+    assert (bucket.remaining, bucket.wait(1)) == (-30, 31)
     now[0] = 31
     assert bucket.wait(1) == 0
     now[0] = 10_000
-    assert bucket.left == 60
+    assert bucket.remaining == 60
     now[0] = 0  # a clock that steps back fills nothing
-    assert bucket.left == 60
+    assert bucket.remaining == 60
 
 
 def test_rate_limits_admit_again_after_the_retry_after_time() -> None:

@@ -95,7 +95,7 @@ def error_of(answer: bytes, status: int) -> dict[str, object]:
 def settled(server: Server) -> None:
     wait_until(lambda: server.context.open_requests == 0 and server.engine.open_requests == 0)
     wait_until(lambda: server.engine.stats()["pages_used"] == 0)
-    assert server.context.held_bytes == 0
+    assert server.context.body_bytes == 0
 
 
 def test_slow_headers_get_408_naming_header_timeout(limited: Server) -> None:
@@ -201,7 +201,7 @@ def test_body_sent_after_its_413_is_not_parsed_as_a_request(patient: Server) -> 
 async def test_time_of_a_blocked_event_loop_does_not_count_for_timeouts(patient: Server) -> None:
     loop = asyncio.get_running_loop()
     listener = Listener(patient.context, web.Server(lambda request: None))  # type: ignore[arg-type, return-value]
-    looking = asyncio.create_task(listener.look())
+    looking = asyncio.create_task(listener.check_connections())
     await asyncio.sleep(0)
     began, told = loop.time(), listener.now()
     time.sleep(0.5)  # blocks the event loop
@@ -221,7 +221,7 @@ async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient: Server
         return web.Response(body=bytes(size))
 
     listener = Listener(patient.context, web.Server(answer))
-    listener._time = lambda: now[0]
+    listener._loop_time = lambda: now[0]
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket() as client:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # connections inherit it
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
@@ -292,7 +292,7 @@ def test_bodies_above_max_bodies_in_total_get_503_until_memory_is_free(patient: 
     half = f"{HEAD}Content-Length: 300001\r\n\r\n".encode() + b" " * 300_000
     with connect(patient) as first, connect(patient) as second:
         first.sendall(half)
-        wait_until(lambda: patient.context.held_bytes >= 300_000)
+        wait_until(lambda: patient.context.body_bytes >= 300_000)
         second.sendall(half)
         answer = second.recv(65_536)
         assert b"Retry-After: 1" in answer
@@ -405,7 +405,7 @@ def test_every_limit_has_a_flag_and_an_error_with_its_allowed_range() -> None:
 
 def test_max_n_is_at_most_the_engines_maximum() -> None:
     assert Limits().max_n == MAX_N
-    with pytest.raises(InvalidField, match=f"max_n is {MAX_N + 1}; allowed: samples, at most the {MAX_N}"):
+    with pytest.raises(InvalidField, match=f"max_n is {MAX_N + 1}; allowed: samples, at most {MAX_N}"):
         Limits(max_n=MAX_N + 1)
     with pytest.raises(InvalidField, match="n is"):
         SamplingParams(n=MAX_N + 1)

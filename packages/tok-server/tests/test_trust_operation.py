@@ -87,8 +87,8 @@ def test_unresponsive_replica_is_reported_and_restarts_without_drain(tiny_model:
     with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
         long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
         wait_until(lambda: server.engine.stats()["requests_running"] == 1)
-        fleet, why = server.engine._core._replica_set, "no sign of life from the manager process"
-        fleet._hear(fleet.records[0], Silence(why))
+        replicas, why = server.engine._core._replica_set, "no sign of life from the manager process"
+        replicas._receive(replicas.records[0], Silence(why))
         for path in ("/health", "/ready"):
             answer = server.call("GET", path, None)
             assert (answer.status, answer.json()["status"]) == (503, "unresponsive")
@@ -164,13 +164,13 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as accept_connections:
+        thread = threading.Thread(target=accept_connections.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.server_port}", spans
+            yield f"http://127.0.0.1:{accept_connections.server_port}", spans
         finally:
-            listening.shutdown()
+            accept_connections.shutdown()
             thread.join()
 
 
@@ -221,7 +221,8 @@ def test_opentelemetry_is_imported_lazily_and_its_absence_is_reported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("otlp_endpoint is 'http://127.0.0.1:1'; allowed: nothing unless")
+    told = "otlp_endpoint is 'http://127.0.0.1:1'; allowed: none, because OpenTelemetry is not installed"
+    assert done.stdout.startswith(told)
     assert "tok-server[otel]" in done.stdout
 
 

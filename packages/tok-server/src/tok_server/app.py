@@ -12,7 +12,7 @@ from aiohttp import web
 from tok_core import AsyncEngine
 from tok_server.batch import BATCH_OPERATIONS, add_batches
 from tok_server.dashboard import add_dashboard
-from tok_server.http import CONTEXT, Context, common, set_response_headers
+from tok_server.http import CONTEXT, Context, request_middleware, set_response_headers
 from tok_server.observability import EngineStats, Metrics
 from tok_server.openai import OPENAI_OPERATIONS
 from tok_server.operation import DOCUMENT, OPERATOR_OPERATIONS, OpenAPIDocument
@@ -30,7 +30,7 @@ def make_app(engine: AsyncEngine, settings: Settings, *, ready: bool = True) -> 
     The caller starts and closes the engine. Run the application with `handler_cancellation=True`, so that a client that
     disconnects aborts its request.
     """
-    app = web.Application(client_max_size=settings.max_body, middlewares=[common])
+    app = web.Application(client_max_size=settings.max_body, middlewares=[request_middleware])
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="tok-server")
     context = Context(engine, settings, Metrics(lambda: _stats(context)), pool, ready=ready)
     app[CONTEXT] = context

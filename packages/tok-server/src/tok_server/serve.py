@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tok_core import AsyncEngine, EngineConfig, TokError
 from tok_server.app import make_app
-from tok_server.http import CONTEXT, Context, allow_files, listening, server_context, shorten_pauses
+from tok_server.http import CONTEXT, Context, accept_connections, raise_file_limit, server_context, shorten_pauses
 from tok_server.settings import Settings
 
 log = logging.getLogger("tok.server")
@@ -23,7 +23,7 @@ log = logging.getLogger("tok.server")
 REPEATED_SIGNAL_SECONDS = (
     0.5  # seconds in which a second signal is ignored: launchers forward signals that the server has got already
 )
-POLL = 0.05  # seconds between checks of the open requests while draining
+DRAIN_POLL_SECONDS = 0.05  # seconds between checks of the open requests while draining
 
 
 class ServeError(Exception):
@@ -37,7 +37,7 @@ async def serve(config: EngineConfig, settings: Settings, announce: Callable[[As
     Errors: ServeError (address in use), TokError (the engine cannot start).
     """
     tls = None if settings.tls_cert is None else server_context(settings.tls_cert, settings.tls_key)
-    allow_files(settings.max_connections)
+    raise_file_limit(settings.max_connections)
     listener = listen(settings.host, settings.port)
     engine = AsyncEngine(config)
     app = make_app(engine, settings, ready=False)
@@ -46,7 +46,7 @@ async def serve(config: EngineConfig, settings: Settings, announce: Callable[[As
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=5.0)
     await runner.setup()
     try:
-        async with listening(runner, app[CONTEXT], listener, tls):
+        async with accept_connections(runner, app[CONTEXT], listener, tls):
             await _run(engine, app[CONTEXT], stopping, lambda: announce(engine, listener.getsockname()[1]))
             await engine.close()  # fails requests that are still open
     finally:
@@ -55,7 +55,7 @@ async def serve(config: EngineConfig, settings: Settings, announce: Callable[[As
 
 
 async def _run(engine: AsyncEngine, context: Context, stopping: asyncio.Event, announce: Callable[[], None]) -> None:
-    if not await _started(engine, stopping):
+    if not await _start_engine(engine, stopping):
         return
     shorten_pauses()
     context.ready = True
@@ -63,10 +63,10 @@ async def _run(engine: AsyncEngine, context: Context, stopping: asyncio.Event, a
     await stopping.wait()
     context.draining = True
     log.info("stopping; open requests: %d", context.open_requests)
-    await _drained(context)
+    await _wait_until_drained(context)
 
 
-async def _started(engine: AsyncEngine, stopping: asyncio.Event) -> bool:
+async def _start_engine(engine: AsyncEngine, stopping: asyncio.Event) -> bool:
     """Start the engine. Return whether it is ready; False if a signal comes first. Errors: TokError."""
     start = asyncio.create_task(engine.start())
     stop = asyncio.create_task(stopping.wait())
@@ -83,14 +83,14 @@ async def _started(engine: AsyncEngine, stopping: asyncio.Event) -> bool:
     return False
 
 
-async def _drained(context: Context) -> None:
+async def _wait_until_drained(context: Context) -> None:
     """Wait until no work is open, or `drain_timeout` has passed."""
     deadline = time.monotonic() + context.settings.drain_timeout
-    while _busy(context) and time.monotonic() < deadline:
-        await asyncio.sleep(POLL)
+    while _has_open_work(context) and time.monotonic() < deadline:
+        await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
-def _busy(context: Context) -> bool:
+def _has_open_work(context: Context) -> bool:
     """Return whether requests are open or batch lines have started.
 
     Batch lines do not count while the engine has failed: it cannot finish them.

@@ -20,9 +20,9 @@ FEED = web.AppKey("FEED", Feed)
 
 def add_dashboard(app: web.Application, context: Context, stats: Callable[[], EngineStats]) -> None:
     """Serve the page at / and its event stream. Neither is part of the API or of /openapi.json."""
-    context.keys.open_paths(page.FILES)  # static files reveal nothing about the server
+    context.keys.add_public_paths(page.FILES)  # static files reveal nothing about the server
     app.add_routes([*page.routes(), web.get("/dashboard/events", events, allow_head=False)])
-    app.cleanup_ctx.append(partial(_feeding, context, stats))
+    app.cleanup_ctx.append(partial(_run_feed, context, stats))
     app.on_shutdown.append(_close)
 
 
@@ -32,22 +32,22 @@ async def events(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={**STREAM_HEADERS, "Cache-Control": "no-store"})
     await response.prepare(request)
     await response.write(feed.opening())
-    while not feed.over:
-        await feed.following()
+    while not feed.ended:
+        await feed.wait_for_tick()
         # A viewer too slow for one sample per second misses some, so that no queue grows.
         await response.write(feed.sample())
     await response.write_eof()
     return response
 
 
-async def _feeding(context: Context, stats: Callable[[], EngineStats], app: web.Application) -> AsyncIterator[None]:
+async def _run_feed(context: Context, stats: Callable[[], EngineStats], app: web.Application) -> AsyncIterator[None]:
     feed = app[FEED] = Feed(context, stats)
     feed.tick()
-    looking = asyncio.create_task(feed.run())
+    task = asyncio.create_task(feed.run())
     yield
-    looking.cancel()
+    task.cancel()
     with suppress(asyncio.CancelledError):
-        await looking
+        await task
 
 
 async def _close(app: web.Application) -> None:

@@ -18,7 +18,7 @@ from tok_server.observability import EngineStats
 if TYPE_CHECKING:
     from tok_core.replicas import Health
 
-EVERY = 1.0  # seconds between samples
+SAMPLE_SECONDS = 1.0  # seconds between samples
 Row = list[float | None]
 
 
@@ -78,11 +78,11 @@ class Feed:
 
     async def run(self) -> None:
         """Take a sample every second until cancelled."""
-        following = time.monotonic()
+        next_tick = time.monotonic()
         while True:
             self.tick()
-            following = max(following + EVERY, time.monotonic())  # do not catch up after a pause
-            await asyncio.sleep(following - time.monotonic())
+            next_tick = max(next_tick + SAMPLE_SECONDS, time.monotonic())  # do not catch up after a pause
+            await asyncio.sleep(next_tick - time.monotonic())
 
     def tick(self) -> None:
         """Take the sample of the second that ends now, and wake the viewers."""
@@ -108,19 +108,19 @@ class Feed:
         self.closed = True
         self._wake()
 
-    async def following(self) -> None:
+    async def wait_for_tick(self) -> None:
         """Wait for the next tick, or until the feed is closed."""
         if not self.closed:
             await self._ticked.wait()
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Return whether viewers must disconnect: they would keep a draining server from stopping."""
         return self.closed or self._context.draining
 
     def opening(self) -> bytes:
         """Return the first event of a viewer."""
-        self._opening_event = self._opening_event or _event("opening", self._open())
+        self._opening_event = self._opening_event or _event("opening", self._make_opening())
         return self._opening_event
 
     def sample(self) -> bytes:
@@ -133,7 +133,7 @@ class Feed:
         ticked, self._ticked = self._ticked, asyncio.Event()
         ticked.set()
 
-    def _open(self) -> Opening:
+    def _make_opening(self) -> Opening:
         assert self._latest is not None
         return Opening(
             model=self._context.settings.model_name,

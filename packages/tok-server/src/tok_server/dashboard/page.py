@@ -17,7 +17,7 @@ FILES = {
     "/dashboard/events.js": ("events.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-"""URL -> file and content type. Served without a key (`ApiKeys.open_paths`)."""
+"""URL -> file and content type. Served without a key (`ApiKeys.add_public_paths`)."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tok_server.http.auth import salted
-from tok_server.http.body import Members, check_ratio, members, read_body
-from tok_server.http.connections import MIN_READ_BYTES, allow_files, listening
+from tok_server.http.auth import tenant_cache_salt
+from tok_server.http.body import Members, check_compression_ratio, decode_members, read_body
+from tok_server.http.connections import MIN_READ_BYTES, accept_connections, raise_file_limit
 from tok_server.http.context import CONTEXT, Context
 from tok_server.http.event_loop import run
-from tok_server.http.middleware import common, set_response_headers
+from tok_server.http.middleware import request_middleware, set_response_headers
 from tok_server.http.pauses import shorten_pauses
 from tok_server.http.tls import server_context
 
@@ -16,15 +16,15 @@ __all__ = [
     "MIN_READ_BYTES",
     "Context",
     "Members",
-    "allow_files",
-    "check_ratio",
-    "common",
-    "listening",
-    "members",
+    "accept_connections",
+    "check_compression_ratio",
+    "decode_members",
+    "raise_file_limit",
     "read_body",
+    "request_middleware",
     "run",
-    "salted",
     "server_context",
     "set_response_headers",
     "shorten_pauses",
+    "tenant_cache_salt",
 ]

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from tok_server.wire import ApiError
 
-ANY = "*"
-MAX_KNOWN = 256  # `Host` values that are remembered
+ANY_HOST = "*"
+MAX_CACHED_HOSTS = 256  # `Host` values that are remembered
 
 
 class AllowedHosts:
@@ -25,26 +25,26 @@ class AllowedHosts:
     """
 
     def __init__(self, host: str, allowed: Sequence[str] = ()) -> None:
-        self._names = frozenset(_name(one) for one in (*allowed, "localhost", host))
-        self._restricted = ANY not in allowed and (bool(allowed) or _is_loopback(_name(host)))
-        self._everywhere = bool(allowed)  # else only connections to a loopback address are checked
-        self._known: set[str] = set()  # `Host` values that are allowed
+        self._names = frozenset(_hostname(one) for one in (*allowed, "localhost", host))
+        self._restricted = ANY_HOST not in allowed and (bool(allowed) or _is_loopback(_hostname(host)))
+        self._check_every_address = bool(allowed)  # else only connections to a loopback address are checked
+        self._accepted: set[str] = set()  # `Host` values that are allowed
 
     def check(self, request: web.BaseRequest) -> None:
         """Raise ApiError (403) for a request whose `Host` is not a name of the server."""
-        given = request.headers.get("Host", "")
-        if not self._restricted or given in self._known:
+        host = request.headers.get("Host", "")
+        if not self._restricted or host in self._accepted:
             return
-        name = _name(given)
+        name = _hostname(host)
         if name and name not in self._names and not name.endswith(".localhost") and not _is_address(name):
-            if self._everywhere or _comes_to_loopback(request):
-                message = f"Host is {given[:200]!r}, which is not a name of this server; --allowed-host adds names"
+            if self._check_every_address or _arrives_at_loopback(request):
+                message = f"Host is {host[:200]!r}; allowed: this server's names and those added with --allowed-host"
                 raise ApiError(403, message, param="Host", code="host_not_allowed")
-        elif len(self._known) < MAX_KNOWN:
-            self._known.add(given)
+        elif len(self._accepted) < MAX_CACHED_HOSTS:
+            self._accepted.add(host)
 
 
-def _name(host: str) -> str:
+def _hostname(host: str) -> str:
     """Return the host without its port: "[::1]:80" is "::1"."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -65,6 +65,6 @@ def _is_loopback(name: str) -> bool:
     return name == "localhost" or (_is_address(name) and ip_address(name).is_loopback)
 
 
-def _comes_to_loopback(request: web.BaseRequest) -> bool:
+def _arrives_at_loopback(request: web.BaseRequest) -> bool:
     own = None if request.transport is None else request.transport.get_extra_info("sockname")
     return not isinstance(own, tuple) or _is_loopback(str(own[0]))

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tok_server.wire import ApiError
 
-ADMIN = "/admin/"
-ANYONE = -1
+ADMIN_PREFIX = "/admin/"
+NO_KEY = -1
 """Number of the key of a request that needs none."""
 
 
-def salted(tenant: str, cache_salt: str | None, *, share_prefixes: bool) -> str | None:
+def tenant_cache_salt(tenant: str, cache_salt: str | None, *, share_prefixes: bool) -> str | None:
     """Return the engine's cache salt for a request: other keys cannot detect its tokens in the prefix cache.
 
     cache_salt      the request's own salt, which also separates requests of one key
@@ -34,19 +34,19 @@ class ApiKeys:
         self._api_keys = [key.encode() for key in api_keys]
         self._tenants = [hashlib.sha256(b"tok tenant\0" + key).hexdigest()[:32] for key in self._api_keys]
         self._admin_key = None if admin_key is None else admin_key.encode()
-        self._open_paths = {"/health", "/ready"}
+        self._public_paths = {"/health", "/ready"}
 
-    def open_paths(self, paths: Iterable[str]) -> None:
+    def add_public_paths(self, paths: Iterable[str]) -> None:
         """Serve these paths without a key."""
-        self._open_paths.update(paths)
+        self._public_paths.update(paths)
 
     def check(self, path: str, headers: Mapping[str, str]) -> int:
-        """Return the number of the API key in `headers`, `ANYONE` if none is needed. Errors: ApiError 401, 403."""
-        if path.startswith(ADMIN):
+        """Return the number of the API key in `headers`, `NO_KEY` if none is needed. Errors: ApiError 401, 403."""
+        if path.startswith(ADMIN_PREFIX):
             return self._check_admin(headers)
-        if not self._api_keys or path in self._open_paths:
-            return ANYONE
-        number = _find(self._api_keys, headers)
+        if not self._api_keys or path in self._public_paths:
+            return NO_KEY
+        number = _find_key(self._api_keys, headers)
         if number is None:
             raise _unauthorised("the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'")
         return number
@@ -54,27 +54,27 @@ class ApiKeys:
     def tenant(self, number: int) -> str:
         """Return the name of a key's owner for the engine, caches and files: a hash that a restart does not change.
 
-        number  as `check` returned it; `ANYONE` has the name ""
+        number  as `check` returned it; `NO_KEY` has the name ""
         """
-        return "" if number == ANYONE else self._tenants[number]
+        return "" if number == NO_KEY else self._tenants[number]
 
     def _check_admin(self, headers: Mapping[str, str]) -> int:
         if self._admin_key is None:
-            raise ApiError(403, "nothing under /admin/ is served without --admin-key", code="no_admin_key")
-        if _find([self._admin_key], headers) is None:
-            raise _unauthorised("this needs the admin key, in the header 'Authorization: Bearer KEY'")
-        return ANYONE
+            raise ApiError(403, "/admin/ is served only with --admin-key", code="no_admin_key")
+        if _find_key([self._admin_key], headers) is None:
+            raise _unauthorised("the admin key is missing or wrong; send it in the header 'Authorization: Bearer KEY'")
+        return NO_KEY
 
 
-def _find(keys: Sequence[bytes], headers: Mapping[str, str]) -> int | None:
+def _find_key(keys: Sequence[bytes], headers: Mapping[str, str]) -> int | None:
     """Return the number of the key that was sent. Comparing takes constant time, against timing attacks."""
-    scheme, _, given = headers.get("Authorization", "").partition(" ")
-    sent = given.strip().encode(errors="surrogateescape")
-    found = None
+    scheme, _, credentials = headers.get("Authorization", "").partition(" ")
+    sent = credentials.strip().encode(errors="surrogateescape")
+    matched = None
     for number, key in enumerate(keys):
         if hmac.compare_digest(sent, key):
-            found = number
-    return found if scheme.lower() == "bearer" else None
+            matched = number
+    return matched if scheme.lower() == "bearer" else None
 
 
 def _unauthorised(message: str) -> ApiError:

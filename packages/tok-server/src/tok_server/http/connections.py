@@ -28,16 +28,26 @@ log = logging.getLogger("tok.server")
 
 MIN_READ_BYTES = 16_384  # bytes that a client must read of a response, or send of an upload, within its timeout
 MAX_HEADERS = 128
-LINGER = 2.0  # seconds to read on if the response was sent before the request's body had arrived
-LOOKS = 8  # checks of each connection within the shortest timeout
-BATCH = 256  # connections checked before other tasks get their turn
-SPARE_FILES = 512  # file descriptors for everything but clients
+LINGER_SECONDS = 2.0  # seconds to read on if the response was sent before the request's body had arrived
+CHECKS_PER_TIMEOUT = 8  # checks of each connection within the shortest timeout
+CONNECTIONS_PER_TURN = 256  # connections checked before other tasks get their turn
+RESERVED_FILES = 512  # file descriptors for everything but clients
 
 
 class Connection(web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = ("_begun", "_body", "_busy", "_held", "_listener", "_socket", "_taken", "_taken_at", "_writer")
+    __slots__ = (
+        "_body",
+        "_handling",
+        "_head_started_at",
+        "_listener",
+        "_read_paused",
+        "_sent_at",
+        "_sent_bytes",
+        "_socket",
+        "_writer",
+    )
 
     def __init__(self, listener: Listener, server: web.Server) -> None:
         limits = listener.context.settings
@@ -46,18 +56,18 @@ class Connection(web.RequestHandler):
             loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]  # each request is logged once: by its handler
             keepalive_timeout=limits.idle_timeout,
-            lingering_time=LINGER,
+            lingering_time=LINGER_SECONDS,
             max_line_size=limits.max_header,
             max_field_size=limits.max_header,
             max_headers=MAX_HEADERS,
         )
         self._listener = listener
         self._socket: asyncio.Transport | None = None
-        self._busy = self._held = False
-        self._begun: float | None = None  # when a head began to arrive that is still incomplete
+        self._handling = self._read_paused = False
+        self._head_started_at: float | None = None  # when a head began to arrive that is still incomplete
         self._writer: AbstractStreamWriter | None = None  # of the latest request
         self._body: StreamReader | None = None  # of the latest request
-        self._taken, self._taken_at = 0, 0.0
+        self._sent_bytes, self._sent_at = 0, 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = cast("asyncio.Transport", transport)  # other loops' transports may not inherit from it
@@ -65,7 +75,7 @@ class Connection(web.RequestHandler):
             super().connection_made(transport)
         else:
             # No request has been read yet; a client that sends one early may still receive the reason.
-            self._socket.write(_raw(self._listener.refuse_connection()))
+            self._socket.write(_raw_response(self._listener.refuse_connection()))
             self._socket.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -76,39 +86,41 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         # A response may precede the end of the body: the rest of the body is not a head.
         rest = self._body is not None and not self._body.is_eof()
-        if data and self._begun is None and not self._busy and not rest:  # aiohttp itself passes b"" to resume
-            self._begun = self._listener.now()
+        if (
+            data and self._head_started_at is None and not self._handling and not rest
+        ):  # aiohttp itself passes b"" to resume
+            self._head_started_at = self._listener.now()
         super().data_received(data)
 
     def pause_reading(self) -> None:
-        self._held = True
+        self._read_paused = True
         super().pause_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         # Called for each part of a body that is read. The transport must resume only if reading was paused.
-        if self._held:
-            self._held = not resume_parser  # else the parser holds back received data
+        if self._read_paused:
+            self._read_paused = not resume_parser  # else the parser holds back received data
             super().resume_reading(resume_parser)
         elif resume_parser and not self._upgraded:
             self.data_received(b"")  # the parser may hold back received data even without a pause
 
     def begin(self, writer: AbstractStreamWriter, body: StreamReader) -> None:
         """Mark the start of a request's handling; its head has arrived."""
-        self._busy, self._begun, self._writer, self._body = True, None, writer, body
-        self._taken, self._taken_at = 0, self._listener.now()
+        self._handling, self._head_started_at, self._writer, self._body = True, None, writer, body
+        self._sent_bytes, self._sent_at = 0, self._listener.now()
 
     def end(self) -> None:
         """Mark the end of the request's handling."""
-        self._busy = False
+        self._handling = False
 
     def check(self, now: float) -> None:
         """Close the connection if its client has exceeded `header_timeout` or `write_timeout`."""
         limits = self._listener.context.settings
-        if self._begun is not None and now - self._begun > limits.header_timeout:
-            self._begun = None
-            self._late()
-        elif self._stuck(now, limits.write_timeout):
-            self._cut_off()
+        if self._head_started_at is not None and now - self._head_started_at > limits.header_timeout:
+            self._head_started_at = None
+            self._reject_slow_headers()
+        elif self._is_stalled(now, limits.write_timeout):
+            self._disconnect_slow_reader()
 
     def handle_error(
         self,
@@ -119,8 +131,8 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Return the response to malformed HTTP, or to a failure outside of a handler, in the shape of all errors."""
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun: there is no room for another")
-        failure = _malformed(status, exc, message, self._listener.context.settings.max_header)
+            raise ConnectionError("a response has begun, so that no error response can be sent")
+        failure = _malformed_request(status, exc, message, self._listener.context.settings.max_header)
         self._listener.context.metrics.refuse(failure.limit)
         if status >= 500:
             log.error("a request failed outside of its handler", exc_info=exc)
@@ -129,24 +141,24 @@ class Connection(web.RequestHandler):
         response.force_close()
         return response
 
-    def _late(self) -> None:
+    def _reject_slow_headers(self) -> None:
         seconds = self._listener.context.settings.header_timeout
         failure = limited("header_timeout", 408, f"the request's headers did not arrive within {seconds:g} seconds")
         self._listener.context.metrics.refuse(failure.limit)
         if self._socket is not None and not self._socket.is_closing():
-            self._socket.write(_raw(failure))
+            self._socket.write(_raw_response(failure))
         self.force_close()
 
-    def _stuck(self, now: float, patience: float) -> bool:
-        """Return whether data waits to be sent and the client has taken too little for more than `patience` seconds."""
+    def _is_stalled(self, now: float, timeout: float) -> bool:
+        """Return whether data waits to be sent and the client has taken too little for more than `timeout` seconds."""
         waiting = 0 if self._socket is None else _waiting(self._socket)
-        taken = (0 if self._writer is None else self._writer.output_size) - waiting
-        if not waiting or taken >= self._taken + MIN_READ_BYTES:
-            self._taken, self._taken_at = taken, now
-        return now - self._taken_at > patience and waiting > 0
+        sent = (0 if self._writer is None else self._writer.output_size) - waiting
+        if not waiting or sent >= self._sent_bytes + MIN_READ_BYTES:
+            self._sent_bytes, self._sent_at = sent, now
+        return now - self._sent_at > timeout and waiting > 0
 
-    def _cut_off(self) -> None:
-        log.warning("a client that does not read its answer was cut off")
+    def _disconnect_slow_reader(self) -> None:
+        log.warning("disconnected a client that did not read its response")
         self._listener.context.metrics.refuse("write_timeout")
         if self._socket is not None:
             self._socket.abort()  # cancels the handler, which aborts the engine's work
@@ -159,12 +171,12 @@ class Listener:
         self.context = context
         self._server = server
         self._open: set[Connection] = set()
-        self._time = asyncio.get_running_loop().time
-        self._stalled = 0.0
+        self._loop_time = asyncio.get_running_loop().time
+        self._blocked_seconds = 0.0
 
     def now(self) -> float:
         """Return the loop's time in seconds, minus the time in which the loop was blocked and could not read."""
-        return self._time() - self._stalled
+        return self._loop_time() - self._blocked_seconds
 
     def __call__(self) -> Connection:
         """Return the protocol of a new connection, for `create_server`."""
@@ -188,24 +200,24 @@ class Listener:
         """Count a refused connection and return its error."""
         most = self.context.settings.max_connections
         self.context.metrics.refuse("max_connections")
-        return limited("max_connections", 503, f"{most} connections are open already", retry_after=1)
+        return limited("max_connections", 503, f"the maximum of {most} connections is open", retry_after=1)
 
-    async def look(self) -> None:
+    async def check_connections(self) -> None:
         """Check every connection periodically."""
         limits = self.context.settings
-        pause = min(1.0, min(limits.header_timeout, limits.write_timeout) / LOOKS)
+        pause = min(1.0, min(limits.header_timeout, limits.write_timeout) / CHECKS_PER_TIMEOUT)
         while True:
-            began = self._time()
+            began = self._loop_time()
             await asyncio.sleep(pause)
-            self._stalled += max(0.0, self._time() - began - pause)
+            self._blocked_seconds += max(0.0, self._loop_time() - began - pause)
             for number, connection in enumerate(list(self._open)):
                 connection.check(self.now())
-                if number % BATCH == BATCH - 1:
+                if number % CONNECTIONS_PER_TURN == CONNECTIONS_PER_TURN - 1:
                     await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def listening(
+async def accept_connections(
     runner: web.AppRunner, context: Context, port: socket.socket, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Listener]:
     """Accept connections at `port` while the context lasts. The runner's cleanup ends open ones."""
@@ -213,27 +225,27 @@ async def listening(
     listener = Listener(context, runner.server)
     context.metrics.connections.set_function(listener.__len__)
     loop = asyncio.get_running_loop()
-    patience = context.settings.header_timeout if tls else None
-    server = await loop.create_server(listener, sock=port, ssl=tls, backlog=1024, ssl_handshake_timeout=patience)
-    looking = asyncio.create_task(listener.look())
+    timeout = context.settings.header_timeout if tls else None
+    server = await loop.create_server(listener, sock=port, ssl=tls, backlog=1024, ssl_handshake_timeout=timeout)
+    check_task = asyncio.create_task(listener.check_connections())
     try:
         yield listener
     finally:
         server.close()
-        looking.cancel()
+        check_task.cancel()
         with suppress(asyncio.CancelledError):
-            await looking
+            await check_task
 
 
-def allow_files(connections: int) -> None:
+def raise_file_limit(connections: int) -> None:
     """Raise the process's limit of open files to what `connections` need; log a warning if the system forbids it."""
-    wanted = connections + SPARE_FILES
+    needed = connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        log.warning("this process may open %d files, too few for --max-connections %d", hard, connections)
+    if most < needed:
+        log.warning("the limit of %d open files is too low for --max-connections %d", hard, connections)
 
 
 def _waiting(transport: asyncio.Transport) -> int:
@@ -245,15 +257,15 @@ def _waiting(transport: asyncio.Transport) -> int:
     return transport.get_write_buffer_size() + (0 if below is None else int(below.get_write_buffer_size()))
 
 
-def _malformed(status: int, exc: BaseException | None, message: str | None, most: int) -> ApiError:
+def _malformed_request(status: int, exc: BaseException | None, message: str | None, most: int) -> ApiError:
     if isinstance(exc, LineTooLong):
         return limited("max_header", 431, f"a header, or the request line, has more than {most} bytes")
     if status >= 500:
-        return ApiError(status, "internal error; the server's log has more", kind="server_error", code="internal_error")
-    return invalid(None, f"this is not HTTP as the server knows it: {(message or 'bad request').splitlines()[0][:200]}")
+        return ApiError(status, "internal error; see the server's log", kind="server_error", code="internal_error")
+    return invalid(None, f"the request is not valid HTTP: {(message or 'bad request').splitlines()[0][:200]}")
 
 
-def _raw(error: ApiError) -> bytes:
+def _raw_response(error: ApiError) -> bytes:
     """Return a whole HTTP response, for a connection that has no request."""
     body = error.body()
     named = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close", **error.headers}

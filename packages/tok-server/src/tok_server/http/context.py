@@ -36,15 +36,15 @@ class Context:
     draining                     the server is stopping; new requests are refused
     open_requests                requests being answered now
     open_prompts                 prompts submitted to the engine for waiting clients, by tenant
-    held_bytes                   bytes of the open requests' bodies
-    keys, origins, hosts, rates  checks of API key, web origin, host name and rate limits
+    body_bytes                   bytes of the open requests' bodies
+    keys, origins, hosts, rate_limits  checks of API key, web origin, host name and rate limits
     deadlines                    time limits of open requests
-    turns                        limit of requests that begin in one turn of the event loop
+    throttle                        limit of requests that begin in one turn of the event loop
     background_requests          returns how many of the engine's requests belong to batches, for which no client waits
     telemetry                    exporter of request spans
     latencies                    durations of recent requests
     background                   tasks that continue after the requesting client has disconnected
-    warned                       unknown fields that the log has mentioned already
+    warned_fields                       unknown fields that the log has mentioned already
     """
 
     engine: AsyncEngine
@@ -56,14 +56,14 @@ class Context:
     draining: bool = False
     open_requests: int = 0
     open_prompts: Counter[str] = field(default_factory=Counter)
-    held_bytes: int = 0
-    warned: set[str] = field(default_factory=set)
+    body_bytes: int = 0
+    warned_fields: set[str] = field(default_factory=set)
     keys: ApiKeys = field(init=False)
     origins: Origins = field(init=False)
     hosts: AllowedHosts = field(init=False)
-    rates: RateLimits = field(init=False)
+    rate_limits: RateLimits = field(init=False)
     deadlines: Deadlines = field(init=False)
-    turns: LoopThrottle = field(default_factory=LoopThrottle)
+    throttle: LoopThrottle = field(default_factory=LoopThrottle)
     background_requests: Callable[[], int] = lambda: 0
     telemetry: Telemetry | None = None
     latencies: Latencies = field(default_factory=Latencies)
@@ -75,7 +75,7 @@ class Context:
         self.origins = Origins(settings.allow_origins)
         self.hosts = AllowedHosts(settings.host, settings.allowed_hosts)
         self.deadlines = Deadlines(settings.request_timeout)
-        self.rates = RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens)
+        self.rate_limits = RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens)
         if settings.otlp_endpoint is not None:
             self.telemetry = Telemetry(settings.otlp_endpoint, settings.model_name)
 
@@ -94,15 +94,17 @@ class Context:
         if self.draining:
             raise unavailable("the server is stopping", "draining")
         self.require_started()
-        most = self.settings.max_queued
+        max_queued = self.settings.max_queued
         # `waiting` is evaluated only if it can matter: reading the engine's statistics takes time.
-        if self.engine.open_requests >= most and self.waiting >= most:
-            if self.open_prompts[tenant] < most // len({tenant, *(+self.open_prompts)}) and tenant:
+        if self.engine.open_requests >= max_queued and self.waiting >= max_queued:
+            if self.open_prompts[tenant] < max_queued // len({tenant, *(+self.open_prompts)}) and tenant:
                 return
-            raise limited("max_queued", 429, f"{most} requests wait already", kind="requests", retry_after=1)
+            raise limited(
+                "max_queued", 429, f"the maximum of {max_queued} requests is queued", kind="requests", retry_after=1
+            )
 
     @contextmanager
-    def having(self, tenant: str, prompts: int) -> Iterator[None]:
+    def track_prompts(self, tenant: str, prompts: int) -> Iterator[None]:
         """Count `prompts` more open prompts of the tenant while the context lasts."""
         self.open_prompts[tenant] += prompts
         try:
@@ -126,7 +128,7 @@ class Context:
         if not self.ready:
             raise unavailable("the engine is starting", "starting")
 
-    async def work(self, function: Callable[[], T]) -> T:
+    async def run_in_thread(self, function: Callable[[], T]) -> T:
         """Return the result of `function`, run in a thread. Not worthwhile for work of less than about 0.2 ms."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 

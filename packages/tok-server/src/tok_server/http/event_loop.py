@@ -9,14 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def run(work: Coroutine[object, object, T], *, tls: bool = False) -> T:
-    """Run `work` as `asyncio.run` does.
+def run(coroutine: Coroutine[object, object, T], *, tls: bool = False) -> T:
+    """Run `coroutine` as `asyncio.run` does.
 
     tls  connections are encrypted, so use asyncio's own loop: only it reports the bytes that wait below the encryption
          (`tok_server.http.connections`)
     """
     with asyncio.Runner(loop_factory=asyncio.new_event_loop if tls else new_event_loop) as runner:
-        return runner.run(work)
+        return runner.run(coroutine)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

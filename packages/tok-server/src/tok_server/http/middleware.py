@@ -13,18 +13,18 @@ from tok_server.http.body import check_encoding
 from tok_server.http.connections import Connection
 from tok_server.http.context import CONTEXT, Context
 from tok_server.observability import COUNTS, FIELDS, RequestCounts
-from tok_server.wire import NOT_SERVED, new_id, of_exception, unavailable
+from tok_server.wire import NOT_SERVED, from_exception, new_id, unavailable
 
 log = logging.getLogger("tok.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-CLIENT_GONE = 499  # in log and metrics only: the client has disconnected
-QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled by machines, so logged at DEBUG only
-RATED = ("/v1/", "/tokenize", "/detokenize")  # prefixes of paths that count against the rate limits
+CLIENT_DISCONNECTED = 499  # in log and metrics only: the client has disconnected
+DEBUG_LOGGED_PATHS = frozenset({"/health", "/ready", "/metrics"})  # polled by machines, so logged at DEBUG only
+RATE_LIMITED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")  # prefixes of paths that count against the rate limits
 
 
 @web.middleware
-async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Run around every handler: check, count and log the request, and turn exceptions into error responses."""
     context = request.app[CONTEXT]
     counts = request[COUNTS] = RequestCounts(new_id("req"))
@@ -32,20 +32,20 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
     if isinstance(connection, Connection):
         connection.begin(request.writer, request.content)
     context.open_requests += 1
-    status = CLIENT_GONE
+    status = CLIENT_DISCONNECTED
     try:
         context.hosts.check(request)
         response: web.StreamResponse | None = context.origins.preflight(request.method, request.headers)
         if response is None:
-            await context.turns.begin()
-            _let_in(request, context, counts)
+            await context.throttle.admit()
+            _check_access(request, context, counts)
             response = await handler(request)
         status = counts.failed or response.status
         return response
     except ConnectionError as error:
         raise asyncio.CancelledError from error
     except Exception as error:
-        failure = of_exception(error, counts.id)
+        failure = from_exception(error, counts.id)
         status = failure.status
         context.metrics.refuse(failure.limit)
         if status >= 500:
@@ -57,13 +57,13 @@ async def common(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(connection, Connection):
             connection.end()
         context.open_requests -= 1
-        context.held_bytes -= counts.held_bytes
-        if context.rates:
-            context.rates.charge(counts.key, counts.tokens)
+        context.body_bytes -= counts.body_bytes
+        if context.rate_limits:
+            context.rate_limits.charge(counts.key, counts.tokens)
         _record(context, request, counts, status)
 
 
-def _let_in(request: web.Request, context: Context, counts: RequestCounts) -> None:
+def _check_access(request: web.Request, context: Context, counts: RequestCounts) -> None:
     """Raise ApiError for a request that is refused regardless of its body."""
     context.origins.check(request.method, request.headers)
     counts.key = context.keys.check(request.path, request.headers)
@@ -72,8 +72,8 @@ def _let_in(request: web.Request, context: Context, counts: RequestCounts) -> No
         if context.draining:
             raise unavailable("the server is stopping", "draining")
         check_encoding(request)
-        if context.rates and request.path.startswith(RATED):
-            context.rates.admit(counts.key)
+        if context.rate_limits and request.path.startswith(RATE_LIMITED_PREFIXES):
+            context.rate_limits.admit(counts.key)
 
 
 async def set_response_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -85,8 +85,8 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
     headers["X-Content-Type-Options"] = "nosniff"
     if more := context.origins.headers(request.headers.get("Origin")):
         headers.update(more)
-    if context.rates and request.path.startswith(RATED):
-        headers.update(context.rates.headers(request[COUNTS].key))
+    if context.rate_limits and request.path.startswith(RATE_LIMITED_PREFIXES):
+        headers.update(context.rate_limits.headers(request[COUNTS].key))
     if context.draining:
         headers["Connection"] = "close"
         response.force_close()
@@ -98,11 +98,11 @@ def _record(context: Context, request: web.Request, counts: RequestCounts, statu
     now = time.monotonic()
     seconds = now - counts.started
     context.metrics.ended(endpoint, status, seconds)
-    if status < 400 and (took := counts.took(now)) is not None:
-        context.latencies.observe(took)
+    if status < 400 and (durations := counts.durations(now)) is not None:
+        context.latencies.observe(durations)
     if context.telemetry is not None:
         context.telemetry.record(request, endpoint, counts, status)
-    level = logging.DEBUG if endpoint in QUIET else logging.INFO
+    level = logging.DEBUG if endpoint in DEBUG_LOGGED_PATHS else logging.INFO
     if not log.isEnabledFor(level):
         return
     path = request.rel_url.raw_path[:500]  # as sent: decoded, it may contain line breaks
@@ -114,13 +114,15 @@ def _record(context: Context, request: web.Request, counts: RequestCounts, statu
         path,
         status,
         seconds,
-        extra={FIELDS: _fields(request, counts, status, seconds, path)},
+        extra={FIELDS: _log_fields(request, counts, status, seconds, path)},
     )
 
 
-def _fields(request: web.Request, counts: RequestCounts, status: int, seconds: float, path: str) -> dict[str, object]:
+def _log_fields(
+    request: web.Request, counts: RequestCounts, status: int, seconds: float, path: str
+) -> dict[str, object]:
     """Return the fields that a structured log adds to a request's line."""
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "request_id": counts.id,
         "method": request.method,
         "path": path,
@@ -129,10 +131,10 @@ def _fields(request: web.Request, counts: RequestCounts, status: int, seconds: f
         "client": request.remote,
     }
     if counts.key >= 0:
-        found["api_key"] = counts.key
+        fields["api_key"] = counts.key
     if counts.queued is not None:
-        found |= {"prompt_tokens": counts.prompt_tokens, "cached_tokens": counts.cached_tokens}
-        found["output_tokens"] = counts.output_tokens
+        fields |= {"prompt_tokens": counts.prompt_tokens, "cached_tokens": counts.cached_tokens}
+        fields["output_tokens"] = counts.output_tokens
     if counts.first_token is not None:
-        found["first_token_seconds"] = round(counts.first_token - counts.started, 6)
-    return found
+        fields["first_token_seconds"] = round(counts.first_token - counts.started, 6)
+    return fields

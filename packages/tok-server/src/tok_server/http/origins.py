@@ -13,14 +13,14 @@ from aiohttp import web
 
 from tok_server.wire import ApiError
 
-ALL = "*"
-SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-EXPOSED = (
+ANY_ORIGIN = "*"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+EXPOSED_HEADERS = (
     "x-request-id, x-tok-ignored, retry-after, "
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
-MAX_AGE = "600"  # seconds for which a browser may cache a preflight's response
+PREFLIGHT_MAX_AGE = "600"  # seconds for which a browser may cache a preflight's response
 
 
 class Origins:
@@ -32,34 +32,43 @@ class Origins:
     def check(self, method: str, headers: Mapping[str, str]) -> None:
         """Raise ApiError (403) for a request by which a page of a forbidden origin could change something."""
         origin = headers.get("Origin")
-        if origin is None or method in SAFE or self._allows(origin) or _same(origin, headers.get("Host", "")):
+        if (
+            origin is None
+            or method in SAFE_METHODS
+            or self._allows(origin)
+            or _is_same_origin(origin, headers.get("Host", ""))
+        ):
             return
-        message = f"web pages of {origin[:200]!r} may not use this server; --allow-origin lets them"
+        message = f"web pages of {origin[:200]!r} may not use this server; allow them with --allow-origin"
         raise ApiError(403, message, code="origin_not_allowed")
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> web.Response | None:
         """Return the response to a CORS preflight from an allowed origin; None for any other request."""
-        origin, wanted = headers.get("Origin"), headers.get("Access-Control-Request-Method")
-        if method != "OPTIONS" or origin is None or wanted is None or not self._allows(origin):
+        origin, requested_method = headers.get("Origin"), headers.get("Access-Control-Request-Method")
+        if method != "OPTIONS" or origin is None or requested_method is None or not self._allows(origin):
             return None
-        answer = {
+        response_headers = {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
             "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", ""),
-            "Access-Control-Max-Age": MAX_AGE,
+            "Access-Control-Max-Age": PREFLIGHT_MAX_AGE,
         }
-        return web.Response(status=204, headers=answer)
+        return web.Response(status=204, headers=response_headers)
 
     def headers(self, origin: str | None) -> dict[str, str]:
         """Return the headers that let a page of `origin` read a response."""
         if origin is None or not self._allows(origin):
             return {"Vary": "Origin"} if self._allowed else {}
-        return {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED, "Vary": "Origin"}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": EXPOSED_HEADERS,
+            "Vary": "Origin",
+        }
 
     def _allows(self, origin: str) -> bool:
-        return ALL in self._allowed or origin.lower() in self._allowed
+        return ANY_ORIGIN in self._allowed or origin.lower() in self._allowed
 
 
-def _same(origin: str, host: str) -> bool:
+def _is_same_origin(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.lower() != ""
     except ValueError:

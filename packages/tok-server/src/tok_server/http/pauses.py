@@ -6,7 +6,7 @@ import sys
 
 from tok_core.runtime import settle
 
-SWITCH = 0.001  # seconds for which a thread may hold the GIL while others want it
+SWITCH_INTERVAL_SECONDS = 0.001  # seconds for which a thread may hold the GIL while others want it
 
 
 def shorten_pauses() -> None:
@@ -15,4 +15,4 @@ def shorten_pauses() -> None:
     Call this once everything is loaded.
     """
     settle()
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)

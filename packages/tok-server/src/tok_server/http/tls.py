@@ -18,8 +18,10 @@ def server_context(cert: str, key: str | None) -> ssl.SSLContext:
         # An empty password keeps OpenSSL from prompting on the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
-        why = getattr(error, "reason", None) or str(error)
-        raise InvalidField("tls_cert", cert, f"a certificate and its key without password, as PEM ({why})") from error
+        reason = getattr(error, "reason", None) or str(error)
+        raise InvalidField(
+            "tls_cert", cert, f"a certificate and its key without password, as PEM ({reason})"
+        ) from error
     return context
 
 

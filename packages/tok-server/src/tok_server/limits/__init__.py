@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tok_server.limits.deadlines import Deadline, Deadlines
 from tok_server.limits.loop_throttle import LoopThrottle
-from tok_server.limits.prompt_size import check_size
+from tok_server.limits.prompt_size import check_prompt_size
 from tok_server.limits.rate_limits import RateLimits
 
 __all__ = [
@@ -12,5 +12,5 @@ __all__ = [
     "Deadlines",
     "LoopThrottle",
     "RateLimits",
-    "check_size",
+    "check_prompt_size",
 ]

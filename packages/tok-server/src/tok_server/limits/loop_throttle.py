@@ -9,30 +9,30 @@ MAX_REQUESTS_PER_TURN = 16  # each takes about 0.2 ms. Fewer would reach the eng
 
 
 class LoopThrottle:
-    """Admission limit of one event loop: requests beyond `most` wait for the next turn, in order of arrival."""
+    """Admission limit of one event loop: requests beyond `max_requests` wait for the next turn, in order of arrival."""
 
-    def __init__(self, most: int = MAX_REQUESTS_PER_TURN) -> None:
-        self._most = self._left = most
+    def __init__(self, max_requests: int = MAX_REQUESTS_PER_TURN) -> None:
+        self._max_requests = self._remaining = max_requests
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def begin(self) -> None:
+    async def admit(self) -> None:
         """Wait until the request may begin."""
-        if self._left == self._most:
-            asyncio.get_running_loop().call_soon(self._next)
-        if self._left:
-            self._left -= 1
+        if self._remaining == self._max_requests:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        if self._remaining:
+            self._remaining -= 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         await turn
 
-    def _next(self) -> None:
+    def _begin_turn(self) -> None:
         """Begin a new turn of the loop: admit the requests that have waited longest."""
-        self._left = self._most
-        while self._waiting and self._left:
+        self._remaining = self._max_requests
+        while self._waiting and self._remaining:
             turn = self._waiting.popleft()
             if not turn.done():  # else it was cancelled
                 turn.set_result(None)
-                self._left -= 1
-        if self._left < self._most:
-            asyncio.get_running_loop().call_soon(self._next)
+                self._remaining -= 1
+        if self._remaining < self._max_requests:
+            asyncio.get_running_loop().call_soon(self._begin_turn)

@@ -11,39 +11,39 @@ from tok_core.text import Tokenizer
 from tok_server.wire import ApiError, invalid
 
 # A factor and bytes of slack: normalisers may shrink a text (decomposed letters, runs of spaces).
-SLACK, EXTRA = 4, 1024
+SIZE_FACTOR, SIZE_EXTRA_BYTES = 4, 1024
 # Characters per token above which a text's tokens are counted first; texts that fit rarely have more than five.
-LIKELY = 8
-SLICE = 1 << 16  # characters
+LIKELY_CHARS_PER_TOKEN = 8
+SLICE_CHARS = 1 << 16  # characters
 
 
-def check_size(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
+def check_prompt_size(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
     """Raise ApiError (400) naming `field` for a text of far more than `max_model_len` tokens.
 
     Takes no longer than tokenising about 2 × max_model_len tokens. Errors: InvalidField("text") for lone surrogates.
     """
-    size, most = len(text.encode(errors="replace")), most_bytes(tokenizer, max_model_len)
-    if size > most:
-        raise _too_long(field, size, f"at most {most} bytes (the model's length is {max_model_len} tokens)")
-    if len(text) > LIKELY * max_model_len and _far_longer(text, tokenizer, max_model_len):
-        raise _too_long(field, size, f"texts of fewer than {max_model_len} tokens, the model's length")
+    size, max_bytes = len(text.encode(errors="replace")), max_prompt_bytes(tokenizer, max_model_len)
+    if size > max_bytes:
+        raise _too_long(field, size, f"at most {max_bytes} bytes (the model's length is {max_model_len} tokens)")
+    if len(text) > LIKELY_CHARS_PER_TOKEN * max_model_len and _is_far_too_long(text, tokenizer, max_model_len):
+        raise _too_long(field, size, f"texts of fewer than {max_model_len} tokens (the model's length)")
 
 
-def most_bytes(tokenizer: Tokenizer, max_model_len: int) -> int:
+def max_prompt_bytes(tokenizer: Tokenizer, max_model_len: int) -> int:
     """Return an upper bound of the UTF-8 bytes that `max_model_len` tokens can stand for."""
-    return SLACK * max_model_len * _longest_piece(tokenizer) + EXTRA
+    return SIZE_FACTOR * max_model_len * _max_token_bytes(tokenizer) + SIZE_EXTRA_BYTES
 
 
 @lru_cache(maxsize=8)
-def _longest_piece(tokenizer: Tokenizer) -> int:
+def _max_token_bytes(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.pieces), default=1)
 
 
-def _far_longer(text: str, tokenizer: Tokenizer, max_model_len: int) -> bool:
+def _is_far_too_long(text: str, tokenizer: Tokenizer, max_model_len: int) -> bool:
     """Return whether slices of the text make more than twice `max_model_len` tokens. Each cut adds only a few."""
     count = 0
-    for start in range(0, len(text), SLICE):
-        count += len(tokenizer.encode(text[start : start + SLICE], add_special_tokens=False))
+    for start in range(0, len(text), SLICE_CHARS):
+        count += len(tokenizer.encode(text[start : start + SLICE_CHARS], add_special_tokens=False))
         if count > 2 * max_model_len:
             return True
     return False

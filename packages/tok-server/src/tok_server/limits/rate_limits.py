@@ -14,27 +14,29 @@ MINUTE = 60.0
 class TokenBucket:
     """A minute's budget that refills continuously. Spending beyond it leaves a debt, which must refill first."""
 
-    def __init__(self, a_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.a_minute = a_minute
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_minute = per_minute
         self._clock = clock
-        self._left = float(a_minute)
-        self._at = clock()
+        self._remaining = float(per_minute)
+        self._updated_at = clock()
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return the amount that can be spent now; below 0: a debt."""
         now = self._clock()
-        self._left = min(self._left + max(0.0, now - self._at) * self.a_minute / MINUTE, self.a_minute)
-        self._at = now
-        return self._left
+        self._remaining = min(
+            self._remaining + max(0.0, now - self._updated_at) * self.per_minute / MINUTE, self.per_minute
+        )
+        self._updated_at = now
+        return self._remaining
 
     def spend(self, amount: float) -> None:
         """Subtract `amount`, even if less is left."""
-        self._left = self.left - amount
+        self._remaining = self.remaining - amount
 
     def wait(self, amount: float) -> float:
         """Return the seconds until `amount`, at most a minute's budget, can be spent."""
-        return max(0.0, (min(amount, self.a_minute) - self.left) * MINUTE / self.a_minute)
+        return max(0.0, (min(amount, self.per_minute) - self.remaining) * MINUTE / self.per_minute)
 
 
 class RateLimits:
@@ -55,7 +57,7 @@ class RateLimits:
         for name in ("tokens", "requests"):
             bucket = self._bucket(name, key)
             if bucket is not None and (seconds := bucket.wait(1)) > 0:
-                raise _too_many(name, bucket, seconds)
+                raise _rate_limit_error(name, bucket, seconds)
         if (bucket := self._bucket("requests", key)) is not None:
             bucket.spend(1)
 
@@ -66,24 +68,24 @@ class RateLimits:
 
     def headers(self, key: int) -> dict[str, str]:
         """Return the key's limits and remaining budget as headers in OpenAI's format; empty if nothing is limited."""
-        found = {}
+        headers = {}
         for name in self._limits:
             if (bucket := self._bucket(name, key)) is not None:
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.a_minute)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.left)))
-                found[f"x-ratelimit-reset-{name}"] = f"{bucket.wait(bucket.a_minute):.3f}s"
-        return found
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.remaining)))
+                headers[f"x-ratelimit-reset-{name}"] = f"{bucket.wait(bucket.per_minute):.3f}s"
+        return headers
 
     def _bucket(self, name: str, key: int) -> TokenBucket | None:
         limit = self._limits.get(name)
         if limit is None:
             return None
-        found = self._buckets.get((name, key))
-        if found is None:
-            found = self._buckets[name, key] = TokenBucket(limit, self._clock)
-        return found
+        headers = self._buckets.get((name, key))
+        if headers is None:
+            headers = self._buckets[name, key] = TokenBucket(limit, self._clock)
+        return headers
 
 
-def _too_many(name: str, bucket: TokenBucket, seconds: float) -> ApiError:
-    message = f"this key has had its {bucket.a_minute} {name} a minute; try again in {seconds:.1f} seconds"
+def _rate_limit_error(name: str, bucket: TokenBucket, seconds: float) -> ApiError:
+    message = f"the rate limit of {bucket.per_minute} {name} per minute is reached; try again in {seconds:.1f} seconds"
     return limited(f"rate_limit_{name}", 429, message, kind=name, code="rate_limit_exceeded", retry_after=seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tok_server.observability.latency import KINDS, SHARES, Latencies
+from tok_server.observability.latency import KINDS, QUANTILES, Latencies
 from tok_server.observability.log_format import FIELDS, log_to_stderr
 from tok_server.observability.metrics import EngineStats, Metrics
 from tok_server.observability.request_counts import COUNTS, RequestCounts
@@ -13,7 +13,7 @@ __all__ = [
     "COUNTS",
     "FIELDS",
     "KINDS",
-    "SHARES",
+    "QUANTILES",
     "EngineStats",
     "Latencies",
     "Metrics",

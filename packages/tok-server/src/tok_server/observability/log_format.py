@@ -10,10 +10,10 @@ from tok_core.runtime import FIELDS, TEXT, JsonFormatter
 __all__ = ["FIELDS", "log_to_stderr"]
 
 
-def log_to_stderr(level: str, form: str) -> None:
+def log_to_stderr(level: str, log_format: str) -> None:
     """Send the log of this process, and of the processes it starts, to standard error, as "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
     logging.basicConfig(handlers=[handler])
     for name in ("tok", "tok_core", "tok_server"):
         logging.getLogger(name).setLevel(level.upper())

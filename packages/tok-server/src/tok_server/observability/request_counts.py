@@ -16,13 +16,13 @@ from tok_server.observability.latency import RequestDurations
 class RequestCounts:
     """State and cost of one HTTP request so far. Times are those of `time.monotonic`.
 
-    id            identifies the request in the log and to its client
-    key           number of the API key it came with; `tok_server.http.auth.ANYONE`: none was needed
-    tenant        the engine's name for the key's owner; "": no owner
-    queued        when the engine had received all its prompts
-    first_token   when its first token came
-    held_bytes    bytes of its body read so far
-    failed        status of an error that happened after "200 OK" was sent
+    id           identifies the request in the log and to its client
+    key          number of the API key it came with; `tok_server.http.auth.NO_KEY`: none was needed
+    tenant       the engine's name for the key's owner; "": no owner
+    queued       when the engine had received all its prompts
+    first_token  when its first token came
+    body_bytes   bytes of its body read so far
+    failed       status of an error that happened after "200 OK" was sent
     """
 
     id: str
@@ -35,29 +35,29 @@ class RequestCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    held_bytes: int = 0
+    body_bytes: int = 0
     failed: int | None = None
 
-    def took(self, now: float) -> RequestDurations | None:
+    def durations(self, now: float) -> RequestDurations | None:
         """Return the durations of a request that ends now; None if it produced no tokens.
 
         The time per token assumes that all samples have the mean length.
         """
         if self.first_token is None:
             return None
-        more = self.output_tokens / self.samples - 1 if self.samples else 0.0
-        each = (now - self.first_token) / more if more > 0 else None
-        return RequestDurations(self.first_token - self.started, each, now - self.started)
+        tokens_after_first = self.output_tokens / self.samples - 1 if self.samples else 0.0
+        seconds_per_token = (now - self.first_token) / tokens_after_first if tokens_after_first > 0 else None
+        return RequestDurations(self.first_token - self.started, seconds_per_token, now - self.started)
 
     @property
     def tokens(self) -> int:
         """Return the number of prompt and output tokens."""
         return self.prompt_tokens + self.output_tokens
 
-    def submitted(self, streams: Sequence[RequestStream], drawn: int) -> None:
-        """Record that the engine has received all prompts, with `drawn` samples of each."""
+    def submitted(self, streams: Sequence[RequestStream], samples_per_prompt: int) -> None:
+        """Record that the engine has received all prompts, with `samples_per_prompt` samples of each."""
         self.queued = time.monotonic()
-        self.samples += drawn * len(streams)
+        self.samples += samples_per_prompt * len(streams)
         self.prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
 
     def ended(self, streams: Iterable[RequestStream]) -> None:

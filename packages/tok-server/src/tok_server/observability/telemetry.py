@@ -15,28 +15,28 @@ from tok_server.observability.request_counts import RequestCounts
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-PATH = "/v1/traces"
+TRACES_PATH = "/v1/traces"
 
 
 class Telemetry:
     """Exporter that sends spans of requests to a collector, in a thread of its own.
 
-    endpoint  URL of the collector; `PATH` is appended to a URL without a path
+    endpoint  URL of the collector; `TRACES_PATH` is appended to a URL without a path
     model     name of the model in the spans
     Errors: InvalidField("otlp_endpoint") for an invalid URL, or if OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
-        url = _checked(endpoint)
+        url = _traces_url(endpoint)
         try:
             from opentelemetry.trace import SpanKind, StatusCode
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            allowed = "nothing unless OpenTelemetry is installed: pip install 'tok-server[otel]'"
+            allowed = "none, because OpenTelemetry is not installed (pip install 'tok-server[otel]')"
             raise InvalidField("otlp_endpoint", endpoint, allowed) from error
         self._provider = _provider(url)
         self._tracer = self._provider.get_tracer("tok_server", version("tok-server"))
-        self._parent = TraceContextTextMapPropagator().extract
+        self._extract_context = TraceContextTextMapPropagator().extract
         self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
         self._model = model
 
@@ -50,7 +50,7 @@ class Telemetry:
 
         span = self._tracer.start_span(
             f"{request.method} {endpoint}",
-            context=self._parent(request.headers),
+            context=self._extract_context(request.headers),
             kind=self._kind,
             start_time=at(counts.started),
             attributes={
@@ -62,7 +62,7 @@ class Telemetry:
             },
         )
         if counts.queued is not None:
-            span.set_attributes(self._costs(counts))
+            span.set_attributes(self._usage_attributes(counts))
             span.add_event("queued", timestamp=at(counts.queued))
         if counts.first_token is not None:
             span.add_event("first_token", timestamp=at(counts.first_token))
@@ -75,7 +75,7 @@ class Telemetry:
         """Send the remaining spans. Blocks for some seconds if the collector does not answer."""
         self._provider.shutdown()
 
-    def _costs(self, counts: RequestCounts) -> dict[str, str | int]:
+    def _usage_attributes(self, counts: RequestCounts) -> dict[str, str | int]:
         return {
             "gen_ai.request.model": self._model,
             "gen_ai.usage.input_tokens": counts.prompt_tokens,
@@ -97,7 +97,7 @@ def _provider(url: str) -> TracerProvider:
     return provider
 
 
-def _checked(endpoint: str) -> str:
+def _traces_url(endpoint: str) -> str:
     """Return the URL to send spans to. Errors: InvalidField."""
     try:
         parts = urlsplit(endpoint)
@@ -106,4 +106,4 @@ def _checked(endpoint: str) -> str:
         whole = False
     if not whole:
         raise InvalidField("otlp_endpoint", endpoint, "a URL such as http://127.0.0.1:4318")
-    return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + PATH
+    return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH

@@ -6,7 +6,7 @@ from tok_server.openai import embeddings, models, tokenise_endpoints
 from tok_server.openai.chat import endpoint as chat_endpoint
 from tok_server.openai.completions import endpoint as completions_endpoint
 from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, MAX_RELATIVE_PRIORITY, EndpointTask, ServedModel
-from tok_server.openai.generation import STREAM_HEADERS, given
+from tok_server.openai.generation import STREAM_HEADERS, value_or_none
 from tok_server.openai.responses import endpoint as responses_endpoint
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "STREAM_HEADERS",
     "EndpointTask",
     "ServedModel",
-    "given",
+    "value_or_none",
 ]
 
 OPENAI_OPERATIONS = (

@@ -13,27 +13,27 @@ import msgspec
 
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_server.openai import embeddings
-from tok_server.openai.chat import ChatForm
+from tok_server.openai.chat import ChatSerializer
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.completions import CompletionForm
+from tok_server.openai.completions import CompletionSerializer
 from tok_server.openai.completions import endpoint as completions
 from tok_server.openai.embeddings import EmbeddingJob
 from tok_server.openai.generation import (
     MAX_KEPT_LOGPROBS,
     MIN_PIECEWISE_BYTES,
-    Form,
-    Job,
+    AnswerSerializer,
+    GenerationJob,
+    SubmittedStreams,
     TokenTexts,
     check_grammar,
     check_logprobs,
     check_priority,
     check_sample_count,
-    size_of,
-    submitted,
+    estimate_bytes,
 )
-from tok_server.openai.responses import ResponseForm
+from tok_server.openai.responses import ResponseSerializer
 from tok_server.openai.responses import endpoint as responses
-from tok_server.parsing import output_of
+from tok_server.parsing import wait_for_output
 from tok_server.settings import Formats, Limits
 from tok_server.wire import invalid
 
@@ -54,7 +54,7 @@ class BackgroundPriority:
         self.requests = 0
 
     @contextmanager
-    def having(self, requests: int) -> Iterator[None]:
+    def track_prompts(self, requests: int) -> Iterator[None]:
         """Count `requests` more inside the `with` block."""
         self.requests += requests
         try:
@@ -71,9 +71,9 @@ class ServedModel:
     formats              how it writes tool calls and reasoning
     max_n                largest number of samples per prompt
     share_prefixes       whether tenants share cached prefixes
-    least                smallest priority that a body may ask for, relative to other background requests; None: any
+    min_priority         smallest priority that a body may ask for, relative to other background requests; None: any
     background_requests  counts the background requests that are open in the engine
-    checks               held while a grammar is compiled
+    grammar_checks       held while a grammar is compiled
     """
 
     engine: AsyncEngine
@@ -81,9 +81,9 @@ class ServedModel:
     formats: Formats
     max_n: int = Limits().max_n
     share_prefixes: bool = False
-    least: int | None = None
+    min_priority: int | None = None
     background_requests: BackgroundPriority = field(default_factory=BackgroundPriority)
-    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_BACKGROUND_GRAMMARS))
+    grammar_checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_BACKGROUND_GRAMMARS))
 
 
 class EndpointTask(Protocol):
@@ -103,41 +103,43 @@ class EndpointTask(Protocol):
 class GenerationTask:
     """Text generation for one body, at background priority. Errors: ApiError."""
 
-    def __init__(self, job: Job, form: Form, served: ServedModel) -> None:
+    def __init__(self, job: GenerationJob, serializer: AnswerSerializer, served: ServedModel) -> None:
         if job.stream:
-            raise invalid("stream", "stream is true; allowed: false (the answer is kept as a whole)")
+            raise invalid("stream", "stream is true; allowed in a batch: false")
         check_sample_count(job, served.max_n)
-        if served.least is not None:
-            check_priority(job, served.least)
-        most = form.most_logprobs or MAX_KEPT_LOGPROBS
-        check_logprobs(job, served.engine.info.max_model_len, most)
-        self._job = msgspec.structs.replace(job, params=behind(job.params))
-        self._form = form
+        if served.min_priority is not None:
+            check_priority(job, served.min_priority)
+        max_logprobs = serializer.max_logprobs or MAX_KEPT_LOGPROBS
+        check_logprobs(job, served.engine.info.max_model_len, max_logprobs)
+        self._job = msgspec.structs.replace(job, params=background_params(job.params))
+        self._serializer = serializer
         self._served = served
 
     @property
     def samples(self) -> int:
         """Return the number of samples of all prompts."""
-        return len(self._job.prompts) * self._job.drawn
+        return len(self._job.prompts) * self._job.samples_per_prompt
 
     async def compute(self, tenant: str = "") -> Callable[[], bytes]:
         """Generate all choices; return a function that encodes the answer."""
         job, engine = self._job, self._served.engine
         if job.params.grammar is not None:
-            async with self._served.checks:
+            async with self._served.grammar_checks:
                 await check_grammar(engine, job, tenant=tenant)
-        with self._served.background_requests.having(len(job.prompts)):
+        with self._served.background_requests.track_prompts(len(job.prompts)):
             outputs = await self._outputs(tenant)
         if any(choice.finish_reason == "abort" for output in outputs for choice in output.outputs):
             raise EngineDead("the request was aborted: the engine is stopping")
-        if size_of(job, outputs) > MIN_PIECEWISE_BYTES:
-            return lambda: b"".join(self._form.pieces(outputs))
-        return lambda: self._form.whole(outputs)
+        if estimate_bytes(job, outputs) > MIN_PIECEWISE_BYTES:
+            return lambda: b"".join(self._serializer.encode_pieces(outputs))
+        return lambda: self._serializer.encode_answer(outputs)
 
     async def _outputs(self, tenant: str) -> list[RequestOutput]:
-        shared = self._served.share_prefixes
-        async with submitted(self._served.engine, self._job, tenant=tenant, share_prefixes=shared) as streams:
-            return [await output_of(stream, self._job.stop_when) for stream in streams]
+        share_prefixes = self._served.share_prefixes
+        async with SubmittedStreams(
+            self._served.engine, self._job, tenant=tenant, share_prefixes=share_prefixes
+        ) as streams:
+            return [await wait_for_output(stream, self._job.stop_when) for stream in streams]
 
 
 class EmbeddingTask:
@@ -154,31 +156,31 @@ class EmbeddingTask:
 
     async def compute(self, tenant: str = "") -> Callable[[], bytes]:
         """Compute all vectors; return a function that encodes the answer."""
-        with self._served.background_requests.having(len(self._job.prompts)):
-            shared = self._served.share_prefixes
-            outputs = await self._job.embed(self._served.engine, tenant, share_prefixes=shared)
-        return lambda: self._job.whole(outputs)
+        with self._served.background_requests.track_prompts(len(self._job.prompts)):
+            share_prefixes = self._served.share_prefixes
+            outputs = await self._job.embed(self._served.engine, tenant, share_prefixes=share_prefixes)
+        return lambda: self._job.encode_answer(outputs)
 
 
-def behind(params: SamplingParams) -> SamplingParams:
+def background_params(params: SamplingParams) -> SamplingParams:
     """Move the priority behind all interactive requests, and keep the order among background requests."""
-    own = max(-MAX_RELATIVE_PRIORITY, min(params.priority, MAX_RELATIVE_PRIORITY))
-    return msgspec.structs.replace(params, priority=BACKGROUND_PRIORITY + own)
+    relative = max(-MAX_RELATIVE_PRIORITY, min(params.priority, MAX_RELATIVE_PRIORITY))
+    return msgspec.structs.replace(params, priority=BACKGROUND_PRIORITY + relative)
 
 
 def _completion(body: bytes, served: ServedModel) -> EndpointTask:
     job = completions.parse(body, served.engine, served.model)
-    return GenerationTask(job, CompletionForm(job, TokenTexts(served.engine.tokenizer)), served)
+    return GenerationTask(job, CompletionSerializer(job, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _chat(body: bytes, served: ServedModel) -> EndpointTask:
     job = chat.parse(body, served.engine, served.model, served.formats)
-    return GenerationTask(job, ChatForm(job, TokenTexts(served.engine.tokenizer)), served)
+    return GenerationTask(job, ChatSerializer(job, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _response(body: bytes, served: ServedModel) -> EndpointTask:
-    job, begun = responses.parse(body, served.engine, served.model, served.formats)
-    return GenerationTask(job, ResponseForm(job, begun, TokenTexts(served.engine.tokenizer)), served)
+    job, initial = responses.parse(body, served.engine, served.model, served.formats)
+    return GenerationTask(job, ResponseSerializer(job, initial, TokenTexts(served.engine.tokenizer)), served)
 
 
 def _embeddings(body: bytes, served: ServedModel) -> EndpointTask:

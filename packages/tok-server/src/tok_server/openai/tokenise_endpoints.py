@@ -14,10 +14,10 @@ from tok_client.types import (
 from tok_core import AsyncEngine, InvalidField
 from tok_core.text import Tokenizer
 from tok_server.http import CONTEXT, read_body
-from tok_server.limits import check_size
+from tok_server.limits import check_prompt_size
 from tok_server.observability import COUNTS
 from tok_server.openai.chat import chat_text
-from tok_server.openai.generation import TokenTexts, check_model, given, read
+from tok_server.openai.generation import TokenTexts, check_model, parse_request, value_or_none
 from tok_server.settings import Formats
 from tok_server.wire import Operation, encode, invalid, json_of, not_served
 
@@ -30,7 +30,7 @@ async def tokenize(request: web.Request) -> web.Response:
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     settings = context.settings
-    found = await context.work(lambda: _tokens(body, context.engine, settings.model_name, settings.formats))
+    found = await context.run_in_thread(lambda: _tokenize(body, context.engine, settings.model_name, settings.formats))
     request[COUNTS].prompt_tokens += found.count  # counts against the token rate limit
     return web.Response(body=encode(found), content_type="application/json")
 
@@ -40,26 +40,26 @@ async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    tokens, found = await context.work(lambda: _text(body, context.engine, context.settings.model_name))
+    tokens, found = await context.run_in_thread(lambda: _detokenize(body, context.engine, context.settings.model_name))
     request[COUNTS].prompt_tokens += tokens
     return web.Response(body=encode(found), content_type="application/json")
 
 
-def _tokens(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> TokenizeResponse:
-    request, _ = read(body, TokenizeRequest, ())
-    check_model(given(request.model), model)
+def _tokenize(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> TokenizeResponse:
+    request, _ = parse_request(body, TokenizeRequest, ())
+    check_model(value_or_none(request.model), model)
     tokenizer = _tokenizer(engine)
-    prompt, special = given(request.prompt), given(request.add_special_tokens)
+    prompt, special = value_or_none(request.prompt), value_or_none(request.add_special_tokens)
     field = "messages" if prompt is None else "prompt"
     text = chat_text(_as_chat(request), engine, formats) if prompt is None else prompt
-    begins = prompt is not None if special is None else special
+    add_special_tokens = prompt is not None if special is None else special
     try:
-        check_size(text, tokenizer, engine.info.max_model_len, field)
-        ids = tokenizer.encode(text, add_special_tokens=begins)
+        check_prompt_size(text, tokenizer, engine.info.max_model_len, field)
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except InvalidField as error:
         raise invalid(field, f"{field}: {error}") from error
     strings = None
-    if given(request.return_token_strs):
+    if value_or_none(request.return_token_strs):
         texts = TokenTexts(tokenizer)
         strings = [texts.text(token, "bytes:") for token in ids]
     return TokenizeResponse(count=len(ids), max_model_len=engine.info.max_model_len, tokens=ids, token_strs=strings)
@@ -67,7 +67,7 @@ def _tokens(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> T
 
 def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest(
-        messages=given(request.messages) or [],
+        messages=value_or_none(request.messages) or [],
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
@@ -75,14 +75,14 @@ def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
     )
 
 
-def _text(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, DetokenizeResponse]:
+def _detokenize(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, DetokenizeResponse]:
     """Return the number of tokens, and the response with their text."""
-    request, _ = read(body, DetokenizeRequest, ())
-    check_model(given(request.model), model)
+    request, _ = parse_request(body, DetokenizeRequest, ())
+    check_model(value_or_none(request.model), model)
     tokenizer, size = _tokenizer(engine), engine.info.vocab_size
-    most = MAX_MODEL_LENGTHS * engine.info.max_model_len
-    if len(request.tokens) > most:
-        raise invalid("tokens", f"tokens holds {len(request.tokens)} token ids; allowed: at most {most}")
+    max_tokens = MAX_MODEL_LENGTHS * engine.info.max_model_len
+    if len(request.tokens) > max_tokens:
+        raise invalid("tokens", f"tokens holds {len(request.tokens)} token ids; allowed: at most {max_tokens}")
     for index, token in enumerate(request.tokens):
         if not 0 <= token < size:
             raise invalid(f"tokens[{index}]", f"tokens[{index}] is {token}; allowed: integers from 0 to {size - 1}")
@@ -92,7 +92,7 @@ def _text(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, Detokenize
 
 def _tokenizer(engine: AsyncEngine) -> Tokenizer:
     if engine.tokenizer is None:
-        raise not_served("the model has no tokenizer: it is served in token ids only", "no_tokenizer")
+        raise not_served("the model has no tokenizer; only token ids are served", "no_tokenizer")
     return engine.tokenizer
 
 

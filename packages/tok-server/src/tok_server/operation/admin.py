@@ -36,36 +36,36 @@ async def restart_replica(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     context.require_started()
     replicas = context.engine.health().replicas
-    number = _replica(request, len(replicas))
+    number = _replica_number(request, len(replicas))
     drain = read_query(request, RestartReplica).drain
     if drain is not None and not 0 <= drain < math.inf:
         raise invalid("drain", f"drain is {drain}; allowed: seconds from 0")
     if (state := replicas[number].state) not in ("ready", "unresponsive", "failed"):
-        raise ApiError(409, f"replica {number} is {state} already", code="restarting")
+        raise ApiError(409, f"replica {number} is already {state}", code="restarting")
     if drain is None:
         drain = 0.0 if state == "unresponsive" else context.settings.request_timeout
     # The restart continues even if the client that asked for it disconnects.
     restart = asyncio.ensure_future(context.engine.restart_replica(number, drain=drain))
     context.background.add(restart)
-    restart.add_done_callback(partial(_tell, context, number))
+    restart.add_done_callback(partial(_log_restart, context, number))
     await asyncio.shield(restart)
-    found = context.engine.health().replicas[number]
+    replica = context.engine.health().replicas[number]
     return web.Response(
-        body=encode(ReplicaReport(state=found.state, detail=found.detail)), content_type="application/json"
+        body=encode(ReplicaReport(state=replica.state, detail=replica.detail)), content_type="application/json"
     )
 
 
-def _tell(context: Context, number: int, restart: asyncio.Future[None]) -> None:
+def _log_restart(context: Context, number: int, restart: asyncio.Future[None]) -> None:
     context.background.discard(restart)
     error = None if restart.cancelled() else restart.exception()
-    log.info("replica %d was restarted: %s", number, error or "it serves")
+    log.info("restart of replica %d: %s", number, error or "succeeded")
 
 
-def _replica(request: web.Request, count: int) -> int:
-    given = request.match_info["number"]
-    number = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else count
+def _replica_number(request: web.Request, count: int) -> int:
+    text = request.match_info["number"]
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else count
     if number >= count:
-        message = f"there is no replica {given[:80]!r}; allowed: integers from 0 to {count - 1}"
+        message = f"replica {text[:80]!r} does not exist; allowed: integers from 0 to {count - 1}"
         raise ApiError(404, message, param="number", code="not_found")
     return number
 

@@ -14,15 +14,15 @@ from tok_server.wire import Operation, encode, json_of
 async def health(request: web.Request) -> web.Response:
     """Report health: 200 while requests are accepted, else 503, with the reason and each replica's state."""
     context = request.app[CONTEXT]
-    found = context.engine.health()
-    replicas = [ReplicaReport(state=one.state, detail=one.detail) for one in found.replicas]
-    return _json(context, HealthReport(status=context.state, detail=found.detail, replicas=replicas))
+    health_report = context.engine.health()
+    replicas = [ReplicaReport(state=one.state, detail=one.detail) for one in health_report.replicas]
+    return _json(context, HealthReport(status=context.state, detail=health_report.detail, replicas=replicas))
 
 
 async def ready(request: web.Request) -> web.Response:
     """Report readiness in one word, for load balancers and probes: 200 while requests are accepted, else 503."""
     context = request.app[CONTEXT]
-    return _json(context, ReadyReport(ready=takes_requests(context), status=context.state))
+    return _json(context, ReadyReport(ready=accepts_requests(context), status=context.state))
 
 
 async def version_of_server(request: web.Request) -> web.Response:
@@ -31,13 +31,13 @@ async def version_of_server(request: web.Request) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def takes_requests(context: Context) -> bool:
+def accepts_requests(context: Context) -> bool:
     """Return whether a request that arrives now would be accepted."""
     return context.ready and not context.draining and context.engine.health().ok
 
 
 def _json(context: Context, report: HealthReport | ReadyReport) -> web.Response:
-    status = 200 if takes_requests(context) else 503
+    status = 200 if accepts_requests(context) else 503
     return web.Response(status=status, body=encode(report), content_type="application/json")
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from aiohttp import web
 
-from tok_server.wire import JSON, Media, Operation, document, encode
+from tok_server.wire import JSON, Media, Operation, encode, openapi_document
 
 
 class OpenAPIDocument:
@@ -21,7 +21,7 @@ class OpenAPIDocument:
     @cached_property
     def body(self) -> bytes:
         """Return the document as JSON."""
-        return encode(document(self._operations, version=version("tok-server"), authorised=self._authorised))
+        return encode(openapi_document(self._operations, version=version("tok-server"), authorised=self._authorised))
 
 
 DOCUMENT = web.AppKey("DOCUMENT", OpenAPIDocument)

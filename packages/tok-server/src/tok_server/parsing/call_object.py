@@ -15,7 +15,7 @@ from tok_server.parsing.json_scan import SPACE, JsonScanner
 ARGUMENTS = ("arguments", "parameters")
 IGNORED = ("type", "id")  # members that some models add
 NO_ARGUMENTS = "{}"
-_BORDER = re.compile(r'["\\\x00-\x1f]')  # a character that ends a string, or has a special meaning in it
+_STRING_BREAK = re.compile(r'["\\\x00-\x1f]')  # a character that ends a string, or has a special meaning in it
 
 
 class CallObject:
@@ -36,11 +36,11 @@ class CallObject:
         self._member: list[str] = []  # text so far of a key or of its value
         self._key: str | None = None  # key whose value is being read
 
-    def run(self, text: str, at: int) -> int:
+    def skip_plain_text(self, text: str, at: int) -> int:
         """Consume the part of a string in `text` from `at` on that needs no check of each character; return its end."""
         if not self._scan.in_plain_string:
             return at
-        found = _BORDER.search(text, at)
+        found = _STRING_BREAK.search(text, at)
         end = found.start() if found else len(text)
         if end > at:
             self._member.append(text[at:end])
@@ -63,12 +63,12 @@ class CallObject:
         return self._after_key() if character == ":" else self._after_value(character)
 
     def _after_key(self) -> bool:
-        self._key = json.loads(self._read())
+        self._key = json.loads(self._pop_member())
         return self._key in ("name", *ARGUMENTS, *IGNORED)
 
     def _after_value(self, character: str) -> bool:
         key, self._key = self._key, None
-        if key is not None and not self._take(key, self._read()):
+        if key is not None and not self._set_member(key, self._pop_member()):
             return False
         if character != "}":
             return True
@@ -77,15 +77,15 @@ class CallObject:
         self.ended = self.name is not None
         return self.ended
 
-    def _take(self, key: str, value: str) -> bool:
+    def _set_member(self, key: str, value: str) -> bool:
         if key in ARGUMENTS:
-            return self._take_arguments(value)
+            return self._set_arguments(value)
         if key == "name" and self.name is None:
             self.name = json.loads(value) if value.startswith('"') else None
             return self.name is not None and self.name in self._tools
         return key in IGNORED
 
-    def _take_arguments(self, value: str) -> bool:
+    def _set_arguments(self, value: str) -> bool:
         if self.arguments is not None:
             return False  # a second member with arguments
         if value.startswith('"'):  # an object encoded as a string
@@ -95,7 +95,7 @@ class CallObject:
         self.arguments = value
         return _is_object(value)
 
-    def _read(self) -> str:
+    def _pop_member(self) -> str:
         text = "".join(self._member).strip(SPACE)
         self._member.clear()
         return text
@@ -105,10 +105,10 @@ def _is_object(text: str) -> bool:
     """Return whether a client that parses the text as JSON gets an object."""
     try:
         text.encode()  # JSON escapes can yield lone surrogates, which cannot be sent
-        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+        return isinstance(json.loads(text, parse_constant=_reject_constant), dict)
     except (ValueError, RecursionError):
         return False
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

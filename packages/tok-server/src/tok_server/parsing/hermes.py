@@ -15,46 +15,46 @@ class HermesParser(CallParser):
     def __init__(self, tools: Container[str]) -> None:
         super().__init__(tools)
         self._mark = ""  # part of a mark that has been read
-        self._sought = OPEN
+        self._expected_mark = OPEN
 
-    def _outside(self, text: str, at: int) -> int:
+    def _read_content(self, text: str, at: int) -> int:
         if self._mark:
-            return self._in_mark(text[at], at)
+            return self._read_mark(text[at], at)
         found = text.find("<", at)
         if found < 0:
             found = len(text)
-        self._content(text[at:found])
+        self._emit_content(text[at:found])
         if found == len(text):
             return found
         self._mark = "<"
         return found + 1
 
-    def _in_mark(self, character: str, at: int) -> int:
+    def _read_mark(self, character: str, at: int) -> int:
         mark = self._mark + character
-        if self._sought.startswith(mark):
-            self._mark = "" if mark == self._sought else mark
+        if self._expected_mark.startswith(mark):
+            self._mark = "" if mark == self._expected_mark else mark
             if not self._mark:
-                self._whole()
+                self._mark_complete()
             return at + 1
-        if self._sought == CLOSE and OPEN.startswith(mark):
-            self._sought = OPEN  # the next call begins
+        if self._expected_mark == CLOSE and OPEN.startswith(mark):
+            self._expected_mark = OPEN  # the next call begins
         else:
-            self._content(self._mark)
+            self._emit_content(self._mark)
             self._mark = ""
         return at
 
-    def _whole(self) -> None:
+    def _mark_complete(self) -> None:
         """Handle a mark that has been read completely."""
-        if self._sought == OPEN:
-            self._held = [OPEN]
-            self._begin()
-        self._sought = OPEN
+        if self._expected_mark == OPEN:
+            self._held_text = [OPEN]
+            self._begin_call()
+        self._expected_mark = OPEN
 
-    def _ended(self) -> None:
-        self._sought = CLOSE
+    def _call_ended(self) -> None:
+        self._expected_mark = CLOSE
 
-    def _give_up(self) -> None:
-        if self._sought == OPEN:
-            self._held.append(self._mark)
+    def _abandon_call(self) -> None:
+        if self._expected_mark == OPEN:
+            self._held_text.append(self._mark)
         self._mark = ""
-        super()._give_up()
+        super()._abandon_call()

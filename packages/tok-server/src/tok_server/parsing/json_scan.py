@@ -26,7 +26,7 @@ class JsonScanner:
     def __init__(self) -> None:
         self.done = False
         self._closers: list[str] = []
-        self._step: Callable[[str], bool] = self._value
+        self._state: Callable[[str], bool] = self._value
         self._is_key = False
         self._digits = ""  # of the number so far
         self._rest = ""  # of the literal, still to come
@@ -39,15 +39,15 @@ class JsonScanner:
     @property
     def in_plain_string(self) -> bool:
         """Return whether any character but a quote or a backslash continues the current string."""
-        return self._step == self._string
+        return self._state == self._string
 
     @property
     def in_string(self) -> bool:
-        return self._step in (self._string, self._escape, self._escape_hex)
+        return self._state in (self._string, self._escape, self._escape_hex)
 
     def feed(self, character: str) -> bool:
         """Consume `character`; return whether the value can continue with it."""
-        return self._step(character)
+        return self._state(character)
 
     def _value(self, character: str) -> bool:
         if character in SPACE:
@@ -59,19 +59,19 @@ class JsonScanner:
         elif character == '"':
             self._begin_string(is_key=False)
         elif character in "-0123456789":
-            self._digits, self._step = character, self._number
+            self._digits, self._state = character, self._number
         elif character in _LITERALS:
-            self._rest, self._step = _LITERALS[character], self._literal
+            self._rest, self._state = _LITERALS[character], self._literal
         else:
             return False
         return True
 
-    def _open(self, closer: str, step: Callable[[str], bool]) -> None:
+    def _open(self, closer: str, state: Callable[[str], bool]) -> None:
         self._closers.append(closer)
-        self._step = step
+        self._state = state
 
     def _begin_string(self, *, is_key: bool) -> None:
-        self._is_key, self._step = is_key, self._string
+        self._is_key, self._state = is_key, self._string
 
     def _first_item(self, character: str) -> bool:
         return self._close() if character == "]" else self._value(character)
@@ -86,30 +86,30 @@ class JsonScanner:
 
     def _string(self, character: str) -> bool:
         if character == "\\":
-            self._step = self._escape
+            self._state = self._escape
         elif character == '"':
             if self._is_key:
-                self._step = self._colon
+                self._state = self._colon
             else:
                 self._end()
         return True
 
     def _escape(self, character: str) -> bool:
         if character == "u":
-            self._hex, self._step = 4, self._escape_hex
+            self._hex, self._state = 4, self._escape_hex
             return True
-        self._step = self._string
+        self._state = self._string
         return character in '"\\/bfnrt'
 
     def _escape_hex(self, character: str) -> bool:
         self._hex -= 1
         if not self._hex:
-            self._step = self._string
+            self._state = self._string
         return character in "0123456789abcdefABCDEF"
 
     def _colon(self, character: str) -> bool:
         if character == ":":
-            self._step = self._value
+            self._state = self._value
         return character == ":" or character in SPACE
 
     def _number(self, character: str) -> bool:
@@ -119,7 +119,7 @@ class JsonScanner:
         if not _NUMBER.fullmatch(self._digits):
             return False
         self._end()
-        return self._step(character)
+        return self._state(character)
 
     def _literal(self, character: str) -> bool:
         if character != self._rest[0]:
@@ -129,11 +129,11 @@ class JsonScanner:
             self._end()
         return True
 
-    def _after(self, character: str) -> bool:
+    def _after_value(self, character: str) -> bool:
         if character == self._closers[-1]:
             return self._close()
         if character == ",":
-            self._step = self._key if self._closers[-1] == "}" else self._value
+            self._state = self._key if self._closers[-1] == "}" else self._value
         return character == "," or character in SPACE
 
     def _close(self) -> bool:
@@ -144,7 +144,7 @@ class JsonScanner:
     def _end(self) -> None:
         """Handle the end of a value: an element of a container, or the whole value."""
         self.done = not self._closers
-        self._step = self._nothing if self.done else self._after
+        self._state = self._reject if self.done else self._after_value
 
-    def _nothing(self, character: str) -> bool:
+    def _reject(self, character: str) -> bool:
         return False

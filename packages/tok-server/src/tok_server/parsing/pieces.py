@@ -8,7 +8,7 @@ from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ContentPiece:
     """A stretch of content."""
 
     text: str
@@ -23,22 +23,22 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The beginning of a call of the tool `name`, to which the following `Arguments` belong."""
+    """The beginning of a call of the tool `name`, to which the following `ArgumentsPiece` belong."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ArgumentsPiece:
     """A further stretch of the last call's arguments, as JSON text."""
 
     text: str
 
 
-Piece = Text | ReasoningPiece | CallBegin | Arguments
+Piece = ContentPiece | ReasoningPiece | CallBegin | ArgumentsPiece
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Merge neighbouring pieces of one kind, except `CallBegin`, and drop empty ones."""
     found: list[Piece] = []
     for kind, group in groupby(pieces, type):

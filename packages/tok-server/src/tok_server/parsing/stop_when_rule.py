@@ -14,7 +14,7 @@ from tok_client.types import Distinct, FirstMatch, Majority, StopWhen, StopWhenR
 from tok_core import Delta, RequestOutput, RequestStream
 from tok_server.parsing.answer_pattern import AnswerPattern
 from tok_server.parsing.markup import Markup
-from tok_server.parsing.message_reader import MessageReader, message
+from tok_server.parsing.message_reader import MessageReader, build_message
 
 MAX_LOOP_PATTERN_WORK = 200_000  # bytes × instructions that the event loop searches itself: a few milliseconds at worst
 
@@ -23,7 +23,7 @@ MAX_LOOP_PATTERN_WORK = 200_000  # bytes × instructions that the event loop sea
 class StopWhenRule:
     """A condition on the answers of a prompt's `n` samples. `markup`: the markup that their texts may hold."""
 
-    wanted: StopWhen
+    condition: StopWhen
     pattern: AnswerPattern
     n: int
     markup: Markup
@@ -32,16 +32,16 @@ class StopWhenRule:
         """Return the answer in a sample's content; reasoning and tool calls are not searched."""
         if self.markup:
             reader = MessageReader(self.markup)
-            text = message(reader.feed(text) + reader.finish()).content or ""
+            text = build_message(reader.feed(text) + reader.finish()).content or ""
         return self.pattern.answer(text)
 
 
 class AnswerTally:
-    """Votes by answer. `first` and `second`: votes of the most frequent answer and of the next one."""
+    """Votes by answer. `most_votes` and `next_votes`: votes of the most frequent answer and of the next one."""
 
     def __init__(self) -> None:
         self.votes: Counter[str] = Counter()
-        self.first = self.second = 0
+        self.most_votes = self.next_votes = 0
         self._leader: str | None = None
 
     def vote(self, answer: str) -> None:
@@ -49,27 +49,27 @@ class AnswerTally:
         self.votes[answer] += 1
         votes = self.votes[answer]
         if answer == self._leader:
-            self.first = votes
-        elif votes > self.first:
-            self._leader, self.first, self.second = answer, votes, self.first
+            self.most_votes = votes
+        elif votes > self.most_votes:
+            self._leader, self.most_votes, self.next_votes = answer, votes, self.most_votes
         else:
-            self.second = max(self.second, votes)
+            self.next_votes = max(self.next_votes, votes)
 
 
-def enough(wanted: StopWhen, tally: AnswerTally, left: int) -> bool:
-    """Return whether the condition is met while `left` samples may still vote."""
-    match wanted:
+def is_met(condition: StopWhen, tally: AnswerTally, remaining: int) -> bool:
+    """Return whether the condition is met while `remaining` samples may still vote."""
+    match condition:
         case Distinct(count=count):
             return len(tally.votes) >= count
         case Majority(margin=margin):
-            lead = tally.first - tally.second
-            return lead >= margin or lead > left
+            lead = tally.most_votes - tally.next_votes
+            return lead >= margin or lead > remaining
         case FirstMatch():
-            return tally.first > 0
-    assert_never(wanted)
+            return tally.most_votes > 0
+    assert_never(condition)
 
 
-class StopWhenJudge:
+class StopWhenEvaluator:
     """Evaluator of a rule over one run of one prompt. `met`: the condition is met."""
 
     def __init__(self, rule: StopWhenRule) -> None:
@@ -79,9 +79,9 @@ class StopWhenJudge:
         self._finished = self._cancelled = 0
         self.met = False
 
-    async def take(self, batch: Sequence[Delta]) -> None:
+    async def add(self, batch: Sequence[Delta]) -> None:
         """Add the samples' new deltas, and count the answers of those that finished. Errors: ApiError."""
-        texts = self._ended(batch)
+        texts = self._finished_texts(batch)
         size = sum(map(len, texts)) * self._rule.pattern.size
         find = self._rule.answer
         # RE2 lets other threads run while it searches.
@@ -103,7 +103,7 @@ class StopWhenJudge:
             unmatched=self._finished - self._tally.votes.total(),
         )
 
-    def _ended(self, batch: Sequence[Delta]) -> list[str]:
+    def _finished_texts(self, batch: Sequence[Delta]) -> list[str]:
         """Return the texts of samples that finished by themselves; count the cancelled ones."""
         found = []
         for delta in batch:
@@ -121,39 +121,41 @@ class StopWhenJudge:
         self._finished += 1
         if answer is not None:
             self._tally.vote(answer)
-        if enough(self._rule.wanted, self._tally, self._rule.n - self._finished):
+        if is_met(self._rule.condition, self._tally, self._rule.n - self._finished):
             self.met = True
 
 
-class JudgedOutput(RequestOutput, kw_only=True):
+class StopWhenOutput(RequestOutput, kw_only=True):
     """A finished request with the result of its `stop_when` rule."""
 
     stop_when: StopWhenResult
 
 
-async def judged(stream: RequestStream, judge: StopWhenJudge) -> AsyncGenerator[tuple[int, list[Delta]]]:
+async def evaluate_stream(
+    stream: RequestStream, evaluator: StopWhenEvaluator
+) -> AsyncGenerator[tuple[int, list[Delta]]]:
     """Yield the stream's deltas as `generation.streams.merged` does; end its running samples once the rule is met."""
     async for batch in stream.batches():
-        await judge.take(batch)
-        if judge.met:
+        await evaluator.add(batch)
+        if evaluator.met:
             stream.abort("stop_when")
         yield 0, batch
 
 
-def output_of(stream: RequestStream, rule: StopWhenRule | None) -> Awaitable[RequestOutput]:
-    """Wait for the finished request. A rule ends its running samples once it is met, and gives a JudgedOutput."""
-    return stream.output() if rule is None else _judged_output(stream, rule)
+def wait_for_output(stream: RequestStream, rule: StopWhenRule | None) -> Awaitable[RequestOutput]:
+    """Wait for the finished request. A rule ends its running samples once it is met, and gives a StopWhenOutput."""
+    return stream.output() if rule is None else _output_with_rule(stream, rule)
 
 
-async def _judged_output(stream: RequestStream, rule: StopWhenRule) -> JudgedOutput:
-    judge = StopWhenJudge(rule)
-    async for _ in judged(stream, judge):
+async def _output_with_rule(stream: RequestStream, rule: StopWhenRule) -> StopWhenOutput:
+    evaluator = StopWhenEvaluator(rule)
+    async for _ in evaluate_stream(stream, evaluator):
         pass
     output = await stream.output()
-    return JudgedOutput(**msgspec.structs.asdict(output), stop_when=judge.result())
+    return StopWhenOutput(**msgspec.structs.asdict(output), stop_when=evaluator.result())
 
 
-def result_of(outputs: Sequence[RequestOutput]) -> StopWhenResult | None:
+def stop_when_result(outputs: Sequence[RequestOutput]) -> StopWhenResult | None:
     """Return the result of the `stop_when` rule, if there was one."""
-    first = outputs[0]
-    return first.stop_when if isinstance(first, JudgedOutput) else None
+    most_votes = outputs[0]
+    return most_votes.stop_when if isinstance(most_votes, StopWhenOutput) else None

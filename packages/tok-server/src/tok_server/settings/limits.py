@@ -60,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and value < MIN_VALUES.get(name, 1):
                 raise InvalidField(name, value, f"{unit}, at least {MIN_VALUES.get(name, 1)}")
         if self.max_n > MAX_N:
-            raise InvalidField("max_n", self.max_n, f"samples, at most the {MAX_N} that the engine takes")
+            raise InvalidField("max_n", self.max_n, f"samples, at most {MAX_N} (the engine's limit)")
         if self.min_client_priority > MAX_CLIENT_PRIORITY:
             allowed = f"integers from {-MAX_CLIENT_PRIORITY} to {MAX_CLIENT_PRIORITY}"
             raise InvalidField("min_client_priority", self.min_client_priority, allowed)
@@ -82,8 +82,8 @@ COUNTS = {
     "max_n": "samples",
     "max_queued": "requests",
     "min_client_priority": "priorities",
-    "rate_limit_requests": "requests a minute",
-    "rate_limit_tokens": "tokens a minute",
+    "rate_limit_requests": "requests per minute",
+    "rate_limit_tokens": "tokens per minute",
 }
 MAX_CLIENT_PRIORITY = (1 << 31) - 1  # far below the priorities of batch lines, which come after every client
 MIN_VALUES = {

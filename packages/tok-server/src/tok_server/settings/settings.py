@@ -52,9 +52,9 @@ class Settings(Limits, frozen=True, kw_only=True):
         if self.admin_key is not None:
             _check_key("admin_key", self.admin_key)
             if self.admin_key in self.api_keys:
-                raise InvalidField("admin_key", "***", "a key that is no API key, too")
+                raise InvalidField("admin_key", "***", "a key that is not an API key")
         if self.tls_key is not None and self.tls_cert is None:
-            raise InvalidField("tls_key", self.tls_key, "nothing without --tls-cert")
+            raise InvalidField("tls_key", self.tls_key, "only together with --tls-cert")
 
 
 def _check_key(field: str, key: str) -> None:

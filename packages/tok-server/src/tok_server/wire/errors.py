@@ -87,17 +87,17 @@ def limited(
     """
     headers = {} if retry_after is None else {"Retry-After": str(max(1, math.ceil(retry_after)))}
     kind = kind or (SERVER if status >= 500 else INVALID)
-    told = f"{message} (--{limit.replace('_', '-')})"
-    return ApiError(status, told, param=param, kind=kind, code=code or limit, headers=headers, limit=limit)
+    text = f"{message} (--{limit.replace('_', '-')})"
+    return ApiError(status, text, param=param, kind=kind, code=code or limit, headers=headers, limit=limit)
 
 
 def internal(request_id: str) -> ApiError:
     """Return a 500: a defect of the server. Its log has the details, the response has not."""
-    message = f"internal error; the server's log has more under request {request_id}"
+    message = f"internal error; see the server's log for request {request_id}"
     return ApiError(500, message, kind=SERVER, code="internal_error")
 
 
-def of_exception(error: Exception, request_id: str) -> ApiError:
+def from_exception(error: Exception, request_id: str) -> ApiError:
     """Return the ApiError for any exception that a handler may raise."""
     match error:
         case ApiError():
@@ -116,9 +116,9 @@ def of_exception(error: Exception, request_id: str) -> ApiError:
             return internal(request_id)
 
 
-def too_large(most: int | None) -> ApiError:
-    """Return a 413: a body of more than `most` bytes."""
-    message = "the body is too large" if most is None else f"the body has more than {most} bytes"
+def too_large(max_bytes: int | None) -> ApiError:
+    """Return a 413: a body of more than `max_bytes` bytes."""
+    message = "the body is too large" if max_bytes is None else f"the body has more than {max_bytes} bytes"
     return limited("max_body", 413, message, code="request_too_large")
 
 
@@ -128,9 +128,9 @@ def _of_http(error: web.HTTPException) -> ApiError:
             return too_large(None)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            message = f"method {error.method} is not allowed here; allowed: {allowed}"
+            message = f"method {error.method} is not allowed for this URL; allowed: {allowed}"
             return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
         case web.HTTPNotFound():
-            return ApiError(404, "there is nothing at this URL", code="not_found")
+            return ApiError(404, "this URL does not exist", code="not_found")
         case _:
             return ApiError(error.status, error.text or error.reason)

@@ -7,13 +7,13 @@ import random
 from functools import cache
 from importlib.metadata import version
 
-_SOURCE = random.Random()  # seeded by the system once: a system call per id may block
-os.register_at_fork(after_in_child=_SOURCE.seed)  # else both processes would produce the same ids
+_RANDOM = random.Random()  # seeded by the system once: a system call per id may block
+os.register_at_fork(after_in_child=_RANDOM.seed)  # else both processes would produce the same ids
 
 
 def new_id(prefix: str) -> str:
     """Return a fresh id such as "cmpl-5f0c…"."""
-    return f"{prefix}-{_SOURCE.getrandbits(96):024x}"
+    return f"{prefix}-{_RANDOM.getrandbits(96):024x}"
 
 
 @cache

@@ -31,17 +31,17 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
     try:
         return decoder(kind).decode(data)
     except msgspec.ValidationError as error:
-        raise _located(str(error), kind) from error
+        raise _with_path(str(error), kind) from error
     except msgspec.DecodeError as error:
         raise BadJson(None, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise BadJson(None, "the body is nested too deeply") from error
 
 
-def _located(message: str, kind: type) -> BadJson:
+def _with_path(message: str, kind: type) -> BadJson:
     """Return the error with its path: msgspec's, the missing field's, or the field that the message begins with."""
     found = _AT.match(message)
-    what, path = (found["what"], _named(found["path"])) if found else (message, "")
+    what, path = (found["what"], _field_path(found["path"])) if found else (message, "")
     missing = _MISSING.match(what)
     if missing:
         return BadJson(".".join(filter(None, [path, missing["field"]])), "is required, but missing")
@@ -51,7 +51,7 @@ def _located(message: str, kind: type) -> BadJson:
     return BadJson(path or None, what)
 
 
-def _named(path: str) -> str:
+def _field_path(path: str) -> str:
     """Return the path as errors name it. msgspec writes keys of a mapping as "[...]": the path ends at the mapping."""
     return path.partition("[...]")[0].removeprefix(".")
 

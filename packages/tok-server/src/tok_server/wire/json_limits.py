@@ -13,13 +13,13 @@ from tok_server.wire.errors import ApiError, invalid
 MAX_MEMBERS = 70_000  # strings (keys too), objects and arrays: enough for 65,536 text prompts and some more
 MAX_VALUES = 1 << 20  # values separated by commas: enough for the token ids of the longest prompts
 MAX_NESTING = 128  # levels of nested arrays and objects
-PIECE = 1 << 18  # bytes scanned together: other threads run in between
+PIECE_BYTES = 1 << 18  # bytes scanned together: other threads run in between
 
 QUOTE, BACKSLASH = b'"\\'
 # Change of the nesting depth by each byte outside of strings; `COMMA` marks a comma, which does not change it.
 COMMA = 2
-MEANING = np.zeros(256, np.int8)
-MEANING[list(b"[{")], MEANING[list(b"]}")], MEANING[ord(",")] = 1, -1, COMMA
+DEPTH_CHANGE = np.zeros(256, np.int8)
+DEPTH_CHANGE[list(b"[{")], DEPTH_CHANGE[list(b"]}")], DEPTH_CHANGE[ord(",")] = 1, -1, COMMA
 
 
 def check_json(body: bytes) -> None:
@@ -38,19 +38,19 @@ class _Scan:
 
     def run(self, body: bytes) -> None:
         """Scan `body`. Errors: ApiError (400)."""
-        for start in range(0, len(body), PIECE):
-            self._take(np.frombuffer(body, np.uint8, min(PIECE, len(body) - start), start))
+        for start in range(0, len(body), PIECE_BYTES):
+            self._scan_piece(np.frombuffer(body, np.uint8, min(PIECE_BYTES, len(body) - start), start))
 
-    def _take(self, piece: np.ndarray) -> None:
+    def _scan_piece(self, piece: np.ndarray) -> None:
         quotes = self._unescaped_quotes(piece)
-        marks = MEANING[piece].nonzero()[0]
+        marks = DEPTH_CHANGE[piece].nonzero()[0]
         outside = (np.searchsorted(quotes, marks) + self._in_string) % 2 == 0
-        meaning = MEANING[piece[marks[outside]]]
+        change = DEPTH_CHANGE[piece[marks[outside]]]
         self._strings += len(quotes)  # counts quotes: two per string
         self._in_string = (self._in_string + len(quotes)) % 2
-        self._containers += int((meaning == 1).sum())
-        self._commas += int((meaning == COMMA).sum())
-        depth = self._depth + np.where(meaning == COMMA, 0, meaning).cumsum(dtype=np.int64)
+        self._containers += int((change == 1).sum())
+        self._commas += int((change == COMMA).sum())
+        depth = self._depth + np.where(change == COMMA, 0, change).cumsum(dtype=np.int64)
         if len(depth):
             self._depth = int(depth[-1])
         self._check(int(depth.max(initial=0)))

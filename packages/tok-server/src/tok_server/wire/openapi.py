@@ -28,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Json = dict[str, object]
 
 JSON = "application/json"
-EVENTS = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 # Of every operation: malformed HTTP, no key, forbidden origin, slow or large headers, too many, a defect, no engine.
 COMMON_ERRORS = (400, 401, 403, 408, 429, 431, 500, 503)
 BODY_ERRORS = (413, 415, 504)  # of every operation with a body: too large, unsupported encoding, not answered in time
@@ -53,7 +53,7 @@ def json_of(kind: object) -> tuple[Media, ...]:
 
 def json_or_events(kind: object) -> tuple[Media, ...]:
     """Return the media of JSON of a wire type, or of server-sent events for requests with `stream`."""
-    return (Media(JSON, kind), Media(EVENTS, schema={"type": "string"}))
+    return (Media(JSON, kind), Media(EVENT_STREAM, schema={"type": "string"}))
 
 
 def raw(content_type: str) -> tuple[Media, ...]:
@@ -97,30 +97,30 @@ class Operation:
         return tuple(sorted({*COMMON_ERRORS, *of_body, *self.errors} - self.answers.keys()))
 
 
-def document(operations: Sequence[Operation], *, version: str, authorised: bool = False) -> Json:
+def openapi_document(operations: Sequence[Operation], *, version: str, authorised: bool = False) -> Json:
     """Return the OpenAPI 3.1 document. `authorised`: clients must send a key."""
-    kinds = [kind for one in operations for kind in _kinds(one)]
+    kinds = [kind for operation in operations for kind in _kinds(operation)]
     schemas, components = msgspec.json.schema_components(
         [*kinds, ErrorResponse], schema_hook=_schema_of, ref_template=_SCHEMAS + "{name}"
     )
-    named = dict(zip(map(_key, [*kinds, ErrorResponse]), schemas, strict=True))
+    schemas_by_kind = dict(zip(map(_key, [*kinds, ErrorResponse]), schemas, strict=True))
     paths: dict[str, Json] = {}
-    for one in operations:
-        paths.setdefault(one.url, {})[one.method.lower()] = _operation(one, named)
-    found: Json = {
+    for operation in operations:
+        paths.setdefault(operation.url, {})[operation.method.lower()] = _operation(operation, schemas_by_kind)
+    result: Json = {
         "openapi": "3.1.0",
         "info": {"title": "tok", "version": version, "description": "Inference in the shape of OpenAI's API."},
         "paths": paths,
         "components": {"schemas": components},
     }
     if authorised:
-        found["components"] = {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-        found["security"] = [{"key": []}]
-    return found
+        result["components"] = {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        result["security"] = [{"key": []}]
+    return result
 
 
-def _kinds(one: Operation) -> Iterator[object]:
-    for media in (*one.request, *(media for answer in one.answers.values() for media in answer)):
+def _kinds(operation: Operation) -> Iterator[object]:
+    for media in (*operation.request, *(media for answer in operation.answers.values() for media in answer)):
         if media.kind is not None:
             yield media.kind
 
@@ -135,43 +135,46 @@ def _schema_of(kind: type) -> Json:
     raise NotImplementedError(kind)
 
 
-def _operation(one: Operation, named: Mapping[str, Json]) -> Json:
-    summary = (inspect.getdoc(one.handler) or one.url).partition("\n")[0]
-    found: Json = {
-        "operationId": f"{one.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', one.url)}".rstrip("_"),
+def _operation(operation: Operation, schemas_by_kind: Mapping[str, Json]) -> Json:
+    summary = (inspect.getdoc(operation.handler) or operation.url).partition("\n")[0]
+    result: Json = {
+        "operationId": f"{operation.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', operation.url)}".rstrip("_"),
         "summary": summary,
-        "responses": {str(status): body for status, body in _responses(one, named)},
+        "responses": {str(status): body for status, body in _responses(operation, schemas_by_kind)},
     }
-    if one.request:
-        found["requestBody"] = {"required": True, "content": _content(one.request, named)}
-    if parameters := [*_path_parameters(one), *_query_parameters(one)]:
-        found["parameters"] = parameters
-    return found
+    if operation.request:
+        result["requestBody"] = {"required": True, "content": _content(operation.request, schemas_by_kind)}
+    if parameters := [*_path_parameters(operation), *_query_parameters(operation)]:
+        result["parameters"] = parameters
+    return result
 
 
-def _responses(one: Operation, named: Mapping[str, Json]) -> Iterator[tuple[int, Json]]:
-    for status, medias in one.answers.items():
-        yield status, {"description": HTTPStatus(status).phrase, "content": _content(medias, named)}
-    for status in one.all_errors:
-        yield status, {"description": HTTPStatus(status).phrase, "content": _content(json_of(ErrorResponse), named)}
+def _responses(operation: Operation, schemas_by_kind: Mapping[str, Json]) -> Iterator[tuple[int, Json]]:
+    for status, medias in operation.answers.items():
+        yield status, {"description": HTTPStatus(status).phrase, "content": _content(medias, schemas_by_kind)}
+    for status in operation.all_errors:
+        yield (
+            status,
+            {"description": HTTPStatus(status).phrase, "content": _content(json_of(ErrorResponse), schemas_by_kind)},
+        )
 
 
-def _content(medias: tuple[Media, ...], named: Mapping[str, Json]) -> Json:
+def _content(medias: tuple[Media, ...], schemas_by_kind: Mapping[str, Json]) -> Json:
     return {
-        media.content_type: {"schema": dict(media.schema) if media.kind is None else named[_key(media.kind)]}
+        media.content_type: {"schema": dict(media.schema) if media.kind is None else schemas_by_kind[_key(media.kind)]}
         for media in medias
     }
 
 
-def _path_parameters(one: Operation) -> Iterator[Json]:
-    for match in _PARAMETER.finditer(one.path):
+def _path_parameters(operation: Operation) -> Iterator[Json]:
+    for match in _PARAMETER.finditer(operation.path):
         yield {"name": match["name"], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
-def _query_parameters(one: Operation) -> Iterator[Json]:
-    for member in msgspec.structs.fields(one.query) if one.query else ():
+def _query_parameters(operation: Operation) -> Iterator[Json]:
+    for member in msgspec.structs.fields(operation.query) if operation.query else ():
         schema = msgspec.json.schema(member.type, schema_hook=_schema_of)
         yield {"name": member.encode_name, "in": "query", "required": member.required, "schema": schema}
 
 
-__all__ = ["Handler", "Media", "Operation", "document", "json_of", "json_or_events", "raw"]
+__all__ = ["Handler", "Media", "Operation", "json_of", "json_or_events", "openapi_document", "raw"]

@@ -8,8 +8,8 @@ import msgspec
 
 from tok_server.wire.json import encode
 
-MARK = "\0text\0"  # stands for the text; names of models and ids do not contain NUL
-QUOTED = encode(MARK)
+PLACEHOLDER = "\0text\0"  # stands for the text; names of models and ids do not contain NUL
+QUOTED_PLACEHOLDER = encode(PLACEHOLDER)
 
 
 class TextEvent:
@@ -21,9 +21,9 @@ class TextEvent:
     __slots__ = ("_after", "_before")
 
     def __init__(self, chunk: Callable[[str], msgspec.Struct]) -> None:
-        before, after = encode(chunk(MARK)).split(QUOTED)
+        before, after = encode(chunk(PLACEHOLDER)).split(QUOTED_PLACEHOLDER)
         self._before, self._after = b"data: " + before, after + b"\n\n"
 
-    def of(self, text: str) -> bytes:
+    def encode(self, text: str) -> bytes:
         """Return the event for `text`."""
         return self._before + encode(text) + self._after

@@ -14,9 +14,9 @@ from tok_server.batch.api.app import batches_of
 from tok_server.batch.api.service import BatchService, TooMany
 from tok_server.batch.api.upload import disk_full, seconds_of
 from tok_server.batch.storage import BEFORE_THE_END, ENDED, Missing, StoredJob
-from tok_server.http import members, read_body
+from tok_server.http import decode_members, read_body
 from tok_server.observability import COUNTS
-from tok_server.openai import ENDPOINTS, given
+from tok_server.openai import ENDPOINTS, value_or_none
 from tok_server.wire import ApiError, BadJson, Operation, decode, encode, invalid, json_of, new_id, read_query
 
 MAX_LISTED_BATCHES = 100  # batches per page of a list
@@ -37,7 +37,7 @@ async def create(request: web.Request) -> web.Response:
     service, context = batches_of(request)
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    asked = await context.work(lambda: _read(body))
+    asked = await context.run_in_thread(lambda: _read(body))
     job = _job(asked, service, context.settings.model_name, request[COUNTS].tenant)
     try:
         return _json(await service.create(job))
@@ -90,7 +90,7 @@ async def _batch(service: BatchService, request: web.Request) -> Batch:
 
 
 def _read(body: bytes) -> BatchRequest:
-    for name in members(body):
+    for name in decode_members(body):
         if name not in known_fields(BatchRequest):
             allowed = ", ".join(sorted(known_fields(BatchRequest)))
             raise invalid(name[:80], f"{name[:80]!r} is no field of a batch; allowed: {allowed}")
@@ -105,7 +105,7 @@ def _job(asked: BatchRequest, service: BatchService, model: str, owner: str) -> 
     if asked.endpoint not in ENDPOINTS:
         allowed = ", ".join(map(repr, ENDPOINTS))
         raise invalid("endpoint", f"endpoint is {asked.endpoint[:80]!r}; allowed: {allowed}")
-    metadata, keep = given(asked.metadata), given(asked.output_expires_after)
+    metadata, keep = value_or_none(asked.metadata), value_or_none(asked.output_expires_after)
     _check_metadata(metadata or {})
     now, window = service.now(), _window(asked.completion_window)
     batch = Batch(

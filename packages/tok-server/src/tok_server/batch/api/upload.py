@@ -18,7 +18,7 @@ from tok_client.types import ExpiresAfter, FileObject
 from tok_server.batch.api.service import BatchService
 from tok_server.batch.execution import uninterrupted
 from tok_server.batch.storage import QuotaExceeded, is_full
-from tok_server.http import MIN_READ_BYTES, check_ratio
+from tok_server.http import MIN_READ_BYTES, check_compression_ratio
 from tok_server.wire import SERVER, ApiError, invalid, limited, new_id
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Upload:
                 raise ApiError(413, f"file has more than {most} bytes", param="file", code="file_too_large")
             if quota.limit is not None and self._size > quota.limit:
                 raise limited("data_quota", 413, f"file has more than {quota.limit} bytes", param="file")
-            check_ratio(request)
+            check_compression_ratio(request)
             quota.add(self._id, len(piece))
             buffer += piece
             if len(buffer) >= PIECE:

@@ -36,7 +36,7 @@ from tok_server.batch.storage import (
     write,
 )
 from tok_server.openai import ENDPOINTS, EndpointTask, ServedModel
-from tok_server.wire import SERVER, ApiError, internal, new_id, of_exception, unavailable
+from tok_server.wire import SERVER, ApiError, from_exception, internal, new_id, unavailable
 
 log = logging.getLogger("tok.server")
 
@@ -223,7 +223,7 @@ class Run:
                 # An awaited task was cancelled, not this one. Ending here would leave the line without an answer.
                 log.warning("batch line %r is computed anew: what it waited for was cancelled", ready.custom_id)
             except RequestFailed as error:
-                return of_exception(error, ready.custom_id)
+                return from_exception(error, ready.custom_id)
             except EngineError as error:
                 log.warning("batch line %r is computed anew: %s", ready.custom_id, error)
             except Exception as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tok_server.openai.chat.form import ChatForm
 from tok_server.openai.chat.prompt import chat_text
+from tok_server.openai.chat.serializer import ChatSerializer
 
 __all__ = [
-    "ChatForm",
+    "ChatSerializer",
     "chat_text",
 ]

@@ -24,8 +24,8 @@ from tok_core.grammar import (
     sequence,
 )
 from tok_core.sampling_params import Grammar
-from tok_server.openai.chat.tool_offer import AllowedToolCalls
-from tok_server.openai.generation import given
+from tok_server.openai.chat.allowed_tools import AllowedToolCalls
+from tok_server.openai.generation import value_or_none
 from tok_server.parsing import NO_MARKUP, CallFormat, Markup, hermes, reasoning
 from tok_server.wire import encode, invalid
 
@@ -34,84 +34,95 @@ MAX_TOOL_SCHEMA_BYTES: Final = 256 * 1024
 NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class AnswerShape(NamedTuple):
+class AnswerFormat(NamedTuple):
     """The form of an answer: its grammar (None: any text) and its markup."""
 
     grammar: Grammar | None
     markup: Markup
 
 
-def answer_shape(
-    offer: AllowedToolCalls, markup: Markup, asked: Grammar | None = None, field: str = "response_format"
-) -> AnswerShape:
-    """Combine the tool offer with the requested grammar `asked`. Errors: ApiError for what no grammar can express.
+def answer_format(
+    allowed_calls: AllowedToolCalls, markup: Markup, requested: Grammar | None = None, field: str = "response_format"
+) -> AnswerFormat:
+    """Combine the allowed tool calls with a requested grammar. Errors: ApiError for what no grammar can express.
 
-    asked  grammar of the content, which follows the think block if no tool is called
-    field  name of the request field that asks for it
+    requested  grammar of the content, which follows the think block if no tool is called
+    field      name of the request field that asks for it
     """
-    if asked is not None and offer.required:
-        raise invalid(field, f"{field} asks for a format; with tool_choice that requires a call: none")
-    strict = any(given(function.strict) for function in offer.allowed.values())
-    constrained = asked is not None or (markup.calls is not None and (offer.required or strict))
+    if requested is not None and allowed_calls.required:
+        raise invalid(field, f"{field} sets a format, but tool_choice requires a call; allowed: one of them")
+    strict = any(value_or_none(function.strict) for function in allowed_calls.allowed.values())
+    constrained = requested is not None or (markup.calls is not None and (allowed_calls.required or strict))
     if not constrained or not markup:
-        return AnswerShape(asked, markup)
-    if asked is not None and asked.kind == "ebnf":
+        return AnswerFormat(requested, markup)
+    if requested is not None and requested.kind == "ebnf":
         if markup.calls is not None:
-            raise invalid(field, f"{field} asks for rules (EBNF); with tools allowed: JSON, a regex, a choice")
-        return AnswerShape(asked, NO_MARKUP)  # EBNF rules describe the whole answer
+            raise invalid(field, f"{field} is an EBNF grammar; allowed together with tools: JSON, a regex, a choice")
+        return AnswerFormat(requested, NO_MARKUP)  # EBNF rules describe the whole answer
     rules = Rules()
-    answer = _answer(offer, markup.calls, _said(asked, field, rules) if asked else None, rules)
+    answer = _answer(allowed_calls, markup.calls, _content_rule(requested, field, rules) if requested else None, rules)
     if markup.reasoning:
-        answer = sequence([_thoughts(markup.thinking, rules), answer])
-    return AnswerShape(Grammar(kind="ebnf", value=rules.text(answer)), markup)
+        answer = sequence([_think_block(markup.thinking, rules), answer])
+    return AnswerFormat(Grammar(kind="ebnf", value=rules.text(answer)), markup)
 
 
-def _said(asked: Grammar, field: str, rules: Rules) -> str:
+def _content_rule(requested: Grammar, field: str, rules: Rules) -> str:
     try:
-        return expression(asked, rules)
+        return expression(requested, rules)
     except (Unsupported, RecursionError) as error:
-        raise invalid(field, f"{field} cannot be followed; allowed: {error}") from error
+        raise invalid(field, f"{field} cannot be enforced; allowed: {error}") from error
 
 
-def _answer(offer: AllowedToolCalls, kind: CallFormat | None, said: str | None, rules: Rules) -> str:
-    if kind is None:
-        return said or NOTHING
-    calls = _calls(offer, kind, rules)
-    if offer.required:
+def _answer(
+    allowed_calls: AllowedToolCalls, call_format: CallFormat | None, content_rule: str | None, rules: Rules
+) -> str:
+    if call_format is None:
+        return content_rule or NOTHING
+    calls = _calls_rule(allowed_calls, call_format, rules)
+    if allowed_calls.required:
         return calls
-    if said is not None:
-        return rules.either([calls, said])
-    if kind == "hermes":
-        return sequence([rules.regular(_without(hermes.OPEN)), rules.maybe(calls)])
-    return rules.either([calls, rules.regular(_no_object())])
+    if content_rule is not None:
+        return rules.either([calls, content_rule])
+    if call_format == "hermes":
+        return sequence([rules.regular(_text_without(hermes.OPEN)), rules.maybe(calls)])
+    return rules.either([calls, rules.regular(_text_without_call_lines())])
 
 
-def _calls(offer: AllowedToolCalls, kind: CallFormat, rules: Rules) -> str:
+def _calls_rule(allowed_calls: AllowedToolCalls, call_format: CallFormat, rules: Rules) -> str:
     """Return an expression of one call or, if the offer is parallel, of several in a row."""
-    size = sum(len(encode(function.parameters)) for function in offer.allowed.values() if given(function.parameters))
+    size = sum(
+        len(encode(function.parameters))
+        for function in allowed_calls.allowed.values()
+        if value_or_none(function.parameters)
+    )
     if size > MAX_TOOL_SCHEMA_BYTES:
         raise invalid(
             "tools", f"tools have {size} bytes of parameters; allowed: at most {MAX_TOOL_SCHEMA_BYTES} together"
         )
-    one = rules.either([_call(function, index, kind, rules) for index, function in enumerate(offer.allowed.values())])
-    if kind == "hermes":
+    one = rules.either(
+        [
+            _call_rule(function, index, call_format, rules)
+            for index, function in enumerate(allowed_calls.allowed.values())
+        ]
+    )
+    if call_format == "hermes":
         one = sequence([literal(f"{hermes.OPEN}\n"), one, literal(f"\n{hermes.CLOSE}")])
-    if not offer.parallel:
+    if not allowed_calls.parallel:
         return one
-    separator = "\n" if kind == "hermes" else "; "
+    separator = "\n" if call_format == "hermes" else "; "
     return sequence([one, rules.repeat(sequence([literal(separator), one]), 0, None)])
 
 
-def _call(function: FunctionDefinition, index: int, kind: CallFormat, rules: Rules) -> str:
-    named = "arguments" if kind == "hermes" else "parameters"
-    schema = given(function.parameters)
+def _call_rule(function: FunctionDefinition, index: int, call_format: CallFormat, rules: Rules) -> str:
+    member = "arguments" if call_format == "hermes" else "parameters"
+    schema = value_or_none(function.parameters)
     try:
         whole = cast(Json, _object(NO_PARAMETERS if schema is None else schema))
         arguments = SchemaRules(whole, rules).root()
     except (Unsupported, RecursionError) as error:
         path = f"tools[{index}].function.parameters"
-        raise invalid(path, f"{path} ({function.name}) cannot be followed; allowed: {error}") from error
-    return sequence([literal(f'{{"name": "{function.name}", "{named}": '), arguments, literal("}")])
+        raise invalid(path, f"{path} ({function.name}) cannot be enforced; allowed: {error}") from error
+    return sequence([literal(f'{{"name": "{function.name}", "{member}": '), arguments, literal("}")])
 
 
 def _object(schema: Mapping[str, object]) -> JSONObject:
@@ -119,13 +130,13 @@ def _object(schema: Mapping[str, object]) -> JSONObject:
     return dict(schema) if "type" in schema or "$ref" in schema else {**schema, "type": "object"}
 
 
-def _thoughts(thinking: bool, rules: Rules) -> str:
+def _think_block(thinking: bool, rules: Rules) -> str:
     """Return an expression of a think block, which is optional unless the prompt has opened it."""
-    inside = sequence([rules.regular(_without(reasoning.THINK_CLOSE)), literal(f"{reasoning.THINK_CLOSE}\n\n")])
+    inside = sequence([rules.regular(_text_without(reasoning.THINK_CLOSE)), literal(f"{reasoning.THINK_CLOSE}\n\n")])
     return inside if thinking else rules.maybe(sequence([literal(reasoning.THINK_OPEN), inside]))
 
 
-def _without(mark: str) -> str:
+def _text_without(mark: str) -> str:
     """Return a regular expression of any text without `mark`, which must hold its first character only once.
 
     Each "<" begins a proper prefix of the mark, which ends before the mark's next character. For the mark "<t>":
@@ -133,20 +144,20 @@ def _without(mark: str) -> str:
         [^<]*(<([^<t][^<]*)?|<t([^<>][^<]*)?)*
     """
     first = mark[0]
-    rest = regular.repeat(_none_of(first), 0, None)
-    begun = [
-        regular.literal(mark[:size]) + regular.maybe(_none_of(first + mark[size]) + rest)
+    rest = regular.repeat(_any_except(first), 0, None)
+    partial_marks = [
+        regular.literal(mark[:size]) + regular.maybe(_any_except(first + mark[size]) + rest)
         for size in range(1, len(mark))
     ]
-    return rest + regular.repeat(regular.either(begun), 0, None)
+    return rest + regular.repeat(regular.either(partial_marks), 0, None)
 
 
-def _no_object() -> str:
+def _text_without_call_lines() -> str:
     """Return a regular expression of any text without a line that may begin a call of Llama."""
     indent = regular.repeat(regular.characters(one_of(" \t")), 0, None)
-    line = indent + regular.maybe(_none_of("{<\n\t ") + regular.repeat(_none_of("\n"), 0, None))
+    line = indent + regular.maybe(_any_except("{<\n\t ") + regular.repeat(_any_except("\n"), 0, None))
     return line + regular.repeat(regular.literal("\n") + line, 0, None)
 
 
-def _none_of(text: str) -> str:
+def _any_except(text: str) -> str:
     return regular.characters(complement(one_of(text)))

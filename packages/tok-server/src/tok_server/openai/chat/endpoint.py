@@ -12,23 +12,23 @@ from tok_core import AsyncEngine, InvalidField, SamplingParams
 from tok_core.sampling_params import Grammar
 from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
-from tok_server.openai.chat.answer_grammar import answer_shape
-from tok_server.openai.chat.form import ChatForm
+from tok_server.openai.chat.answer_grammar import answer_format
 from tok_server.openai.chat.prompt import chat_prompt
+from tok_server.openai.chat.serializer import ChatSerializer
 from tok_server.openai.generation import (
     CHAT,
-    Job,
+    GenerationJob,
     TokenTexts,
     answer,
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
-    given,
-    read,
-    renamed,
-    rule_of,
+    invalid_field,
+    parse_request,
+    parse_stop_when,
+    requested_format,
     sampling_params,
-    structure_of,
+    value_or_none,
     wants_continuous_usage,
     wants_usage,
 )
@@ -44,85 +44,91 @@ async def create(request: web.Request) -> web.StreamResponse:
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     settings = context.settings
-    job = await context.work(lambda: parse(body, context.engine, settings.model_name, settings.formats))
-    return await answer(request, context, job, ChatForm(job, TokenTexts(context.engine.tokenizer)))
+    job = await context.run_in_thread(lambda: parse(body, context.engine, settings.model_name, settings.formats))
+    return await answer(request, context, job, ChatSerializer(job, TokenTexts(context.engine.tokenizer)))
 
 
-def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO) -> Job:
+def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO) -> GenerationJob:
     """Parse the body into a Job with the messages as token ids. Slow for long prompts. Errors: ApiError.
 
     formats  how the model writes tool calls and reasoning
     """
-    request, ignored = read(body, ChatCompletionRequest, CHAT)
-    return job_of(request, engine, model, formats, ignored)
+    request, ignored = parse_request(body, ChatCompletionRequest, CHAT)
+    return make_chat_job(request, engine, model, formats, ignored)
 
 
-def job_of(
+def make_chat_job(
     request: ChatCompletionRequest, engine: AsyncEngine, model: str, formats: Formats, ignored: tuple[str, ...] = ()
-) -> Job:
+) -> GenerationJob:
     """Turn the decoded request into a Job; otherwise as `parse`."""
-    check_model(given(request.model), model)
-    newer = given(request.max_completion_tokens) is not None
-    names = {
+    check_model(value_or_none(request.model), model)
+    has_max_completion_tokens = value_or_none(request.max_completion_tokens) is not None
+    field_names = {
         "prompt": "messages",
         "logprobs": "top_logprobs",
-        "max_tokens": "max_completion_tokens" if newer else "max_tokens",
+        "max_tokens": "max_completion_tokens" if has_max_completion_tokens else "max_tokens",
     }
-    structure = structure_of(request)
-    if structure is not None:
-        names["grammar"] = structure.field
+    requested = requested_format(request)
+    if requested is not None:
+        field_names["grammar"] = requested.field
     params = sampling_params(
         request,
         max_tokens=_max_tokens(request),
         logprobs=_top_logprobs(request),
         info=engine.info,
-        names=names,
+        field_names=field_names,
         prompt_logprobs=check_prompt_logprobs(request),
-        grammar=None if structure is None else structure.grammar,
+        grammar=None if requested is None else requested.grammar,
     )
     prompt = chat_prompt(request, engine, formats)
-    shape = answer_shape(prompt.offer, prompt.markup, params.grammar, names.get("grammar", "response_format"))
-    if shape.grammar is not params.grammar:
-        params = _constrained(params, shape.grammar)
-        names.setdefault("grammar", "tools")
-    return Job(
+    constrained = answer_format(
+        prompt.allowed_calls, prompt.markup, params.grammar, field_names.get("grammar", "response_format")
+    )
+    if constrained.grammar is not params.grammar:
+        params = _with_grammar(params, constrained.grammar)
+        field_names.setdefault("grammar", "tools")
+    return GenerationJob(
         id=new_id("chatcmpl"),
         created=int(time.time()),
         model=model,
         prompts=[prompt.token_ids],
         params=params,
-        stream=bool(given(request.stream)),
+        stream=bool(value_or_none(request.stream)),
         include_usage=wants_usage(request),
         continuous_usage=wants_continuous_usage(request),
-        return_token_ids=bool(given(request.return_token_ids)),
+        return_token_ids=bool(value_or_none(request.return_token_ids)),
         prompt_logprobs=params.prompt_logprobs,
-        markup=shape.markup,
-        stop_when=rule_of(request, n=params.n, prompts=1, tokenizer=engine.tokenizer, markup=shape.markup),
+        markup=constrained.markup,
+        stop_when=parse_stop_when(
+            request, n=params.n, prompts=1, tokenizer=engine.tokenizer, markup=constrained.markup
+        ),
         cache_salt=cache_salt_of(request),
         ignored=ignored,
-        names=names,
+        field_names=field_names,
     )
 
 
-def _constrained(params: SamplingParams, grammar: Grammar | None) -> SamplingParams:
+def _with_grammar(params: SamplingParams, grammar: Grammar | None) -> SamplingParams:
     try:
         return msgspec.structs.replace(params, grammar=grammar)
     except InvalidField as error:
-        raise renamed(error, error.field) from error
+        raise invalid_field(error, error.field) from error
 
 
 def _max_tokens(request: ChatCompletionRequest) -> int | None:
     """Return the largest number of generated tokens; None: up to the model's length."""
-    older, newer = given(request.max_tokens), given(request.max_completion_tokens)
-    if older is not None and newer is not None and older != newer:
-        message = f"max_tokens is {older} and max_completion_tokens is {newer}; allowed: one of them"
+    max_tokens, max_completion_tokens = value_or_none(request.max_tokens), value_or_none(request.max_completion_tokens)
+    if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
+        message = (
+            f"max_tokens is {max_tokens} and max_completion_tokens is {max_completion_tokens}; allowed: one of them"
+        )
         raise invalid("max_tokens", message)
-    return older if newer is None else newer
+    return max_tokens if max_completion_tokens is None else max_completion_tokens
 
 
 def _top_logprobs(request: ChatCompletionRequest) -> int | None:
-    top = given(request.top_logprobs)
-    if given(request.logprobs):
+    top = value_or_none(request.top_logprobs)
+    if value_or_none(request.logprobs):
         return top or 0
     if top is not None:
         raise invalid("top_logprobs", "top_logprobs is only allowed together with logprobs=true")

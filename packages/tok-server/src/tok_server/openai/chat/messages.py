@@ -24,7 +24,7 @@ from tok_client.types import (
     UnsetType,
     UserMessage,
 )
-from tok_server.openai.generation import given
+from tok_server.openai.generation import value_or_none
 from tok_server.wire import ApiError, invalid
 
 Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
@@ -44,9 +44,9 @@ def _message(message: Message, path: str) -> TemplateMessage:
     match message:
         case SystemMessage() | DeveloperMessage():
             # Only templates of models that were trained on the newer role "developer" know it.
-            return _plain("system", _text(message.content, path), given(message.name))
+            return _text_message("system", _text(message.content, path), value_or_none(message.name))
         case UserMessage():
-            return _plain("user", _text(message.content, path), given(message.name))
+            return _text_message("user", _text(message.content, path), value_or_none(message.name))
         case AssistantMessage():
             return _assistant(message, path)
         case ToolMessage():
@@ -56,26 +56,28 @@ def _message(message: Message, path: str) -> TemplateMessage:
     assert_never(message)
 
 
-def _plain(role: str, content: str, name: str | None) -> TemplateMessage:
-    named = {} if name is None else {"name": name}
-    return {"role": role, "content": content, **named}
+def _text_message(role: str, content: str, name: str | None) -> TemplateMessage:
+    name_member = {} if name is None else {"name": name}
+    return {"role": role, "content": content, **name_member}
 
 
 def _assistant(message: AssistantMessage, path: str) -> TemplateMessage:
     for field in ("function_call", "audio", "refusal"):
-        if given(getattr(message, field)):
+        if value_or_none(getattr(message, field)):
             raise _unsupported(f"{path}.{field}", field)
-    calls = given(message.tool_calls) or []
+    calls = value_or_none(message.tool_calls) or []
     content = None if isinstance(message.content, UnsetType) else message.content
     if content is None and not calls:
-        raise invalid(f"{path}.content", f"{path}.content is missing; allowed: text, or tool_calls beside it")
-    found = _plain("assistant", _text(content, path), given(message.name))
+        raise invalid(f"{path}.content", f"{path}.content is missing; allowed: text, or tool_calls instead")
+    template_message = _text_message("assistant", _text(content, path), value_or_none(message.name))
     if calls:
-        found["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    thoughts = given(message.reasoning_content)
-    if thoughts:
-        found["reasoning_content"] = thoughts
-    return found
+        template_message["tool_calls"] = [
+            _call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)
+        ]
+    reasoning = value_or_none(message.reasoning_content)
+    if reasoning:
+        template_message["reasoning_content"] = reasoning
+    return template_message
 
 
 def _call(call: FunctionToolCall | CustomToolCall, path: str) -> TemplateMessage:
@@ -88,10 +90,10 @@ def _call(call: FunctionToolCall | CustomToolCall, path: str) -> TemplateMessage
 def _arguments(text: str) -> object:
     """Parse the arguments into an object, as templates expect; return the text unchanged if it is no object."""
     try:
-        found = msgspec.json.decode(text or "{}")
+        value = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
         return text
-    return found if isinstance(found, dict) else text
+    return value if isinstance(value, dict) else text
 
 
 def _text(content: str | Sequence[Part] | None, path: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tok_server.openai.completions.endpoint import MAX_LOOP_PROMPT_BYTES
-from tok_server.openai.completions.form import CompletionForm
-from tok_server.openai.completions.prompts import numbered, tokenised
+from tok_server.openai.completions.prompts import prompt_field_name, tokenise_prompts
+from tok_server.openai.completions.serializer import CompletionSerializer
 
 __all__ = [
     "MAX_LOOP_PROMPT_BYTES",
-    "CompletionForm",
-    "numbered",
-    "tokenised",
+    "CompletionSerializer",
+    "prompt_field_name",
+    "tokenise_prompts",
 ]

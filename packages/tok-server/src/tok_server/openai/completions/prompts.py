@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tok_core import AsyncEngine, InvalidField
-from tok_server.limits import check_size
+from tok_server.limits import check_prompt_size
 from tok_server.wire import invalid
 
 
-def tokenised(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:
+def tokenise_prompts(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:
     """Return each prompt's token ids; all prompts are of one kind. `field`: name of their field. Errors: ApiError."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
@@ -16,12 +16,14 @@ def tokenised(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -
         raise invalid(field, f"{field} is text, but the model has no tokenizer; allowed: token ids")
     try:
         for index, text in enumerate(texts):
-            check_size(text, engine.tokenizer, engine.info.max_model_len, numbered(field, index, len(texts)))
+            check_prompt_size(
+                text, engine.tokenizer, engine.info.max_model_len, prompt_field_name(field, index, len(texts))
+            )
         return engine.tokenizer.encode_batch(texts)
     except InvalidField as error:
         raise invalid(field, str(error)) from error
 
 
-def numbered(field: str, index: int, count: int) -> str:
+def prompt_field_name(field: str, index: int, count: int) -> str:
     """Return the name by which errors call prompt `index` of `count` in `field`."""
     return field if count == 1 else f"{field}[{index}]"

@@ -7,40 +7,40 @@ from tok_server.openai.generation.answers import (
     MAX_RESPONSE_LOGPROBS,
     MIN_PIECEWISE_BYTES,
     STREAM_HEADERS,
-    Form,
+    AnswerSerializer,
     answer,
     check_logprobs,
     check_priority,
     check_sample_count,
+    estimate_bytes,
     event,
     ignored_header,
-    in_time,
-    size_of,
+    request_deadline,
     write_pieces,
 )
-from tok_server.openai.generation.chunk_form import ChunkForm
-from tok_server.openai.generation.job import Job, best_of_params, renamed
+from tok_server.openai.generation.chunk_serializer import ChunkSerializer
+from tok_server.openai.generation.job import GenerationJob, best_of_params, invalid_field
 from tok_server.openai.generation.logprobs import (
-    Offsets,
+    TextOffsets,
     TokenTexts,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
 )
-from tok_server.openai.generation.params import given, sampling_params
+from tok_server.openai.generation.params import sampling_params, value_or_none
 from tok_server.openai.generation.request_fields import (
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
-    read,
+    parse_request,
     wants_continuous_usage,
     wants_usage,
 )
-from tok_server.openai.generation.response_format import structure_of
+from tok_server.openai.generation.response_format import requested_format
 from tok_server.openai.generation.sample_reader import SampleReader
-from tok_server.openai.generation.stop_when import rule_of
-from tok_server.openai.generation.streams import check_grammar, submitted
-from tok_server.openai.generation.token_usage import running_usage, usage
+from tok_server.openai.generation.stop_when import parse_stop_when
+from tok_server.openai.generation.streams import SubmittedStreams, check_grammar
+from tok_server.openai.generation.token_usage import running_usage, total_usage
 from tok_server.openai.generation.unsupported_fields import CHAT, COMPLETION, RESPONSE
 
 __all__ = [
@@ -51,11 +51,12 @@ __all__ = [
     "MIN_PIECEWISE_BYTES",
     "RESPONSE",
     "STREAM_HEADERS",
-    "ChunkForm",
-    "Form",
-    "Job",
-    "Offsets",
+    "AnswerSerializer",
+    "ChunkSerializer",
+    "GenerationJob",
     "SampleReader",
+    "SubmittedStreams",
+    "TextOffsets",
     "TokenTexts",
     "answer",
     "best_of_params",
@@ -68,20 +69,19 @@ __all__ = [
     "check_prompt_logprobs",
     "check_sample_count",
     "completion_logprobs",
+    "estimate_bytes",
     "event",
-    "given",
     "ignored_header",
-    "in_time",
+    "invalid_field",
+    "parse_request",
+    "parse_stop_when",
     "prompt_logprobs",
-    "read",
-    "renamed",
-    "rule_of",
+    "request_deadline",
+    "requested_format",
     "running_usage",
     "sampling_params",
-    "size_of",
-    "structure_of",
-    "submitted",
-    "usage",
+    "total_usage",
+    "value_or_none",
     "wants_continuous_usage",
     "wants_usage",
     "write_pieces",

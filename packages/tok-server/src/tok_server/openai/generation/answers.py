@@ -19,12 +19,12 @@ from tok_core import Delta, EngineDead, InvalidField, RequestOutput, RequestStre
 from tok_server.http import Context
 from tok_server.limits import Deadline
 from tok_server.observability import COUNTS
-from tok_server.openai.generation.job import Job
-from tok_server.openai.generation.streams import MAX_GRAMMAR_CHECKS, check_grammar, merged, submitted
-from tok_server.openai.generation.token_usage import usage
-from tok_server.parsing import StopWhenJudge, judged, output_of
+from tok_server.openai.generation.job import GenerationJob
+from tok_server.openai.generation.streams import MAX_GRAMMAR_CHECKS, SubmittedStreams, check_grammar, merge_streams
+from tok_server.openai.generation.token_usage import total_usage
+from tok_server.parsing import StopWhenEvaluator, evaluate_stream, wait_for_output
 from tok_server.settings import MAX_CLIENT_PRIORITY
-from tok_server.wire import ApiError, invalid, limited, next_piece, of_exception
+from tok_server.wire import ApiError, from_exception, invalid, limited, next_piece
 
 log = logging.getLogger("tok.server")
 
@@ -46,33 +46,33 @@ MAX_KEPT_LOGPROBS = 1 << 21  # log-probabilities of a background answer, which i
 MAX_RESPONSE_LOGPROBS = 1 << 18  # log-probabilities of a response, whose last stream events repeat all of them
 
 
-class Form(Protocol):
+class AnswerSerializer(Protocol):
     """Writer of one endpoint's JSON for one request.
 
-    most_logprobs  limit of an answer's log-probabilities, streamed or not; None: `MAX_LOGPROBS`; streams unlimited
+    max_logprobs  limit of an answer's log-probabilities, streamed or not; None: `MAX_LOGPROBS`; streams unlimited
     """
 
-    most_logprobs: int | None
+    max_logprobs: int | None
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
         """Encode the whole answer. Called in a thread unless the answer is short."""
 
-    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
         """Yield the same answer in pieces that are quick to make. Called in a thread. May consume `outputs`."""
 
-    def events(self, prompt: int, delta: Delta) -> bytes:
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
         """Encode the gain of a sample of prompt number `prompt` as server-sent events; b"" if there is none.
 
-        Called on the event loop, or in a thread if both `most_logprobs` and the request's logprobs are set.
+        Called on the event loop, or in a thread if both `max_logprobs` and the request's logprobs are set.
         """
 
-    def opening(self) -> bytes:
+    def encode_opening(self) -> bytes:
         """Encode the server-sent events that precede any token."""
 
-    def closing(self, used: Usage, stop_when: StopWhenResult | None) -> bytes:
+    def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
         """Encode the server-sent events that follow the end of all samples."""
 
-    def failed(self, failure: ApiError) -> bytes:
+    def encode_failure(self, failure: ApiError) -> bytes:
         """Encode the last server-sent events of a stream that failed."""
 
 
@@ -81,95 +81,109 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def check_size(job: Job, context: Context, most: int | None, tenant: str) -> None:
+def check_request(job: GenerationJob, context: Context, max_logprobs: int | None, tenant: str) -> None:
     """Raise ApiError: 400 for too many samples or log-probabilities or a forbidden priority; else as `Context.admit`.
 
-    most  largest number of log-probabilities of the answer; None: no limit
+    max_logprobs  largest number of log-probabilities of the answer; None: no limit
     """
     check_sample_count(job, context.settings.max_n)
     check_priority(job, context.settings.min_client_priority)
-    check_logprobs(job, context.engine.info.max_model_len, most)
+    check_logprobs(job, context.engine.info.max_model_len, max_logprobs)
     context.admit(tenant)  # while this request was parsed, others may have been submitted
 
 
-def check_sample_count(job: Job, most: int) -> None:
-    """Raise ApiError (400) if the job generates more than `most` samples per prompt."""
-    if job.drawn > most:
+def check_sample_count(job: GenerationJob, max_n: int) -> None:
+    """Raise ApiError (400) if the job generates more than `max_n` samples per prompt."""
+    if job.samples_per_prompt > max_n:
         name = "n" if job.best_of is None else "best_of"
-        raise limited("max_n", 400, f"{name} is {job.drawn}; allowed: integers from 1 to {most}", param=name)
+        raise limited(
+            "max_n", 400, f"{name} is {job.samples_per_prompt}; allowed: integers from 1 to {max_n}", param=name
+        )
 
 
-def check_priority(job: Job, least: int) -> None:
+def check_priority(job: GenerationJob, min_priority: int) -> None:
     """Raise ApiError (400) if the job's priority is outside of the range that is open to clients."""
     priority = job.params.priority
-    if not least <= priority <= MAX_CLIENT_PRIORITY:
-        told = f"priority is {priority}; allowed: integers from {least} to {MAX_CLIENT_PRIORITY}"
-        raise limited("min_client_priority", 400, told, param="priority")
+    if not min_priority <= priority <= MAX_CLIENT_PRIORITY:
+        message = f"priority is {priority}; allowed: integers from {min_priority} to {MAX_CLIENT_PRIORITY}"
+        raise limited("min_client_priority", 400, message, param="priority")
 
 
-def check_logprobs(job: Job, max_model_len: int, most: int | None) -> None:
-    """Raise ApiError (400) if the job's answer may hold more than `most` log-probabilities."""
+def check_logprobs(job: GenerationJob, max_model_len: int, max_logprobs: int | None) -> None:
+    """Raise ApiError (400) if the job's answer may hold more than `max_logprobs` log-probabilities."""
     top = job.params.logprobs
-    if top is None or most is None:
+    if top is None or max_logprobs is None:
         return
-    longest = max_model_len if job.params.max_tokens is None else job.params.max_tokens
-    if len(job.prompts) * job.drawn * longest * (1 + top) > most:
-        name = job.names.get("logprobs", "logprobs")
-        factors = f"{len(job.prompts)} × {job.drawn} × {longest} × {1 + top}"
+    max_tokens = max_model_len if job.params.max_tokens is None else job.params.max_tokens
+    if len(job.prompts) * job.samples_per_prompt * max_tokens * (1 + top) > max_logprobs:
+        name = job.field_names.get("logprobs", "logprobs")
+        factors = f"{len(job.prompts)} × {job.samples_per_prompt} × {max_tokens} × {1 + top}"
         what = f"prompts × samples × max_tokens × (1 + {name}) is {factors}"
-        raise invalid(name, f"{name}: {what}; allowed: at most {most} in all", "too_many_logprobs")
+        raise invalid(name, f"{name}: {what}; allowed: at max_logprobs {max_logprobs} in all", "too_many_logprobs")
 
 
-def in_time(request: web.Request, context: Context) -> Deadline:
+def request_deadline(request: web.Request, context: Context) -> Deadline:
     """Return a context manager that raises ApiError (504) once the request has exceeded its time limit."""
-    return context.deadlines.since(request[COUNTS].started)
+    return context.deadlines.start(request[COUNTS].started)
 
 
-async def answer(request: web.Request, context: Context, job: Job, form: Form) -> web.StreamResponse:
+async def answer(
+    request: web.Request, context: Context, job: GenerationJob, serializer: AnswerSerializer
+) -> web.StreamResponse:
     """Run the job and return the response to `request`. Errors before its first byte: ApiError, EngineError."""
-    most = form.most_logprobs if form.most_logprobs or job.stream else MAX_LOGPROBS
-    check_size(job, context, most, request[COUNTS].tenant)
+    max_logprobs = serializer.max_logprobs if serializer.max_logprobs or job.stream else MAX_LOGPROBS
+    check_request(job, context, max_logprobs, request[COUNTS].tenant)
     if job.params.grammar is not None:
-        with in_time(request, context):
+        with request_deadline(request, context):
             await check_grammar(context.engine, job, MAX_GRAMMAR_CHECKS, request[COUNTS].tenant)
         context.admit(request[COUNTS].tenant)  # the engine did not count this request during the check
     headers = ignored_header(context, job.ignored)
     counts = request[COUNTS]
-    shared = context.settings.share_prefixes
-    with context.having(counts.tenant, len(job.prompts)):
-        async with submitted(context.engine, job, counts, counts.tenant, share_prefixes=shared) as streams:
+    share_prefixes = context.settings.share_prefixes
+    with context.track_prompts(counts.tenant, len(job.prompts)):
+        async with SubmittedStreams(
+            context.engine, job, counts, counts.tenant, share_prefixes=share_prefixes
+        ) as streams:
             if job.stream:
-                return await _stream(request, context, job, form, streams, headers)
-            with in_time(request, context):
-                outputs = [await output_of(stream, job.stop_when) for stream in streams]
+                return await _stream(request, context, job, serializer, streams, headers)
+            with request_deadline(request, context):
+                outputs = [await wait_for_output(stream, job.stop_when) for stream in streams]
     for output in outputs:
-        _check_ended(output)
+        _check_not_aborted(output)
     first = [one.timings.first_token for one in outputs if one.timings.first_token is not None]
     if first:
         context.metrics.began(min(first) - counts.started)
-    size = size_of(job, outputs)
+    size = estimate_bytes(job, outputs)
     if size > MIN_PIECEWISE_BYTES:
-        return await write_pieces(request, context, form.pieces(outputs), headers)
-    few = job.params.logprobs is None and len(outputs) * job.drawn <= MAX_CHOICES_AT_ONCE and size <= MAX_LOOP_BYTES
-    body = form.whole(outputs) if few else await context.work(lambda: form.whole(outputs))
+        return await write_pieces(request, context, serializer.encode_pieces(outputs), headers)
+    on_loop = (
+        job.params.logprobs is None
+        and len(outputs) * job.samples_per_prompt <= MAX_CHOICES_AT_ONCE
+        and size <= MAX_LOOP_BYTES
+    )
+    body = (
+        serializer.encode_answer(outputs)
+        if on_loop
+        else await context.run_in_thread(lambda: serializer.encode_answer(outputs))
+    )
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
-def size_of(job: Job, outputs: Sequence[RequestOutput]) -> int:
+def estimate_bytes(job: GenerationJob, outputs: Sequence[RequestOutput]) -> int:
     """Estimate the bytes of the whole answer.
 
     If `max_tokens` alone keeps the answer below the relevant limit, return that bound without counting tokens.
     """
-    top, of_place, longest = job.params.logprobs, job.prompt_logprobs, job.params.max_tokens
-    each = TOKEN_BYTES + (0 if top is None else LOGPROB_BYTES * (1 + top))
-    of_prompt = (each if job.echo else 0) + (0 if of_place is None else LOGPROB_BYTES * (1 + of_place))
-    choices = len(outputs) * job.drawn
-    if longest is not None and not of_prompt:
-        most = choices * (CHOICE_BYTES + each * longest)
-        if most <= (MAX_LOOP_BYTES if choices <= MAX_CHOICES_AT_ONCE else MIN_PIECEWISE_BYTES):
-            return most
+    top, prompt_top, max_tokens = job.params.logprobs, job.prompt_logprobs, job.params.max_tokens
+    token_bytes = TOKEN_BYTES + (0 if top is None else LOGPROB_BYTES * (1 + top))
+    prompt_bytes = (token_bytes if job.echo else 0) + (0 if prompt_top is None else LOGPROB_BYTES * (1 + prompt_top))
+    choices = len(outputs) * job.samples_per_prompt
+    if max_tokens is not None and not prompt_bytes:
+        max_bytes = choices * (CHOICE_BYTES + token_bytes * max_tokens)
+        if max_bytes <= (MAX_LOOP_BYTES if choices <= MAX_CHOICES_AT_ONCE else MIN_PIECEWISE_BYTES):
+            return max_bytes
     return sum(
-        CHOICE_BYTES + of_prompt * len(output.prompt_token_ids) + each * len(one.token_ids)
+        CHOICE_BYTES + prompt_bytes * len(output.prompt_token_ids) + token_bytes * len(one.token_ids)
         for output in outputs
         for one in output.outputs
     )
@@ -182,7 +196,7 @@ async def write_pieces(
     response = web.StreamResponse(headers={"Content-Type": "application/json"} | headers)
     await response.prepare(request)
     try:
-        while piece := await context.work(lambda: next_piece(pieces)):
+        while piece := await context.run_in_thread(lambda: next_piece(pieces)):
             await response.write(piece)
     except ConnectionError:
         raise
@@ -193,12 +207,12 @@ async def write_pieces(
         counts.failed = 500
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionError("the answer broke off") from error
+        raise ConnectionError("the response failed after its first bytes") from error
     await response.write_eof()
     return response
 
 
-def _check_ended(output: RequestOutput) -> None:
+def _check_not_aborted(output: RequestOutput) -> None:
     if any(choice.finish_reason == "abort" for choice in output.outputs):
         raise EngineDead("the request was aborted: the engine is stopping")
 
@@ -206,22 +220,22 @@ def _check_ended(output: RequestOutput) -> None:
 async def _stream(
     request: web.Request,
     context: Context,
-    job: Job,
-    form: Form,
+    job: GenerationJob,
+    serializer: AnswerSerializer,
     streams: list[RequestStream],
     headers: dict[str, str],
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers=STREAM_HEADERS | headers)
     await response.prepare(request)
     try:
-        with in_time(request, context), Unread(streams, context.settings.max_unread) as unread:
-            last = await _write(response, request, context, job, form, streams, unread)
+        with request_deadline(request, context), UnreadLimit(streams, context.settings.max_unread) as unread_limit:
+            last = await _write_events(response, request, context, job, serializer, streams, unread_limit)
     except ConnectionError:
         raise
     except Exception as error:
         # The status line has been sent: report the error as an event, then end the stream.
         counts = request[COUNTS]
-        failure = job.refused(error, 0) if isinstance(error, InvalidField) else of_exception(error, counts.id)
+        failure = job.field_error(error, 0) if isinstance(error, InvalidField) else from_exception(error, counts.id)
         counts.failed = failure.status
         context.metrics.refuse(failure.limit)
         if failure.status >= 500:
@@ -229,64 +243,72 @@ async def _stream(
             log.error("%s: failed while streaming: %s", counts.id, error, exc_info=trace)
         for stream in streams:
             stream.abort()
-        last = form.failed(failure)
+        last = serializer.encode_failure(failure)
     await response.write_eof(last)
     return response
 
 
-async def _write(
+async def _write_events(
     response: web.StreamResponse,
     request: web.Request,
     context: Context,
-    job: Job,
-    form: Form,
+    job: GenerationJob,
+    serializer: AnswerSerializer,
     streams: list[RequestStream],
-    unread: Unread,
+    unread_limit: UnreadLimit,
 ) -> bytes:
     """Write all events except the last ones, and return those."""
-    if data := form.opening():
+    if data := serializer.encode_opening():
         await response.write(data)
     tokens = 0
 
     def events(prompt: int, batch: Sequence[Delta]) -> bytes:
         nonlocal tokens
-        gained = _tokens_of(batch)
+        gained = _count_tokens(batch)
         if gained and not tokens:
             context.metrics.began(time.monotonic() - request[COUNTS].started)
         tokens += gained
-        return b"".join([form.events(prompt, delta) for delta in batch])
+        return b"".join([serializer.encode_delta(prompt, delta) for delta in batch])
 
     async def send(prompt: int, batch: Sequence[Delta]) -> None:
         for start in range(0, len(batch), MAX_DELTAS_PER_WRITE):
             part = batch[start : start + MAX_DELTAS_PER_WRITE]
-            if data := await context.work(partial(events, prompt, part)) if long else events(prompt, part):
-                unread.sending = True
+            if (
+                data := await context.run_in_thread(partial(events, prompt, part))
+                if slow_events
+                else events(prompt, part)
+            ):
+                unread_limit.sending = True
                 await response.write(data)
-                unread.sending = False
+                unread_limit.sending = False
             if len(batch) > MAX_DELTAS_PER_WRITE:
                 await asyncio.sleep(0)
 
     # Events that repeat all log-probabilities take long to encode.
-    long = form.most_logprobs is not None and job.params.logprobs is not None
-    judge = None if job.stop_when is None else StopWhenJudge(job.stop_when)
-    if judge is None and len(streams) == 1:  # the common case: each generator in between costs time per token
+    slow_events = serializer.max_logprobs is not None and job.params.logprobs is not None
+    evaluator = None if job.stop_when is None else StopWhenEvaluator(job.stop_when)
+    if evaluator is None and len(streams) == 1:  # the common case: each generator in between costs time per token
         while batch := await streams[0].batch():
-            if long or len(batch) > MAX_DELTAS_PER_WRITE:
+            if slow_events or len(batch) > MAX_DELTAS_PER_WRITE:
                 await send(0, batch)
             elif data := events(0, batch):
-                unread.sending = True
+                unread_limit.sending = True
                 await response.write(data)
-                unread.sending = False
+                unread_limit.sending = False
     else:
-        async with aclosing(merged(streams) if judge is None else judged(streams[0], judge)) as batches:
+        async with aclosing(
+            merge_streams(streams) if evaluator is None else evaluate_stream(streams[0], evaluator)
+        ) as batches:
             async for prompt, batch in batches:
                 await send(prompt, batch)
-    ending = partial(form.closing, usage(streams, tokens), None if judge is None else judge.result())
-    return await context.work(ending) if long else ending()
+    ending = partial(
+        serializer.encode_closing, total_usage(streams, tokens), None if evaluator is None else evaluator.result()
+    )
+    return await context.run_in_thread(ending) if slow_events else ending()
 
 
-class Unread:
-    """Context manager that raises ApiError (408) if a client leaves more than `most` bytes of its streams unread.
+class UnreadLimit:
+    """Context manager that raises ApiError (408) if a client leaves more than `max_bytes` bytes of its streams unread.
 
     It cancels the task that enters it if too much is unread while that task waits for the client. While the task is
     busy otherwise, the client is not at fault; tokens that arrive meanwhile are written together.
@@ -294,34 +316,34 @@ class Unread:
     sending  the task is writing: it waits for the client to read, or is about to
     """
 
-    def __init__(self, streams: Sequence[RequestStream], most: int) -> None:
+    def __init__(self, streams: Sequence[RequestStream], max_bytes: int) -> None:
         self.sending = False
-        self._most = most
-        self._passed = False
+        self._max_bytes = max_bytes
+        self._exceeded = False
         task = asyncio.current_task()
         assert task is not None
-        self._task, self._asked = task, task.cancelling()
+        self._task, self._cancel_requests = task, task.cancelling()
         for stream in streams:  # the other half is for deltas already read and being written
-            stream.bound(most // (2 * len(streams)), self._flooded)
+            stream.bound(max_bytes // (2 * len(streams)), self._on_overflow)
 
-    def __enter__(self) -> Unread:
+    def __enter__(self) -> UnreadLimit:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.sending = False
-        if self._passed and self._task.uncancel() <= self._asked and kind is asyncio.CancelledError:
-            message = f"the client has left more than {self._most} bytes of its stream unread"
+        if self._exceeded and self._task.uncancel() <= self._cancel_requests and kind is asyncio.CancelledError:
+            message = f"the client has left more than {self._max_bytes} bytes of its stream unread"
             raise limited("max_unread", 408, message, code="unread_stream") from error
 
-    def _flooded(self) -> None:
-        if self.sending and not self._passed:
-            self._passed = True
+    def _on_overflow(self) -> None:
+        if self.sending and not self._exceeded:
+            self._exceeded = True
             self._task.cancel()
 
 
-def _tokens_of(batch: Sequence[Delta]) -> int:
+def _count_tokens(batch: Sequence[Delta]) -> int:
     """Return the number of tokens in the batch. Raise EngineDead if a sample was aborted."""
     gained = 0
     for delta in batch:
@@ -335,9 +357,9 @@ def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
     """Return the header that names fields without effect; log each new name once."""
     if not ignored:
         return {}
-    new = [name for name in ignored if name not in context.warned]
-    if new and len(context.warned) < MAX_WARNED_FIELDS:
-        context.warned.update(new)
-        log.warning("ignored: fields that nobody defines: %s", ", ".join(map(repr, new)))
+    new = [name for name in ignored if name not in context.warned_fields]
+    if new and len(context.warned_fields) < MAX_WARNED_FIELDS:
+        context.warned_fields.update(new)
+        log.warning("ignored unknown request fields: %s", ", ".join(map(repr, new)))
     # The names come from the client: quoting removes line breaks.
     return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in ignored)}

@@ -11,23 +11,23 @@ from tok_server.parsing import NO_MARKUP, Markup, StopWhenRule
 from tok_server.wire import ApiError, invalid
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
     """One parsed HTTP request, ready for the engine.
 
-    id                the answer's id; the engine's request ids begin with it
-    prompts           token ids of each prompt
-    best_of           samples per prompt of which the best params.n are returned; None: all samples are returned
-    include_usage     a stream ends with a chunk that carries the usage
-    return_token_ids  choices carry their token ids
-    continuous_usage  every chunk of a stream carries the usage so far
-    echo              completions begin with their prompt
-    prompt_logprobs   number of top tokens reported per prompt position; None: no prompt log-probabilities
-    markup            markup that a chat's text may hold
-    ignored           paths of unknown fields
-    default_length    params.max_tokens is this server's default, which is lowered to fit the model's length
-    stop_when         rule that ends the samples of the single prompt early
-    cache_salt        requests with different salts share nothing in the prefix cache
-    names             the engine's name of a field -> this endpoint's name
+    id                  the answer's id; the engine's request ids begin with it
+    prompts             token ids of each prompt
+    best_of             samples per prompt of which the best params.n are returned; None: all samples are returned
+    include_usage       a stream ends with a chunk that carries the usage
+    return_token_ids    choices carry their token ids
+    continuous_usage    every chunk of a stream carries the usage so far
+    echo                completions begin with their prompt
+    prompt_logprobs     number of top tokens reported per prompt position; None: no prompt log-probabilities
+    markup              markup that a chat's text may hold
+    ignored             paths of unknown fields
+    default_max_tokens  params.max_tokens is this server's default, which is lowered to fit the model's length
+    stop_when           rule that ends the samples of the single prompt early
+    cache_salt          requests with different salts share nothing in the prefix cache
+    field_names         the engine's name of a field -> this endpoint's name
     """
 
     id: str
@@ -44,34 +44,34 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     markup: Markup = NO_MARKUP
     ignored: tuple[str, ...] = ()
-    default_length: bool = False
+    default_max_tokens: bool = False
     stop_when: StopWhenRule | None = None
     cache_salt: str | None = None
-    names: Mapping[str, str] = msgspec.field(default_factory=dict)
+    field_names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     @property
-    def drawn(self) -> int:
+    def samples_per_prompt(self) -> int:
         """Return the number of samples generated per prompt."""
         return self.best_of or self.params.n
 
-    def params_of(self, prompt: list[int], max_model_len: int) -> SamplingParams:
+    def prompt_params(self, prompt: list[int], max_model_len: int) -> SamplingParams:
         """Return the parameters for one prompt. Errors: InvalidField("min_tokens") if it exceeds the tokens left."""
-        room = max_model_len - len(prompt)
+        remaining = max_model_len - len(prompt)
         params = self.params if self.best_of is None else best_of_params(self.params, self.best_of)
-        most = params.max_tokens
-        if not self.default_length or most is None or not 1 <= room < most:
+        max_tokens = params.max_tokens
+        if not self.default_max_tokens or max_tokens is None or not 1 <= remaining < max_tokens:
             return params
-        return msgspec.structs.replace(params, max_tokens=room)
+        return msgspec.structs.replace(params, max_tokens=remaining)
 
-    def refused(self, error: InvalidField, prompt: int) -> ApiError:
+    def field_error(self, error: InvalidField, prompt: int) -> ApiError:
         """Return the engine's refusal of prompt number `prompt` as ApiError, with this endpoint's field names."""
-        name = self.names.get(error.field, error.field)
+        name = self.field_names.get(error.field, error.field)
         if error.field == "prompt" and name == "prompt" and len(self.prompts) > 1:
             name = f"prompt[{prompt}]"
-        return renamed(error, name)
+        return invalid_field(error, name)
 
 
-def renamed(error: InvalidField, name: str) -> ApiError:
+def invalid_field(error: InvalidField, name: str) -> ApiError:
     """Return the error as ApiError (400) about the field `name`."""
     return invalid(name, str(InvalidField(name, error.value, error.allowed)))
 

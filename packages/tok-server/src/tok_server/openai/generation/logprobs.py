@@ -21,12 +21,12 @@ from tok_core import TokenLogprob
 from tok_core.text import Tokenizer
 
 DECODER = codecs.getincrementaldecoder("utf-8")
-LOWEST = -9999.0  # stands for −inf, which JSON cannot represent
+MIN_LOGPROB = -9999.0  # stands for −inf, which JSON cannot represent
 
 
-def finite(logprob: float) -> float:
-    """Return the log-probability, but at least `LOWEST`: JSON cannot represent −inf."""
-    return logprob if logprob > LOWEST else LOWEST
+def clamp_logprob(logprob: float) -> float:
+    """Return the log-probability, but at least `MIN_LOGPROB`: JSON cannot represent −inf."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 class TokenTexts:
@@ -39,7 +39,7 @@ class TokenTexts:
         """Return the token's bytes."""
         return self.tokenizer.piece(token) if self.tokenizer else f"token_id:{token}".encode()
 
-    def shown(self, token: int) -> bytes:
+    def visible_bytes(self, token: int) -> bytes:
         """Return the bytes that the token adds to the text: none for special tokens."""
         return self.tokenizer.pieces_of([token], True)[0] if self.tokenizer else b""
 
@@ -52,31 +52,31 @@ class TokenTexts:
             return prefix + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-class Offsets:
+class TextOffsets:
     """Offsets of a sample's tokens in its text, in characters. A token inside a character has that character's."""
 
     def __init__(self) -> None:
         self._decoder = DECODER("replace")
         self._length = 0
 
-    def next(self, shown: bytes) -> int:
-        """Return the offset of the next token, which adds the bytes `shown`."""
-        begun = self._decoder.getstate()[0]
+    def next(self, visible_bytes: bytes) -> int:
+        """Return the offset of the next token, which adds `visible_bytes` to the text."""
+        partial = self._decoder.getstate()[0]
         # An incomplete character that the token does not continue becomes one U+FFFD before it.
-        broken = bool(begun and shown) and not _goes_on(begun + shown[:1])
-        offset = self._length + broken
-        self._length += len(self._decoder.decode(shown))
+        interrupted = bool(partial and visible_bytes) and not _is_utf8_prefix(partial + visible_bytes[:1])
+        offset = self._length + interrupted
+        self._length += len(self._decoder.decode(visible_bytes))
         return offset
 
-    def copy(self) -> Offsets:
+    def copy(self) -> TextOffsets:
         """Return an independent copy at the same position."""
-        found = Offsets()
-        found._decoder.setstate(self._decoder.getstate())
-        found._length = self._length
-        return found
+        result = TextOffsets()
+        result._decoder.setstate(self._decoder.getstate())
+        result._length = self._length
+        return result
 
 
-def _goes_on(head: bytes) -> bool:
+def _is_utf8_prefix(head: bytes) -> bool:
     """Return whether `head` is a prefix of valid UTF-8."""
     try:
         codecs.utf_8_decode(head, "strict", False)
@@ -85,22 +85,22 @@ def _goes_on(head: bytes) -> bool:
     return True
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, offsets: Offsets) -> CompletionLogprobs:
+def completion_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, offsets: TextOffsets) -> CompletionLogprobs:
     """Convert the log-probabilities of one choice, or of one delta of it, to the form of completions."""
     return CompletionLogprobs(
         tokens=[texts.text(entry.token_id, "bytes:") for entry in entries],
-        token_logprobs=[finite(entry.logprob) for entry in entries],
+        token_logprobs=[clamp_logprob(entry.logprob) for entry in entries],
         top_logprobs=[_top(entry, texts) for entry in entries],
-        text_offset=[offsets.next(texts.shown(entry.token_id)) for entry in entries],
+        text_offset=[offsets.next(texts.visible_bytes(entry.token_id)) for entry in entries],
     )
 
 
 def _top(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
     """Return the top-k tokens and the sampled one by text. Of tokens with the same text, the first one stays."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        found.setdefault(texts.text(token, "bytes:"), finite(logprob))
-    return found
+        result.setdefault(texts.text(token, "bytes:"), clamp_logprob(logprob))
+    return result
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> ChatLogprobs:
@@ -111,26 +111,28 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> ChatLog
 def _chat_token(entry: TokenLogprob, texts: TokenTexts) -> ChatTokenLogprob:
     return ChatTokenLogprob(
         token=texts.text(entry.token_id, ""),
-        logprob=finite(entry.logprob),
+        logprob=clamp_logprob(entry.logprob),
         bytes=list(texts.piece(entry.token_id)),
         top_logprobs=[
-            TopLogprob(token=texts.text(token, ""), logprob=finite(logprob), bytes=list(texts.piece(token)))
+            TopLogprob(token=texts.text(token, ""), logprob=clamp_logprob(logprob), bytes=list(texts.piece(token)))
             for token, logprob in entry.top
         ],
     )
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts, most: int) -> PromptLogprobs:
-    """Return, per prompt position, the prompt's own token and the `most` most likely ones; None without an entry."""
-    return [None if entry is None else _ranked(entry, texts, most) for entry in entries]
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts, top_logprobs: int) -> PromptLogprobs:
+    """Return, per prompt position, the prompt's own token and the `top_logprobs` most likely ones; or None."""
+    return [None if entry is None else _ranked(entry, texts, top_logprobs) for entry in entries]
 
 
-def _ranked(entry: TokenLogprob, texts: TokenTexts, most: int) -> dict[int, PromptLogprob]:
-    found: dict[int, PromptLogprob] = {}
+def _ranked(entry: TokenLogprob, texts: TokenTexts, top_logprobs: int) -> dict[int, PromptLogprob]:
+    result: dict[int, PromptLogprob] = {}
     for rank, (token, logprob) in enumerate(entry.top, 1):
-        if rank <= most or token == entry.token_id:
-            found[token] = PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=texts.text(token, "bytes:"))
-    if entry.token_id not in found:
-        own = PromptLogprob(logprob=finite(entry.logprob), decoded_token=texts.text(entry.token_id, "bytes:"))
-        found[entry.token_id] = own
-    return found
+        if rank <= top_logprobs or token == entry.token_id:
+            result[token] = PromptLogprob(
+                logprob=clamp_logprob(logprob), rank=rank, decoded_token=texts.text(token, "bytes:")
+            )
+    if entry.token_id not in result:
+        own = PromptLogprob(logprob=clamp_logprob(entry.logprob), decoded_token=texts.text(entry.token_id, "bytes:"))
+        result[entry.token_id] = own
+    return result

@@ -10,14 +10,14 @@ from tok_client.types import UNSET, ChatCompletionRequest, CompletionRequest, Ma
 from tok_core import InvalidField, SamplingParams
 from tok_core.messages import EngineInfo
 from tok_core.sampling_params import Grammar
-from tok_server.openai.generation.job import renamed
+from tok_server.openai.generation.job import invalid_field
 from tok_server.wire import invalid
 
 T = TypeVar("T")
 Request = CompletionRequest | ChatCompletionRequest
 
 # Fields with the same name and meaning on the wire and in the engine.
-SAME = (
+SHARED_FIELDS = (
     "n",
     "temperature",
     "top_p",
@@ -31,10 +31,10 @@ SAME = (
     "ignore_eos",
     "priority",
 )
-_SAME = attrgetter(*SAME)
+_get_shared_fields = attrgetter(*SHARED_FIELDS)
 
 
-def given(value: Maybe[T]) -> T | None:
+def value_or_none(value: Maybe[T]) -> T | None:
     """Return the value; None if it is absent or null, which both mean the default in requests."""
     return None if value is UNSET else value
 
@@ -45,52 +45,52 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     info: EngineInfo,
-    names: Mapping[str, str],
+    field_names: Mapping[str, str],
     prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Return the engine's parameters; absent fields take the model's `info.sampling_defaults`. Errors: ApiError.
 
-    names  the engine's name of a field -> this endpoint's name, where they differ
+    field_names  the engine's name of a field -> this endpoint's name, where they differ
     """
-    every = zip(SAME, _SAME(request), strict=True)
+    shared_values = zip(SHARED_FIELDS, _get_shared_fields(request), strict=True)
     fields: dict[str, object] = dict(info.sampling_defaults)
-    fields |= {name: value for name, value in every if value is not UNSET and value is not None}
+    fields |= {name: value for name, value in shared_values if value is not UNSET and value is not None}
     fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "grammar": grammar}
     if request.stop is not UNSET:
-        fields["stop"] = _strings(request.stop)
+        fields["stop"] = _stop_strings(request.stop)
     if request.stop_token_ids is not UNSET:
         fields["stop_token_ids"] = tuple(request.stop_token_ids or ())
     if request.logit_bias is not UNSET:
         fields["logit_bias"] = _biases(request.logit_bias, info.vocab_size)
-    if max_tokens == 0 and not _asks_of_prompt(request):
-        name = names.get("max_tokens", "max_tokens")
+    if max_tokens == 0 and not _wants_prompt_data(request):
+        name = field_names.get("max_tokens", "max_tokens")
         raise invalid(name, f"{name} is 0; allowed: integers from 1, or 0 with echo or prompt_logprobs")
     try:
         return SamplingParams(**fields)  # type: ignore[arg-type]
     except InvalidField as error:
-        raise renamed(error, names.get(error.field, error.field)) from error
+        raise invalid_field(error, field_names.get(error.field, error.field)) from error
 
 
-def _asks_of_prompt(request: Request) -> bool:
+def _wants_prompt_data(request: Request) -> bool:
     """Return whether the request asks for data about its prompt, so that max_tokens may be 0."""
-    echo = given(request.echo) if isinstance(request, CompletionRequest) else None
-    return bool(echo) or given(request.prompt_logprobs) is not None
+    echo = value_or_none(request.echo) if isinstance(request, CompletionRequest) else None
+    return bool(echo) or value_or_none(request.prompt_logprobs) is not None
 
 
-def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def _biases(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     """Convert `{"42": 1.5}` to `{42: 1.5}`. Errors: ApiError."""
     for key in biases or ():
-        if not _is_number(key) or int(key) >= vocab_size:
+        if not _is_canonical_integer(key) or int(key) >= vocab_size:
             allowed = f"token ids from 0 to {vocab_size - 1}, as strings without leading zeros"
             raise invalid("logit_bias", f"logit_bias has the key {key[:80]!r}; allowed: {allowed}")
     return {int(key): bias for key, bias in biases.items()} if biases else None
 
 
-def _is_number(key: str) -> bool:
+def _is_canonical_integer(key: str) -> bool:
     """Return whether `key` is a number in canonical spelling: two keys must not mean the same token."""
     return key.isascii() and key.isdigit() and len(key) < 12 and str(int(key)) == key

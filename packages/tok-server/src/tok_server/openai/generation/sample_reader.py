@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tok_client.types import Delta as MessageDelta
 from tok_core import Delta
-from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.job import GenerationJob
 from tok_server.openai.generation.logprobs import TokenTexts
-from tok_server.parsing import CallBegin, MessageReader, Piece, ReasoningCounter, Text, message_delta
+from tok_server.parsing import CallBegin, ContentPiece, MessageReader, Piece, ReasoningCounter, message_delta
 
 
 class SampleReader:
@@ -14,7 +14,7 @@ class SampleReader:
 
     __slots__ = ("_calls", "_counter", "_reader")
 
-    def __init__(self, job: Job, texts: TokenTexts) -> None:
+    def __init__(self, job: GenerationJob, texts: TokenTexts) -> None:
         markup = job.markup
         self._reader = MessageReader(markup) if markup else None
         self._counter: ReasoningCounter | None = None
@@ -32,24 +32,24 @@ class SampleReader:
         if self._counter is not None:
             self._counter.feed(token_ids)
         if self._reader is None:
-            return [Text(text)] if text else []
+            return [ContentPiece(text)] if text else []
         return self._reader.feed(text) + (self._reader.finish() if ended else [])
 
-    def gains(self, delta: Delta) -> list[MessageDelta]:
+    def message_deltas(self, delta: Delta) -> list[MessageDelta]:
         """Return what the sample gains by `delta` as deltas of its message."""
         if self._reader is None:
             return [MessageDelta(content=delta.text)] if delta.text else []
-        found = []
+        deltas = []
         for piece in self.pieces(delta.text, delta.token_ids, ended=delta.finish_reason is not None):
             self._calls += isinstance(piece, CallBegin)
-            found.append(message_delta(piece, self._calls))
-        return found
+            deltas.append(message_delta(piece, self._calls))
+        return deltas
 
     def finish_reason(self, reason: str) -> str:
         """Return the API's name of the finish reason: "tool_calls" for a stop after a call."""
         called = self._reader is not None and self._reader.calls
         return "tool_calls" if called and reason == "stop" else reason
 
-    def end(self) -> None:
+    def free(self) -> None:
         """Free the state that only a running sample needs."""
         self._reader = self._counter = None

@@ -7,17 +7,17 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 
 from tok_core import AsyncEngine, Delta, InvalidField, RequestStream
-from tok_server.http import salted
+from tok_server.http import tenant_cache_salt
 from tok_server.observability import RequestCounts
-from tok_server.openai.generation.job import Job
+from tok_server.openai.generation.job import GenerationJob
 
-BATCH = 64  # prompts submitted before other requests get a turn of the event loop
-BATCH_TOKENS = 1 << 16  # prompt tokens submitted before other requests get a turn
+PROMPTS_PER_TURN = 64  # prompts submitted before other requests get a turn of the event loop
+PROMPT_TOKENS_PER_TURN = 1 << 16  # prompt tokens submitted before other requests get a turn
 MAX_WAITING_BATCHES = 16  # batches of deltas, of several prompts, queued for writing: more stay in the engine
 MAX_GRAMMAR_CHECKS = 256  # grammars of one tenant that may be compiling or waiting to be compiled
 
 
-class submitted:
+class SubmittedStreams:
     """Context manager that submits a job: `async with` gives one stream per prompt. Errors: ApiError, EngineError.
 
     An exception or a cancellation inside the block aborts all requests. Enter it after `check_grammar`: otherwise an
@@ -33,7 +33,7 @@ class submitted:
     def __init__(
         self,
         engine: AsyncEngine,
-        job: Job,
+        job: GenerationJob,
         counts: RequestCounts | None = None,
         tenant: str = "",
         *,
@@ -43,7 +43,7 @@ class submitted:
         self._job = job
         self._counts = counts
         self._tenant = tenant
-        self._salt = salted(tenant, job.cache_salt, share_prefixes=share_prefixes)
+        self._salt = tenant_cache_salt(tenant, job.cache_salt, share_prefixes=share_prefixes)
         self._streams: list[RequestStream] = []
 
     async def __aenter__(self) -> list[RequestStream]:
@@ -52,38 +52,38 @@ class submitted:
             for index, prompt in enumerate(self._job.prompts):
                 self._streams.append(self._submit(index, prompt))
                 tokens += len(prompt)
-                if index % BATCH == BATCH - 1 or tokens > BATCH_TOKENS:
+                if index % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1 or tokens > PROMPT_TOKENS_PER_TURN:
                     tokens = 0
                     await asyncio.sleep(0)
         except BaseException:
-            self._leave(failed=True)
+            self._finish(failed=True)
             raise
         if self._counts is not None:
-            self._counts.submitted(self._streams, self._job.drawn)
+            self._counts.submitted(self._streams, self._job.samples_per_prompt)
         return self._streams
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(failed=kind is not None)
+        self._finish(failed=kind is not None)
         if isinstance(error, InvalidField):  # the grammar exceeded its limits in the middle of an answer
-            raise self._job.refused(error, 0) from error
+            raise self._job.field_error(error, 0) from error
 
     def _submit(self, index: int, prompt: list[int]) -> RequestStream:
         job, engine = self._job, self._engine
         try:
             return engine.generate(
                 prompt,
-                job.params_of(prompt, engine.info.max_model_len),
+                job.prompt_params(prompt, engine.info.max_model_len),
                 request_id=f"{job.id}-{index}",
                 stream=job.stream,
                 tenant=self._tenant,
                 cache_salt=self._salt,
             )
         except InvalidField as error:
-            raise job.refused(error, index) from error
+            raise job.field_error(error, index) from error
 
-    def _leave(self, *, failed: bool) -> None:
+    def _finish(self, *, failed: bool) -> None:
         if failed:
             for stream in self._streams:
                 stream.abort()
@@ -98,34 +98,36 @@ def _free(streams: Sequence[RequestStream]) -> None:
         stream.free()
 
 
-async def check_grammar(engine: AsyncEngine, job: Job, most: int | None = None, tenant: str = "") -> None:
+async def check_grammar(
+    engine: AsyncEngine, job: GenerationJob, max_pending: int | None = None, tenant: str = ""
+) -> None:
     """Wait until the job's grammar, if it has one, is known to be usable. Errors: ApiError, EngineError.
 
-    most    EngineError is raised if the grammar is unknown and `most` others of the tenant are being compiled
-    tenant  owner of the request
+    max_pending  EngineError is raised if the grammar is unknown and this many others of the tenant are being compiled
+    tenant       owner of the request
     """
     if job.params.grammar is None:
         return
     try:
-        await engine.check_grammar(job.params.grammar, most=most, tenant=tenant)
+        await engine.check_grammar(job.params.grammar, most=max_pending, tenant=tenant)
     except InvalidField as error:
-        raise job.refused(error, 0) from error
+        raise job.field_error(error, 0) from error
 
 
-async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
+async def merge_streams(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]]]:
     """Yield batches of deltas of all streams as they come, each with its stream's number. Raise the first error."""
     queue: asyncio.Queue[tuple[int, list[Delta] | Exception | None]] = asyncio.Queue(MAX_WAITING_BATCHES)
     tasks = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(streams)]
     try:
-        left = len(tasks)
-        while left:
-            index, found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                left -= 1
+        open_streams = len(tasks)
+        while open_streams:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_streams -= 1
             else:
-                yield index, found
+                yield index, item
     finally:
         for task in tasks:
             task.cancel()

@@ -8,7 +8,7 @@ from typing import Protocol
 from tok_client.types import PromptTokensDetails, Usage
 
 
-class Prompted(Protocol):
+class HasPrompt(Protocol):
     """A finished or streaming request, as far as its prompt is concerned."""
 
     @property
@@ -17,7 +17,7 @@ class Prompted(Protocol):
     def cached_tokens(self) -> int: ...
 
 
-def usage(requests: Iterable[Prompted], completion_tokens: int) -> Usage:
+def total_usage(requests: Iterable[HasPrompt], completion_tokens: int) -> Usage:
     """Return the usage of one HTTP request, over all its prompts."""
     prompt_tokens = cached_tokens = 0
     for one in requests:

@@ -23,23 +23,26 @@ def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[
     found     the members of the request's JSON
     accepted  names that count as known, in addition to those of the type
     """
-    if found.keys() <= _harmless(type(request), accepted):
+    if found.keys() <= _unchecked_fields(type(request), accepted):
         return ()
     known = known_fields(type(request))
-    top = nsmallest(MAX_LISTED_FIELDS, found.keys() - known - accepted)  # sorting all would hold the interpreter lock
-    deep = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
-    if not top and not deep:
+    # Only the smallest names are sorted: sorting all would hold the interpreter lock.
+    top_level = nsmallest(MAX_LISTED_FIELDS, found.keys() - known - accepted)
+    nested = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
+    if not top_level and not nested:
         return ()
-    deeper = chain.from_iterable(_within(name, getattr(request, name), decode(found[name], object)) for name in deep)
-    return tuple(islice(chain(top, deeper), MAX_LISTED_FIELDS))
+    nested_paths = chain.from_iterable(
+        _nested_unknown_fields(name, getattr(request, name), decode(found[name], object)) for name in nested
+    )
+    return tuple(islice(chain(top_level, nested_paths), MAX_LISTED_FIELDS))
 
 
 @cache
-def _harmless(kind: type[msgspec.Struct], accepted: frozenset[str]) -> frozenset[str]:
+def _unchecked_fields(kind: type[msgspec.Struct], accepted: frozenset[str]) -> frozenset[str]:
     """Return names whose values need no check: fields that cannot hold structs, and accepted names outside the type."""
-    told = msgspec.inspect.type_info(kind)
-    assert isinstance(told, StructType)
-    plain = (one.encode_name for one in told.fields if not _may_hold_structs(one.type))
+    type_info = msgspec.inspect.type_info(kind)
+    assert isinstance(type_info, StructType)
+    plain = (one.encode_name for one in type_info.fields if not _may_hold_structs(one.type))
     return (accepted - known_fields(kind)).union(plain)
 
 
@@ -58,15 +61,15 @@ def _holds_structs(value: object) -> bool:
     return isinstance(first, msgspec.Struct)
 
 
-def _within(path: str, value: object, given: object) -> Iterator[str]:
-    """Yield the paths of unknown fields inside `value`. `given`: the JSON from which it was decoded."""
-    if isinstance(value, list) and isinstance(given, list):
-        for index, (item, raw) in enumerate(zip(value, given, strict=True)):
-            yield from _within(f"{path}[{index}]", item, raw)
-    elif isinstance(value, msgspec.Struct) and isinstance(given, dict):
+def _nested_unknown_fields(path: str, value: object, raw_value: object) -> Iterator[str]:
+    """Yield the paths of unknown fields inside `value`. `raw_value`: the JSON from which it was decoded."""
+    if isinstance(value, list) and isinstance(raw_value, list):
+        for index, (item, raw) in enumerate(zip(value, raw_value, strict=True)):
+            yield from _nested_unknown_fields(f"{path}[{index}]", item, raw)
+    elif isinstance(value, msgspec.Struct) and isinstance(raw_value, dict):
         known = known_fields(type(value))
-        for name, raw in given.items():
+        for name, raw in raw_value.items():
             if name in known:
-                yield from _within(f"{path}.{name}", getattr(value, name), raw)
+                yield from _nested_unknown_fields(f"{path}.{name}", getattr(value, name), raw)
             else:
                 yield f"{path}.{name}"

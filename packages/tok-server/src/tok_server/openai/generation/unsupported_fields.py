@@ -16,20 +16,20 @@ from tok_client.types import ChatCompletionRequest, CompletionRequest, ResponseR
 from tok_server.http import Members
 from tok_server.wire import BadJson, decode, invalid
 
-Neutral = tuple[object, ...]
+NeutralValues = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Refused:
+class UnsupportedFields:
     """Unsupported fields, each with its neutral values (which ask for nothing), and why other values are refused."""
 
-    fields: Mapping[str, Neutral]
-    why: str
+    fields: Mapping[str, NeutralValues]
+    reason: str
 
 
-_COMPLETION: Mapping[str, Neutral] = {"suffix": (None, "")}
+_COMPLETION: Mapping[str, NeutralValues] = {"suffix": (None, "")}
 
-_CHAT: Mapping[str, Neutral] = {
+_CHAT: Mapping[str, NeutralValues] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
@@ -44,7 +44,7 @@ _CHAT: Mapping[str, Neutral] = {
     "prompt_cache_options": (None, {}),
 }
 
-_CHAT_ONLY: Mapping[str, Neutral] = {
+_CHAT_ONLY: Mapping[str, NeutralValues] = {
     "messages": (None,),
     "max_completion_tokens": (None,),
     "top_logprobs": (None,),
@@ -57,23 +57,23 @@ _CHAT_ONLY: Mapping[str, Neutral] = {
     "continue_final_message": (None, False),
 }
 
-_NOT_YET = "is not supported yet"
+_NOT_SUPPORTED = "is not supported yet"
 
 COMPLETION = (
-    Refused(_COMPLETION, _NOT_YET),
-    Refused(
+    UnsupportedFields(_COMPLETION, _NOT_SUPPORTED),
+    UnsupportedFields(
         {**_CHAT_ONLY, **_CHAT},
         "is a field of /v1/chat/completions, not of /v1/completions",
     ),
 )
 CHAT = (
-    Refused(_CHAT, _NOT_YET),
-    Refused(
+    UnsupportedFields(_CHAT, _NOT_SUPPORTED),
+    UnsupportedFields(
         {"prompt": (None,), "best_of": (None, 1), "echo": (None, False), **_COMPLETION},
         "is a field of /v1/completions, not of /v1/chat/completions",
     ),
 )
-_RESPONSE: Mapping[str, Neutral] = {
+_RESPONSE: Mapping[str, NeutralValues] = {
     "store": (None, False),
     "previous_response_id": (None,),
     "conversation": (None,),
@@ -87,27 +87,29 @@ _RESPONSE: Mapping[str, Neutral] = {
     "prompt_cache_retention": (None, "in_memory", "in-memory"),
     "prompt_cache_options": (None, {}),
 }
-_ELSEWHERE = (known_fields(ChatCompletionRequest) | known_fields(CompletionRequest)) - known_fields(ResponseRequest)
-_NEUTRAL_ELSEWHERE: Mapping[str, Neutral] = {"n": (None, 1)}
+_OTHER_ENDPOINTS = (known_fields(ChatCompletionRequest) | known_fields(CompletionRequest)) - known_fields(
+    ResponseRequest
+)
+_OTHER_ENDPOINTS_NEUTRAL: Mapping[str, NeutralValues] = {"n": (None, 1)}
 
 RESPONSE = (
-    Refused(_RESPONSE, _NOT_YET),
-    Refused(
-        {name: _NEUTRAL_ELSEWHERE.get(name, (None,)) for name in sorted(_ELSEWHERE)},
+    UnsupportedFields(_RESPONSE, _NOT_SUPPORTED),
+    UnsupportedFields(
+        {name: _OTHER_ENDPOINTS_NEUTRAL.get(name, (None,)) for name in sorted(_OTHER_ENDPOINTS)},
         "is a field of other endpoints, not of /v1/responses",
     ),
 )
 
 
-def refuse_unsupported(tables: tuple[Refused, ...], given: Members) -> None:
+def refuse_unsupported(tables: tuple[UnsupportedFields, ...], members: Members) -> None:
     """Raise ApiError (400) for the first field of `tables` whose value is not neutral."""
     for table in tables:
-        if not table.fields.keys().isdisjoint(given):
-            for name in filter(given.__contains__, table.fields):
-                _check(name, given[name], table)
+        if not table.fields.keys().isdisjoint(members):
+            for name in filter(members.__contains__, table.fields):
+                _check(name, members[name], table)
 
 
-def _check(name: str, raw: msgspec.Raw, table: Refused) -> None:
+def _check(name: str, raw: msgspec.Raw, table: UnsupportedFields) -> None:
     try:
         value = decode(raw, object)
     except BadJson as error:  # a number out of range
@@ -115,4 +117,4 @@ def _check(name: str, raw: msgspec.Raw, table: Refused) -> None:
     # Types are compared, too: in Python False == 0.
     if not any(type(value) is type(one) and value == one for one in table.fields[name]):
         allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])
-        raise invalid(name, f"{name} {table.why}; allowed values: {allowed}", "unsupported_parameter")
+        raise invalid(name, f"{name} {table.reason}; allowed values: {allowed}", "unsupported_parameter")

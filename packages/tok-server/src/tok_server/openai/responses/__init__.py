@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tok_server.openai.responses.form import ResponseForm
+from tok_server.openai.responses.serializer import ResponseSerializer
 
 __all__ = [
-    "ResponseForm",
+    "ResponseSerializer",
 ]

@@ -29,16 +29,16 @@ from tok_client.types import (
     ToolSubset,
     UnsetType,
 )
-from tok_server.openai.generation import given
+from tok_server.openai.generation import value_or_none
 from tok_server.openai.responses.conversation import messages_of
 from tok_server.wire import ApiError, invalid
 
 T = TypeVar("T")
 
-LOGPROBS = "message.output_text.logprobs"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 # Chat's field name, or a prefix of it -> this request's name. The first match counts.
-NAMES: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
@@ -53,23 +53,23 @@ NAMES: Mapping[str, str] = {
 def as_chat(request: ResponseRequest) -> ChatCompletionRequest:
     """Return the request as a chat request. Errors: ApiError, with this request's field names."""
     _check(request)
-    wants_logprobs = LOGPROBS in (given(request.include) or ())
-    top = given(request.top_logprobs)
+    wants_logprobs = INCLUDE_LOGPROBS in (value_or_none(request.include) or ())
+    top = value_or_none(request.top_logprobs)
     if top and not wants_logprobs:
-        raise invalid("top_logprobs", f"top_logprobs is only allowed together with include: [{LOGPROBS!r}]")
-    reasoning, text = given(request.reasoning), given(request.text)
-    tools: list[Tool] = [_tool(one, f"tools[{index}]") for index, one in enumerate(given(request.tools) or ())]
+        raise invalid("top_logprobs", f"top_logprobs is only allowed together with include: [{INCLUDE_LOGPROBS!r}]")
+    reasoning, text = value_or_none(request.reasoning), value_or_none(request.text)
+    tools: list[Tool] = [_tool(one, f"tools[{index}]") for index, one in enumerate(value_or_none(request.tools) or ())]
     choice = None if isinstance(request.tool_choice, UnsetType) else request.tool_choice
     return ChatCompletionRequest(
         model=request.model,
-        messages=messages_of(request.input, given(request.instructions)),
+        messages=messages_of(request.input, value_or_none(request.instructions)),
         max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         stream=request.stream,
         logprobs=wants_logprobs,
         top_logprobs=top if wants_logprobs else None,
-        response_format=UNSET if text is None else _format(given(text.format)),
+        response_format=UNSET if text is None else _format(value_or_none(text.format)),
         reasoning_effort=UNSET if reasoning is None else reasoning.effort,
         cache_salt=request.cache_salt,
         tools=tools,
@@ -78,61 +78,68 @@ def as_chat(request: ResponseRequest) -> ChatCompletionRequest:
     )
 
 
-def renamed(name: str) -> str:
+def response_field_name(name: str) -> str:
     """Return this request's name of a chat field."""
-    for theirs, ours in NAMES.items():
-        if name == theirs or name.startswith((f"{theirs}.", f"{theirs}[")):
-            return ours + name[len(theirs) :]
+    for chat_name, response_name in FIELD_NAMES.items():
+        if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
+            return response_name + name[len(chat_name) :]
     return name.replace("].function.", "].") if name.startswith("tools[") else name
 
 
 def with_response_field_names(error: ApiError) -> ApiError:
     """Rename the fields in a chat's error, in place, to this request's names; return the error."""
-    if error.param is None or renamed(error.param) == error.param:
+    if error.param is None or response_field_name(error.param) == error.param:
         return error
-    error.param, message = renamed(error.param), error.message.replace(error.param, renamed(error.param))
+    error.param, message = (
+        response_field_name(error.param),
+        error.message.replace(error.param, response_field_name(error.param)),
+    )
     error.message = message
     return error
 
 
 def _check(request: ResponseRequest) -> None:
     """Raise ApiError for fields and values that are known but not supported."""
-    for index, name in enumerate(given(request.include) or ()):
-        if name != LOGPROBS:
-            raise _unsupported(f"include[{index}]", repr(name[:80]), LOGPROBS)
-    most = given(request.max_output_tokens)
-    if most is not None and most < 1:
-        raise invalid("max_output_tokens", f"max_output_tokens is {most}; allowed: integers from 1")
-    text, reasoning, options = given(request.text), given(request.reasoning), given(request.stream_options)
-    if text is not None and given(text.verbosity) not in (None, "medium"):
+    for index, name in enumerate(value_or_none(request.include) or ()):
+        if name != INCLUDE_LOGPROBS:
+            raise _unsupported(f"include[{index}]", repr(name[:80]), INCLUDE_LOGPROBS)
+    max_output_tokens = value_or_none(request.max_output_tokens)
+    if max_output_tokens is not None and max_output_tokens < 1:
+        raise invalid("max_output_tokens", f"max_output_tokens is {max_output_tokens}; allowed: integers from 1")
+    text, reasoning, options = (
+        value_or_none(request.text),
+        value_or_none(request.reasoning),
+        value_or_none(request.stream_options),
+    )
+    if text is not None and value_or_none(text.verbosity) not in (None, "medium"):
         raise _unsupported("text.verbosity", repr(text.verbosity), "null, medium")
     for name in ("summary", "generate_summary", "context", "mode"):
-        if reasoning is not None and given(getattr(reasoning, name)) is not None:
+        if reasoning is not None and value_or_none(getattr(reasoning, name)) is not None:
             raise _unsupported(f"reasoning.{name}", repr(getattr(reasoning, name))[:80], "null")
     if options is not None:
-        if not given(request.stream):
+        if not value_or_none(request.stream):
             raise invalid("stream_options", "stream_options is only allowed together with stream=true")
-        if given(options.include_obfuscation):
+        if value_or_none(options.include_obfuscation):
             raise _unsupported("stream_options.include_obfuscation", "true", "false")
 
 
 def _tool(tool: ResponseTool, path: str) -> FunctionTool:
     if tool.type != "function":
         raise _unsupported(f"{path}.type", repr(tool.type[:80]), "function")
-    name = given(tool.name)
+    name = value_or_none(tool.name)
     if name is None:
         raise invalid(f"{path}.name", f"{path}.name is required, but missing")
     return FunctionTool(
         function=FunctionDefinition(
             name=name,
-            description=_absent(tool.description),
-            parameters=_absent(tool.parameters),
-            strict=_absent(tool.strict),
+            description=_unset_if_null(tool.description),
+            parameters=_unset_if_null(tool.parameters),
+            strict=_unset_if_null(tool.strict),
         )
     )
 
 
-def _absent(value: Maybe[T]) -> Maybe[T]:
+def _unset_if_null(value: Maybe[T]) -> Maybe[T]:
     """Return UNSET for null, which many clients send for absent fields: templates would show it."""
     return UNSET if value is None else value
 
@@ -141,25 +148,27 @@ def _choice(choice: str | ResponseToolChoice | None) -> Maybe[ToolChoice]:
     if choice is None or isinstance(choice, str):
         return choice  # type: ignore[return-value]  # the type of the field has the same literals
     if choice.type == "function":
-        name = given(choice.name)
+        name = value_or_none(choice.name)
         if name is None:
             raise invalid("tool_choice.name", "tool_choice.name is required, but missing")
         return NamedFunction(function=FunctionName(name=name))
     if choice.type == "allowed_tools":
-        mode: Literal["auto", "required"] | None = given(choice.mode)
+        mode: Literal["auto", "required"] | None = value_or_none(choice.mode)
         if mode is None:
             raise invalid("tool_choice.mode", "tool_choice.mode is required, but missing")
-        return AllowedTools(allowed_tools=ToolSubset(mode=mode, tools=given(choice.tools) or []))
+        return AllowedTools(allowed_tools=ToolSubset(mode=mode, tools=value_or_none(choice.tools) or []))
     raise _unsupported("tool_choice.type", repr(choice.type[:80]), "function, allowed_tools")
 
 
-def _format(asked: ResponseFormatConfig | None) -> Maybe[ResponseFormat]:
-    if asked is None or asked.type == "text":
+def _format(requested: ResponseFormatConfig | None) -> Maybe[ResponseFormat]:
+    if requested is None or requested.type == "text":
         return UNSET
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return JsonObjectFormat()
-    schema = JsonSchema(name=given(asked.name) or "schema", schema=asked.schema, strict=asked.strict)
-    return JsonSchemaFormat(json_schema=msgspec.structs.replace(schema, description=asked.description))
+    schema = JsonSchema(
+        name=value_or_none(requested.name) or "schema", schema=requested.schema, strict=requested.strict
+    )
+    return JsonSchemaFormat(json_schema=msgspec.structs.replace(schema, description=requested.description))
 
 
 def _unsupported(path: str, value: str, allowed: str) -> ApiError:

@@ -18,9 +18,9 @@ from tok_core import AsyncEngine
 from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.generation import RESPONSE, Job, TokenTexts, answer, given, read
-from tok_server.openai.responses.as_chat import as_chat, renamed, with_response_field_names
-from tok_server.openai.responses.form import ResponseForm
+from tok_server.openai.generation import RESPONSE, GenerationJob, TokenTexts, answer, parse_request, value_or_none
+from tok_server.openai.responses.as_chat import as_chat, response_field_name, with_response_field_names
+from tok_server.openai.responses.serializer import ResponseSerializer
 from tok_server.settings import Formats
 from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
 
@@ -31,50 +31,52 @@ async def create(request: web.Request) -> web.StreamResponse:
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
     settings = context.settings
-    job, begun = await context.work(lambda: parse(body, context.engine, settings.model_name, settings.formats))
-    return await answer(request, context, job, ResponseForm(job, begun, TokenTexts(context.engine.tokenizer)))
+    job, initial = await context.run_in_thread(
+        lambda: parse(body, context.engine, settings.model_name, settings.formats)
+    )
+    return await answer(request, context, job, ResponseSerializer(job, initial, TokenTexts(context.engine.tokenizer)))
 
 
-def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> tuple[Job, Response]:
+def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> tuple[GenerationJob, Response]:
     """Parse the body into a Job and the response before any output. Slow for long inputs. Errors: ApiError."""
-    request, ignored = read(body, ResponseRequest, RESPONSE)
+    request, ignored = parse_request(body, ResponseRequest, RESPONSE)
     try:
-        job = chat.job_of(as_chat(request), engine, model, formats, ignored)
+        job = chat.make_chat_job(as_chat(request), engine, model, formats, ignored)
     except ApiError as error:
         raise with_response_field_names(error) from error.__cause__
-    names = {name: renamed(told) for name, told in job.names.items()}
-    job = msgspec.structs.replace(job, id=new_id("resp").replace("-", "_"), names=names)
-    return job, _begun(request, job)
+    field_names = {name: response_field_name(field) for name, field in job.field_names.items()}
+    job = msgspec.structs.replace(job, id=new_id("resp").replace("-", "_"), field_names=field_names)
+    return job, _initial_response(request, job)
 
 
-def _begun(request: ResponseRequest, job: Job) -> Response:
+def _initial_response(request: ResponseRequest, job: GenerationJob) -> Response:
     """Return the response before any output, with the request's settings."""
-    reasoning = given(request.reasoning)
+    reasoning = value_or_none(request.reasoning)
     return Response(
         id=job.id,
         created_at=job.created,
         status="in_progress",
-        instructions=given(request.instructions),
-        max_output_tokens=given(request.max_output_tokens),
+        instructions=value_or_none(request.instructions),
+        max_output_tokens=value_or_none(request.max_output_tokens),
         model=job.model,
-        parallel_tool_calls=given(request.parallel_tool_calls) is not False,
-        reasoning=ReasoningEcho(effort=None if reasoning is None else given(reasoning.effort)),
+        parallel_tool_calls=value_or_none(request.parallel_tool_calls) is not False,
+        reasoning=ReasoningEcho(effort=None if reasoning is None else value_or_none(reasoning.effort)),
         temperature=job.params.temperature,
-        text=_text(given(request.text)),
-        tool_choice=given(request.tool_choice) or "auto",
-        tools=given(request.tools) or [],
-        top_logprobs=given(request.top_logprobs) or 0,
+        text=_text(value_or_none(request.text)),
+        tool_choice=value_or_none(request.tool_choice) or "auto",
+        tools=value_or_none(request.tools) or [],
+        top_logprobs=value_or_none(request.top_logprobs) or 0,
         top_p=job.params.top_p,
         user=_echo(request.user),
         safety_identifier=_echo(request.safety_identifier),
         prompt_cache_key=_echo(request.prompt_cache_key),
-        metadata=given(request.metadata) or {},
+        metadata=value_or_none(request.metadata) or {},
     )
 
 
-def _text(asked: ResponseText | None) -> ResponseText:
-    any_text = ResponseFormatConfig(type="text")
-    return ResponseText(format=any_text if asked is None else given(asked.format) or any_text)
+def _text(requested: ResponseText | None) -> ResponseText:
+    text_format = ResponseFormatConfig(type="text")
+    return ResponseText(format=text_format if requested is None else value_or_none(requested.format) or text_format)
 
 
 def _echo(value: Maybe[str]) -> Maybe[str]:

@@ -32,14 +32,14 @@ Logprobs = Sequence[ChatTokenLogprob]
 
 
 class OpenItem(ABC):
-    """The item number `index`, while it is generated. `numbers`: sequence numbers of events."""
+    """The item number `index`, while it is generated. `sequence_numbers`: sequence numbers of events."""
 
     prefix: str
 
-    def __init__(self, index: int, numbers: Iterator[int]) -> None:
+    def __init__(self, index: int, sequence_numbers: Iterator[int]) -> None:
         self.id = new_id(self.prefix).replace("-", "_")
         self.index = index
-        self._numbers = numbers
+        self._sequence_numbers = sequence_numbers
         self._texts: list[str] = []
 
     @property
@@ -47,22 +47,22 @@ class OpenItem(ABC):
         """Return the text so far."""
         return "".join(self._texts)
 
-    def begun(self) -> list[ResponseEvent]:
+    def start_events(self) -> list[ResponseEvent]:
         """Return the events that begin the item."""
         item = self.item("in_progress", empty=True)
-        return [OutputItemAdded(sequence_number=next(self._numbers), output_index=self.index, item=item)]
+        return [OutputItemAdded(sequence_number=next(self._sequence_numbers), output_index=self.index, item=item)]
 
-    def ended(self, status: ItemStatus) -> list[ResponseEvent]:
+    def end_events(self, status: ItemStatus) -> list[ResponseEvent]:
         """Return the events that end the item."""
         item = self.item(status)
-        return [OutputItemDone(sequence_number=next(self._numbers), output_index=self.index, item=item)]
+        return [OutputItemDone(sequence_number=next(self._sequence_numbers), output_index=self.index, item=item)]
 
     @abstractmethod
     def item(self, status: ItemStatus, *, empty: bool = False) -> OutputItem:
         """Return the item so far; `empty`: without content."""
 
     @abstractmethod
-    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+    def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         """Append `text`; return the event that reports it."""
 
 
@@ -77,12 +77,12 @@ class OpenPart(OpenItem):
     def text_done(self) -> ResponseEvent:
         """Return the event that the text is complete."""
 
-    def begun(self) -> list[ResponseEvent]:
+    def start_events(self) -> list[ResponseEvent]:
         part = self.part(empty=True)
         return [
-            *super().begun(),
+            *super().start_events(),
             ContentPartAdded(
-                sequence_number=next(self._numbers),
+                sequence_number=next(self._sequence_numbers),
                 item_id=self.id,
                 output_index=self.index,
                 content_index=0,
@@ -90,16 +90,16 @@ class OpenPart(OpenItem):
             ),
         ]
 
-    def ended(self, status: ItemStatus) -> list[ResponseEvent]:
+    def end_events(self, status: ItemStatus) -> list[ResponseEvent]:
         done = self.text_done()
         part = ContentPartDone(
-            sequence_number=next(self._numbers),
+            sequence_number=next(self._sequence_numbers),
             item_id=self.id,
             output_index=self.index,
             content_index=0,
             part=self.part(),
         )
-        return [done, part, *super().ended(status)]
+        return [done, part, *super().end_events(status)]
 
 
 class OpenMessage(OpenPart):
@@ -107,8 +107,8 @@ class OpenMessage(OpenPart):
 
     prefix = "msg"
 
-    def __init__(self, index: int, numbers: Iterator[int]) -> None:
-        super().__init__(index, numbers)
+    def __init__(self, index: int, sequence_numbers: Iterator[int]) -> None:
+        super().__init__(index, sequence_numbers)
         self._logprobs: list[ChatTokenLogprob] = []
 
     def item(self, status: ItemStatus, *, empty: bool = False) -> OutputMessage:
@@ -117,11 +117,11 @@ class OpenMessage(OpenPart):
     def part(self, *, empty: bool = False) -> OutputText:
         return OutputText(text="") if empty else OutputText(text=self.text, logprobs=self._logprobs)
 
-    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+    def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         self._texts.append(text)
         self._logprobs += logprobs
         return OutputTextDelta(
-            sequence_number=next(self._numbers),
+            sequence_number=next(self._sequence_numbers),
             item_id=self.id,
             output_index=self.index,
             content_index=0,
@@ -131,7 +131,7 @@ class OpenMessage(OpenPart):
 
     def text_done(self) -> ResponseEvent:
         return OutputTextDone(
-            sequence_number=next(self._numbers),
+            sequence_number=next(self._sequence_numbers),
             item_id=self.id,
             output_index=self.index,
             content_index=0,
@@ -151,10 +151,10 @@ class OpenReasoning(OpenPart):
     def part(self, *, empty: bool = False) -> ReasoningTextPart:
         return ReasoningTextPart(text="" if empty else self.text)
 
-    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+    def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         self._texts.append(text)
         return ReasoningTextDelta(
-            sequence_number=next(self._numbers),
+            sequence_number=next(self._sequence_numbers),
             item_id=self.id,
             output_index=self.index,
             content_index=0,
@@ -163,7 +163,7 @@ class OpenReasoning(OpenPart):
 
     def text_done(self) -> ResponseEvent:
         return ReasoningTextDone(
-            sequence_number=next(self._numbers),
+            sequence_number=next(self._sequence_numbers),
             item_id=self.id,
             output_index=self.index,
             content_index=0,
@@ -176,8 +176,8 @@ class OpenFunctionCall(OpenItem):
 
     prefix = "fc"
 
-    def __init__(self, index: int, numbers: Iterator[int], name: str) -> None:
-        super().__init__(index, numbers)
+    def __init__(self, index: int, sequence_numbers: Iterator[int], name: str) -> None:
+        super().__init__(index, sequence_numbers)
         self._name = name
         self._call_id = new_id("call").replace("-", "_")
 
@@ -190,18 +190,18 @@ class OpenFunctionCall(OpenItem):
             status=status,
         )
 
-    def gained(self, text: str, logprobs: Logprobs) -> ResponseEvent:
+    def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         self._texts.append(text)
         return FunctionCallArgumentsDelta(
-            sequence_number=next(self._numbers), item_id=self.id, output_index=self.index, delta=text
+            sequence_number=next(self._sequence_numbers), item_id=self.id, output_index=self.index, delta=text
         )
 
-    def ended(self, status: ItemStatus) -> list[ResponseEvent]:
+    def end_events(self, status: ItemStatus) -> list[ResponseEvent]:
         done = FunctionCallArgumentsDone(
-            sequence_number=next(self._numbers),
+            sequence_number=next(self._sequence_numbers),
             item_id=self.id,
             output_index=self.index,
             name=self._name,
             arguments=self.text,
         )
-        return [done, *super().ended(status)]
+        return [done, *super().end_events(status)]

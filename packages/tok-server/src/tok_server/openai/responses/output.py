@@ -7,52 +7,56 @@ from typing import assert_never
 
 from tok_client.types import ChatTokenLogprob, ItemStatus, OutputItem, ResponseEvent
 from tok_server.openai.responses.open_items import Logprobs, OpenFunctionCall, OpenItem, OpenMessage, OpenReasoning
-from tok_server.parsing import Arguments, CallBegin, Piece, ReasoningPiece, Text
+from tok_server.parsing import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece
 
 
 class ResponseOutput:
-    """The output of one response. `items`: items that have ended. `numbers`: sequence numbers of events."""
+    """The output of one response. `items`: items that have ended. `sequence_numbers`: sequence numbers of events."""
 
-    def __init__(self, numbers: Iterator[int]) -> None:
+    def __init__(self, sequence_numbers: Iterator[int]) -> None:
         self.items: list[OutputItem] = []
-        self._numbers = numbers
+        self._sequence_numbers = sequence_numbers
         self._open: OpenItem | None = None
-        self._untold: list[ChatTokenLogprob] = []
+        self._pending_logprobs: list[ChatTokenLogprob] = []
 
-    def take(self, pieces: Iterable[Piece], logprobs: Logprobs) -> list[ResponseEvent]:
+    def add(self, pieces: Iterable[Piece], logprobs: Logprobs) -> list[ResponseEvent]:
         """Add pieces and their tokens' log-probabilities, of which only those of text are kept. Return the events."""
-        self._untold += logprobs
+        self._pending_logprobs += logprobs
         events: list[ResponseEvent] = []
         for piece in pieces:
-            opened = self._opened(piece)
-            if opened is not self._open:
+            item = self._item_for(piece)
+            if item is not self._open:
                 events += self._close("completed")
-                self._open = opened
-                events += opened.begun()
+                self._open = item
+                events += item.start_events()
             if not isinstance(piece, CallBegin):
-                events.append(opened.gained(piece.text, _last(self._untold, piece.text)))
-            self._untold = []
+                events.append(item.append(piece.text, _last_tokens(self._pending_logprobs, piece.text)))
+            self._pending_logprobs = []
         return events
 
-    def end(self, *, whole: bool) -> list[ResponseEvent]:
-        """End the last item; return the events. `whole`: the sample was not cut off by its length."""
+    def end(self, *, complete: bool) -> list[ResponseEvent]:
+        """End the last item; return the events. `complete`: the sample was not cut off by its length."""
         events: list[ResponseEvent] = []
         if self._open is None:  # clients expect a message
-            self._open = OpenMessage(0, self._numbers)
-            events += self._open.begun()
-        return events + self._close("completed" if whole else "incomplete")
+            self._open = OpenMessage(0, self._sequence_numbers)
+            events += self._open.start_events()
+        return events + self._close("completed" if complete else "incomplete")
 
-    def _opened(self, piece: Piece) -> OpenItem:
+    def _item_for(self, piece: Piece) -> OpenItem:
         """Return the item that the piece belongs to: the open one, or a new one."""
         index = len(self.items) + (self._open is not None)
         match piece:
             case CallBegin(name):
-                return OpenFunctionCall(index, self._numbers, name)
-            case Text():
-                return self._open if isinstance(self._open, OpenMessage) else OpenMessage(index, self._numbers)
+                return OpenFunctionCall(index, self._sequence_numbers, name)
+            case ContentPiece():
+                return self._open if isinstance(self._open, OpenMessage) else OpenMessage(index, self._sequence_numbers)
             case ReasoningPiece():
-                return self._open if isinstance(self._open, OpenReasoning) else OpenReasoning(index, self._numbers)
-            case Arguments():
+                return (
+                    self._open
+                    if isinstance(self._open, OpenReasoning)
+                    else OpenReasoning(index, self._sequence_numbers)
+                )
+            case ArgumentsPiece():
                 assert self._open is not None, "arguments follow the beginning of their call"
                 return self._open
         assert_never(piece)
@@ -60,16 +64,16 @@ class ResponseOutput:
     def _close(self, status: ItemStatus) -> list[ResponseEvent]:
         if self._open is None:
             return []
-        events = self._open.ended(status)
+        events = self._open.end_events(status)
         self.items.append(self._open.item(status))
         self._open = None
         return events
 
 
-def _last(tokens: Logprobs, text: str) -> Logprobs:
+def _last_tokens(tokens: Logprobs, text: str) -> Logprobs:
     """Return the last tokens that make up `text`; those before them are marks, or white space around marks."""
-    left, first = len(text.encode()), len(tokens)
-    while left > 0 and first:
+    remaining_bytes, first = len(text.encode()), len(tokens)
+    while remaining_bytes > 0 and first:
         first -= 1
-        left -= len(tokens[first].bytes or ())
+        remaining_bytes -= len(tokens[first].bytes or ())
     return tokens[first:]

@@ -18,86 +18,98 @@ from tok_client.types import (
 )
 from tok_core import Completion as Sample
 from tok_core import Delta, RequestOutput, TokenLogprob
-from tok_server.openai.completions.best_of import best
-from tok_server.openai.completions.echo import EchoedPrompt, both
+from tok_server.openai.completions.best_of import select_best
+from tok_server.openai.completions.echo import EchoedPrompt, concatenate_logprobs
 from tok_server.openai.generation import (
-    ChunkForm,
-    Job,
-    Offsets,
+    ChunkSerializer,
+    GenerationJob,
+    TextOffsets,
     TokenTexts,
     completion_logprobs,
     event,
     prompt_logprobs,
     running_usage,
-    usage,
+    total_usage,
 )
-from tok_server.parsing import result_of
-from tok_server.wire import TextEvent, elements, encode, filled, fingerprint, free, separated, slices, taken
+from tok_server.parsing import stop_when_result
+from tok_server.wire import (
+    TextEvent,
+    encode,
+    encode_elements,
+    fill_lists,
+    fingerprint,
+    free_gradually,
+    join_with_commas,
+    pop_slices,
+    slices,
+)
 
 
-class CompletionForm(ChunkForm):
+class CompletionSerializer(ChunkSerializer):
     """Writer of the answer to one text completion request. `texts`: how tokens are shown."""
 
-    def __init__(self, job: Job, texts: TokenTexts) -> None:
+    def __init__(self, job: GenerationJob, texts: TokenTexts) -> None:
         super().__init__(job)
         self._texts = texts
         self._echoes: dict[int, EchoedPrompt] = {}
-        self._told: dict[int, Maybe[PromptLogprobs]] = {}  # by prompt
-        self._offsets: dict[int, Offsets] = {}  # by streamed choice that has begun
-        self._same: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
+        self._prompt_entries: dict[int, Maybe[PromptLogprobs]] = {}  # by prompt
+        self._offsets: dict[int, TextOffsets] = {}  # by streamed choice that has begun
+        self._text_events: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
         self._tokens = 0
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
         """Encode the answer of finished requests, one per prompt."""
         tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         if self._job.best_of is not None:
-            outputs = [best(output, self._job.params.n) for output in outputs]
+            outputs = [select_best(output, self._job.params.n) for output in outputs]
         choices = [
             self._whole_choice(prompt, output, one) for prompt, output in enumerate(outputs) for one in output.outputs
         ]
-        return encode(self._object(choices, usage(outputs, tokens), result_of(outputs)))
+        return encode(self._completion(choices, total_usage(outputs, tokens), stop_when_result(outputs)))
 
-    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
         """Yield the same answer in pieces; free the log-probabilities of `outputs` along the way."""
         tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-        found = outputs
+        selected = outputs
         if self._job.best_of is not None:
-            found = [best(output, self._job.params.n) for output in outputs]
-        envelope = encode(self._object([], usage(outputs, tokens), result_of(outputs)))
-        choices = separated(
-            self._choice_pieces(prompt, output, one) for prompt, output in enumerate(found) for one in output.outputs
+            selected = [select_best(output, self._job.params.n) for output in outputs]
+        envelope = encode(self._completion([], total_usage(outputs, tokens), stop_when_result(outputs)))
+        choices = join_with_commas(
+            self._choice_pieces(prompt, output, one) for prompt, output in enumerate(selected) for one in output.outputs
         )
-        yield from filled(envelope, [("choices", choices)])
+        yield from fill_lists(envelope, [("choices", choices)])
         for output in outputs:
             for one in output.outputs:
-                free(one.logprobs)
+                free_gradually(one.logprobs)
 
     def _choice_pieces(self, prompt: int, output: RequestOutput, one: Sample) -> Iterator[bytes]:
         choice = self._whole_choice(prompt, output, one)
-        free(one.logprobs)
+        free_gradually(one.logprobs)
         lists: list[tuple[str, Iterable[bytes]]] = []
-        if (told := choice.logprobs) is not None:
+        if (logprobs := choice.logprobs) is not None:
             lists += [
-                ("tokens", elements(taken(told.tokens))),
-                ("token_logprobs", elements(taken(told.token_logprobs))),
-                ("top_logprobs", elements(taken(told.top_logprobs or []))),
-                ("text_offset", elements(taken(told.text_offset))),
+                ("tokens", encode_elements(pop_slices(logprobs.tokens))),
+                ("token_logprobs", encode_elements(pop_slices(logprobs.token_logprobs))),
+                ("top_logprobs", encode_elements(pop_slices(logprobs.top_logprobs or []))),
+                ("text_offset", encode_elements(pop_slices(logprobs.text_offset))),
             ]
             choice = msgspec.structs.replace(choice, logprobs=CompletionLogprobs(top_logprobs=[]))
         if (of_prompt := choice.prompt_logprobs) is not UNSET and of_prompt is not None:
-            lists.append(("prompt_logprobs", elements(slices(of_prompt))))  # not consumed: other choices share the list
+            lists.append(
+                ("prompt_logprobs", encode_elements(slices(of_prompt)))
+            )  # not consumed: other choices share the list
             choice = msgspec.structs.replace(choice, prompt_logprobs=[])
-        return filled(encode(choice), lists)
+        return fill_lists(encode(choice), lists)
 
-    def events(self, prompt: int, delta: Delta) -> bytes:
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
         """Encode a chunk; before a choice's first one, with `echo`, another that holds the prompt."""
         self._tokens += len(delta.token_ids)
         index = self._index(prompt, delta.index)
         if delta.finish_reason is not None:
-            self._same.pop(index, None)
-        elif delta.text and (same := self._same.get(index)) is not None:
-            return same.of(delta.text)
-        parts = self._opened(prompt, index, delta)
+            self._text_events.pop(index, None)
+        elif delta.text and (text_event := self._text_events.get(index)) is not None:
+            return text_event.encode(delta.text)
+        parts = self._begin_choice(prompt, index, delta)
         if delta.text or delta.finish_reason or delta.logprobs or (self._job.return_token_ids and delta.token_ids):
             parts.append(
                 CompletionChoice(
@@ -105,50 +117,52 @@ class CompletionForm(ChunkForm):
                     text=delta.text,
                     logprobs=self._logprobs(delta.logprobs, self._offsets[index]),
                     finish_reason=delta.finish_reason,
-                    token_ids=self._ids(delta.token_ids),
+                    token_ids=self._token_ids(delta.token_ids),
                 )
             )
-        used = self._used_so_far() if parts else UNSET
-        return b"".join(event(encode(self._object([part], used))) for part in parts)
+        token_usage = self._running_usage() if parts else UNSET
+        return b"".join(event(encode(self._completion([part], token_usage))) for part in parts)
 
-    def _opened(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
+    def _begin_choice(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
         """Set up a choice that begins; return what precedes its first token: with `echo`, its prompt."""
         if index in self._offsets:
             return []
         if self._plain and delta.finish_reason is None:
-            self._same[index] = TextEvent(lambda text: self._text_chunk(index, text))
-        echo, self._offsets[index] = self._begun(prompt, delta.prompt_logprobs)
+            self._text_events[index] = TextEvent(lambda text: self._text_chunk(index, text))
+        echo, self._offsets[index] = self._echo_logprobs(prompt, delta.prompt_logprobs)
         if not self._job.echo:
             return []
-        return [CompletionChoice(index=index, text=self._echo(prompt).text, logprobs=echo, token_ids=self._ids([]))]
+        return [
+            CompletionChoice(index=index, text=self._echo(prompt).text, logprobs=echo, token_ids=self._token_ids([]))
+        ]
 
     def _text_chunk(self, index: int, text: str) -> Completion:
         """Return the chunk of a running choice that gains only text."""
-        return self._object([CompletionChoice(index=index, text=text)], self._used_so_far())
+        return self._completion([CompletionChoice(index=index, text=text)], self._running_usage())
 
-    def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
-        return event(encode(self._object([], used or UNSET, stop_when)))
+    def encode_last_chunk(self, token_usage: Usage | None, stop_when: StopWhenResult | None) -> bytes:
+        return event(encode(self._completion([], token_usage or UNSET, stop_when)))
 
     def _whole_choice(self, prompt: int, output: RequestOutput, one: Sample) -> CompletionChoice:
         index = self._index(prompt, one.index)
         if self._plain and not self._job.echo and self._job.prompt_logprobs is None:
             return CompletionChoice(index=index, text=one.text, finish_reason=one.finish_reason)
-        echo, offsets = self._begun(prompt, output.prompt_logprobs)
+        echo, offsets = self._echo_logprobs(prompt, output.prompt_logprobs)
         return CompletionChoice(
             index=index,
             text=self._echo(prompt).text + one.text if self._job.echo else one.text,
-            logprobs=both(echo, self._logprobs(one.logprobs, offsets)),
+            logprobs=concatenate_logprobs(echo, self._logprobs(one.logprobs, offsets)),
             finish_reason=one.finish_reason,
-            token_ids=self._ids(one.token_ids),
+            token_ids=self._token_ids(one.token_ids),
             prompt_logprobs=self._prompt_logprobs(prompt, output),
         )
 
-    def _begun(
+    def _echo_logprobs(
         self, prompt: int, entries: Sequence[TokenLogprob | None] | None
-    ) -> tuple[CompletionLogprobs | None, Offsets]:
+    ) -> tuple[CompletionLogprobs | None, TextOffsets]:
         """Return the prompt's log-probabilities as choices echo them, and the offsets for a choice's own tokens."""
         if not self._job.echo:
-            return None, Offsets()
+            return None, TextOffsets()
         echo = self._echo(prompt)
         return echo.logprobs(entries), echo.offsets()
 
@@ -161,15 +175,15 @@ class CompletionForm(ChunkForm):
     def _index(self, prompt: int, sample: int) -> int:
         return prompt * self._job.params.n + sample
 
-    def _ids(self, token_ids: list[int]) -> Maybe[list[int]]:
+    def _token_ids(self, token_ids: list[int]) -> Maybe[list[int]]:
         return token_ids if self._job.return_token_ids else UNSET
 
-    def _used_so_far(self) -> Maybe[Usage]:
+    def _running_usage(self) -> Maybe[Usage]:
         if not self._job.continuous_usage:
             return None if self._job.include_usage else UNSET
         return running_usage(self._job.prompts, self._tokens)
 
-    def _logprobs(self, entries: list[TokenLogprob] | None, offsets: Offsets) -> CompletionLogprobs | None:
+    def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> CompletionLogprobs | None:
         if entries is None or self._job.params.logprobs is None:
             return None
         return completion_logprobs(entries, self._texts, offsets)
@@ -177,12 +191,14 @@ class CompletionForm(ChunkForm):
     def _prompt_logprobs(self, prompt: int, output: RequestOutput) -> Maybe[PromptLogprobs]:
         if self._job.prompt_logprobs is None or output.prompt_logprobs is None:
             return UNSET
-        if prompt not in self._told:  # the same for all samples
-            self._told[prompt] = prompt_logprobs(output.prompt_logprobs, self._texts, self._job.prompt_logprobs)
-        return self._told[prompt]
+        if prompt not in self._prompt_entries:  # the same for all samples
+            self._prompt_entries[prompt] = prompt_logprobs(
+                output.prompt_logprobs, self._texts, self._job.prompt_logprobs
+            )
+        return self._prompt_entries[prompt]
 
-    def _object(
-        self, choices: list[CompletionChoice], used: Maybe[Usage], stop_when: StopWhenResult | None = None
+    def _completion(
+        self, choices: list[CompletionChoice], token_usage: Maybe[Usage], stop_when: StopWhenResult | None = None
     ) -> Completion:
         job = self._job
         return Completion(
@@ -190,7 +206,7 @@ class CompletionForm(ChunkForm):
             created=job.created,
             model=job.model,
             choices=choices,
-            usage=used,
+            usage=token_usage,
             system_fingerprint=fingerprint(),
             stop_when=stop_when or UNSET,
         )

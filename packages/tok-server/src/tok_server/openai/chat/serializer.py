@@ -22,62 +22,72 @@ from tok_client.types import (
 from tok_client.types import Delta as MessageDelta
 from tok_core import Completion, Delta, RequestOutput, TokenLogprob
 from tok_server.openai.generation import (
-    ChunkForm,
-    Job,
+    ChunkSerializer,
+    GenerationJob,
     SampleReader,
     TokenTexts,
     chat_logprobs,
     event,
     prompt_logprobs,
     running_usage,
-    usage,
+    total_usage,
 )
-from tok_server.parsing import message, result_of
-from tok_server.wire import TextEvent, elements, encode, filled, fingerprint, separated, slices, split, taken
+from tok_server.parsing import build_message, stop_when_result
+from tok_server.wire import (
+    TextEvent,
+    encode,
+    encode_elements,
+    fill_lists,
+    fingerprint,
+    join_with_commas,
+    pop_slices,
+    slices,
+    split_at_list,
+)
 
 
-class ChatForm(ChunkForm):
+class ChatSerializer(ChunkSerializer):
     """Writer of the answer to one chat request. `texts`: how tokens are shown."""
 
-    def __init__(self, job: Job, texts: TokenTexts) -> None:
+    def __init__(self, job: GenerationJob, texts: TokenTexts) -> None:
         super().__init__(job)
         self._texts = texts
-        self._open: dict[int, SampleReader] = {}
-        self._same: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
+        self._readers: dict[int, SampleReader] = {}
+        self._text_events: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
         self._tokens = 0
         self._reasoning_tokens = 0
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
         """Encode the answer of the one finished request."""
         (output,) = outputs
         choices = [self._choice(one, self._logprobs(one.logprobs)) for one in output.outputs]
-        return encode(self._whole(outputs, choices, self._prompt_logprobs(output.prompt_logprobs)))
+        return encode(self._completion(outputs, choices, self._prompt_logprobs(output.prompt_logprobs)))
 
-    def pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
         """Yield the same answer in pieces; free the log-probabilities of `outputs` along the way."""
         (output,) = outputs
-        told: Maybe[PromptLogprobs] = [] if self._tells(output.prompt_logprobs) else UNSET
-        before, _ = split(encode(self._whole(outputs, [], told)), "choices")
+        prompt_entries: Maybe[PromptLogprobs] = [] if self._has_prompt_logprobs(output.prompt_logprobs) else UNSET
+        before, _ = split_at_list(encode(self._completion(outputs, [], prompt_entries)), "choices")
         yield before
-        yield from separated(map(self._choice_pieces, output.outputs))
+        yield from join_with_commas(map(self._choice_pieces, output.outputs))
         # Encoded again: the usage counts reasoning tokens, which are known only after all choices have been read.
-        _, after = split(encode(self._whole(outputs, [], told)), "choices")
-        if told is UNSET:
+        _, after = split_at_list(encode(self._completion(outputs, [], prompt_entries)), "choices")
+        if prompt_entries is UNSET:
             yield after
             return
-        most = self._job.prompt_logprobs or 0
-        parts = (prompt_logprobs(part, self._texts, most) for part in slices(output.prompt_logprobs or []))
-        yield from filled(after, [("prompt_logprobs", elements(parts))])
+        top_logprobs = self._job.prompt_logprobs or 0
+        parts = (prompt_logprobs(part, self._texts, top_logprobs) for part in slices(output.prompt_logprobs or []))
+        yield from fill_lists(after, [("prompt_logprobs", encode_elements(parts))])
 
     def _choice_pieces(self, one: Completion) -> Iterator[bytes]:
         if self._job.params.logprobs is None:
             return iter([encode(self._choice(one, None))])
         choice = encode(self._choice(one, ChatLogprobs(content=[])))
-        parts = (chat_logprobs(part, self._texts).content or [] for part in taken(one.logprobs or []))
-        return filled(choice, [("content", elements(parts))])
+        parts = (chat_logprobs(part, self._texts).content or [] for part in pop_slices(one.logprobs or []))
+        return fill_lists(choice, [("content", encode_elements(parts))])
 
-    def _whole(
-        self, outputs: list[RequestOutput], choices: list[ChatChoice], told: Maybe[PromptLogprobs]
+    def _completion(
+        self, outputs: list[RequestOutput], choices: list[ChatChoice], prompt_entries: Maybe[PromptLogprobs]
     ) -> ChatCompletion:
         (output,) = outputs
         return ChatCompletion(
@@ -85,77 +95,82 @@ class ChatForm(ChunkForm):
             created=self._job.created,
             model=self._job.model,
             choices=choices,
-            usage=self._detailed(usage(outputs, sum(len(one.token_ids) for one in output.outputs))),
+            usage=self._with_reasoning_tokens(total_usage(outputs, sum(len(one.token_ids) for one in output.outputs))),
             system_fingerprint=fingerprint(),
-            prompt_logprobs=told,
-            stop_when=result_of(outputs) or UNSET,
+            prompt_logprobs=prompt_entries,
+            stop_when=stop_when_result(outputs) or UNSET,
         )
 
-    def events(self, prompt: int, delta: Delta) -> bytes:
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
         """Encode chunks: at first the role, then each gained piece, at last the finish reason."""
         index = delta.index
         self._tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self._same.pop(index, None)
-        elif delta.text and (same := self._same.get(index)) is not None:
-            return same.of(delta.text)
-        parts: list[ChunkChoice] = []
-        sample = self._open.get(index)
+            self._text_events.pop(index, None)
+        elif delta.text and (text_event := self._text_events.get(index)) is not None:
+            return text_event.encode(delta.text)
+        chunk_choices: list[ChunkChoice] = []
+        sample = self._readers.get(index)
         if sample is None:
             if self._plain and not self._job.markup and delta.finish_reason is None:
-                self._same[index] = TextEvent(lambda text: self._text_chunk(index, text))
-            sample = self._open[index] = SampleReader(self._job, self._texts)
-            parts.append(ChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")))
-        gains = sample.gains(delta)
-        if not gains and (delta.logprobs or (self._job.return_token_ids and delta.token_ids)):
-            gains = [MessageDelta(content="")]
-        parts += [self._gain(delta, gain, first=not number) for number, gain in enumerate(gains)]
+                self._text_events[index] = TextEvent(lambda text: self._text_chunk(index, text))
+            sample = self._readers[index] = SampleReader(self._job, self._texts)
+            chunk_choices.append(ChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")))
+        message_deltas = sample.message_deltas(delta)
+        if not message_deltas and (delta.logprobs or (self._job.return_token_ids and delta.token_ids)):
+            message_deltas = [MessageDelta(content="")]
+        chunk_choices += [
+            self._delta_choice(delta, message_delta, first=not number)
+            for number, message_delta in enumerate(message_deltas)
+        ]
         if delta.finish_reason:
             reason = sample.finish_reason(delta.finish_reason)
-            parts.append(ChunkChoice(index=index, delta=MessageDelta(), finish_reason=reason))
+            chunk_choices.append(ChunkChoice(index=index, delta=MessageDelta(), finish_reason=reason))
             self._reasoning_tokens += sample.reasoning_tokens
-            sample.end()
-        used = self._used_so_far() if parts else UNSET
-        return b"".join(event(encode(self._chunk([part], used))) for part in parts)
+            sample.free()
+        token_usage = self._running_usage() if chunk_choices else UNSET
+        return b"".join(event(encode(self._chunk([part], token_usage))) for part in chunk_choices)
 
     def _text_chunk(self, index: int, text: str) -> ChatCompletionChunk:
         """Return the chunk of a running choice that gains only text."""
-        return self._chunk([ChunkChoice(index=index, delta=MessageDelta(content=text))], self._used_so_far())
+        return self._chunk([ChunkChoice(index=index, delta=MessageDelta(content=text))], self._running_usage())
 
-    def last_chunk(self, used: Usage | None, stop_when: StopWhenResult | None) -> bytes:
-        return event(encode(self._chunk([], self._detailed(used) if used else UNSET, stop_when)))
+    def encode_last_chunk(self, token_usage: Usage | None, stop_when: StopWhenResult | None) -> bytes:
+        return event(
+            encode(self._chunk([], self._with_reasoning_tokens(token_usage) if token_usage else UNSET, stop_when))
+        )
 
     def _choice(self, one: Completion, logprobs: ChatLogprobs | None) -> ChatChoice:
         sample = SampleReader(self._job, self._texts)
-        said = message(sample.pieces(one.text, one.token_ids, ended=True))
+        chat_message = build_message(sample.pieces(one.text, one.token_ids, ended=True))
         self._reasoning_tokens += sample.reasoning_tokens
         return ChatChoice(
             index=one.index,
-            message=said,
+            message=chat_message,
             logprobs=logprobs,
             finish_reason=sample.finish_reason(one.finish_reason),
             token_ids=one.token_ids if self._job.return_token_ids else UNSET,
         )
 
-    def _gain(self, delta: Delta, gain: MessageDelta, *, first: bool) -> ChunkChoice:
+    def _delta_choice(self, delta: Delta, message_delta: MessageDelta, *, first: bool) -> ChunkChoice:
         """Return one gain of a delta; the first carries the delta's log-probabilities and token ids."""
         return ChunkChoice(
             index=delta.index,
-            delta=gain,
+            delta=message_delta,
             logprobs=self._logprobs(delta.logprobs) if first else None,
             token_ids=delta.token_ids if first and self._job.return_token_ids else UNSET,
         )
 
-    def _used_so_far(self) -> Maybe[Usage]:
+    def _running_usage(self) -> Maybe[Usage]:
         if not self._job.continuous_usage:
             return None if self._job.include_usage else UNSET
         return running_usage(self._job.prompts, self._tokens)
 
-    def _detailed(self, used: Usage) -> Usage:
+    def _with_reasoning_tokens(self, token_usage: Usage) -> Usage:
         if not self._job.markup.reasoning:
-            return used
+            return token_usage
         details = CompletionTokensDetails(reasoning_tokens=self._reasoning_tokens)
-        return msgspec.structs.replace(used, completion_tokens_details=details)
+        return msgspec.structs.replace(token_usage, completion_tokens_details=details)
 
     def _logprobs(self, entries: list[TokenLogprob] | None) -> ChatLogprobs | None:
         if entries is None or self._job.params.logprobs is None:
@@ -163,16 +178,16 @@ class ChatForm(ChunkForm):
         return chat_logprobs(entries, self._texts)
 
     def _prompt_logprobs(self, entries: list[TokenLogprob | None] | None) -> Maybe[PromptLogprobs]:
-        if not self._tells(entries):
+        if not self._has_prompt_logprobs(entries):
             return UNSET
         return prompt_logprobs(entries or [], self._texts, self._job.prompt_logprobs or 0)
 
-    def _tells(self, entries: list[TokenLogprob | None] | None) -> bool:
+    def _has_prompt_logprobs(self, entries: list[TokenLogprob | None] | None) -> bool:
         """Return whether log-probabilities of the prompt are requested and known."""
         return self._job.prompt_logprobs is not None and entries is not None
 
     def _chunk(
-        self, choices: list[ChunkChoice], used: Maybe[Usage], stop_when: StopWhenResult | None = None
+        self, choices: list[ChunkChoice], token_usage: Maybe[Usage], stop_when: StopWhenResult | None = None
     ) -> ChatCompletionChunk:
         job = self._job
         return ChatCompletionChunk(
@@ -180,7 +195,7 @@ class ChatForm(ChunkForm):
             created=job.created,
             model=job.model,
             choices=choices,
-            usage=used,
+            usage=token_usage,
             system_fingerprint=fingerprint(),
             stop_when=stop_when or UNSET,
         )

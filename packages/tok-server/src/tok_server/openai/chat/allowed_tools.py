@@ -16,49 +16,49 @@ from tok_client.types import (
     JSONObject,
     NamedFunction,
 )
-from tok_server.openai.generation import given
+from tok_server.openai.generation import value_or_none
 from tok_server.wire import ApiError, invalid
 
 MAX_TOOLS = 1024
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedToolCalls:
     """The tools that the model may call.
 
-    shown     the tools as chat templates take them; empty: none are offered
-    allowed   tools that may be called, by name
-    required  an answer must hold at least one call
-    parallel  an answer may hold more than one call
+    template_tools  the tools as chat templates take them; empty: none are offered
+    allowed         tools that may be called, by name
+    required        an answer must hold at least one call
+    parallel        an answer may hold more than one call
     """
 
-    shown: Sequence[Mapping[str, object]] = ()
+    template_tools: Sequence[Mapping[str, object]] = ()
     allowed: Mapping[str, FunctionDefinition] = field(default_factory=dict)
     required: bool = False
     parallel: bool = True
 
 
-def offer(request: ChatCompletionRequest) -> AllowedToolCalls:
+def allowed_tool_calls(request: ChatCompletionRequest) -> AllowedToolCalls:
     """Return the request's offer. Errors: ApiError naming the refused field ("tools[1].function.name")."""
     tools = _functions(request)
-    choice = given(request.tool_choice)
+    choice = value_or_none(request.tool_choice)
     if choice == "none" or not tools:
         if choice not in (None, "none", "auto"):
-            raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools; allowed: none, auto")
+            raise invalid("tool_choice", "tool_choice requires a call, but tools is empty; allowed: none, auto")
         return AllowedToolCalls()
-    allowed, required = _chosen(choice, tools)
+    allowed, required = _resolve_tool_choice(choice, tools)
     return AllowedToolCalls(
-        shown=[msgspec.to_builtins(tool) for tool in given(request.tools) or ()],
+        template_tools=[msgspec.to_builtins(tool) for tool in value_or_none(request.tools) or ()],
         allowed=allowed,
         required=required,
-        parallel=given(request.parallel_tool_calls) is not False,
+        parallel=value_or_none(request.parallel_tool_calls) is not False,
     )
 
 
 def _functions(request: ChatCompletionRequest) -> dict[str, FunctionDefinition]:
-    found: dict[str, FunctionDefinition] = {}
-    tools = given(request.tools) or []
+    functions: dict[str, FunctionDefinition] = {}
+    tools = value_or_none(request.tools) or []
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"tools has {len(tools)} entries; allowed: at most {MAX_TOOLS}")
     for index, tool in enumerate(tools):
@@ -66,16 +66,21 @@ def _functions(request: ChatCompletionRequest) -> dict[str, FunctionDefinition]:
         if not isinstance(tool, FunctionTool):
             raise _unsupported(f"{path}.type", "type 'custom' is not supported yet; allowed: function")
         name = tool.function.name
-        if not _NAME.fullmatch(name):
+        if not _FUNCTION_NAME.fullmatch(name):
             allowed = "1 to 128 letters, digits and any of _.:/- in ASCII"
             raise invalid(f"{path}.function.name", f"{path}.function.name is {name[:200]!r}; allowed: {allowed}")
-        if name in found:
-            raise invalid(f"{path}.function.name", f"{path}.function.name is {name!r} a second time")
-        found[name] = tool.function
-    return found
+        if name in functions:
+            raise invalid(
+                f"{path}.function.name",
+                f"{path}.function.name is {name!r}, the name of an earlier tool; allowed: unique names",
+            )
+        functions[name] = tool.function
+    return functions
 
 
-def _chosen(choice: object, tools: Mapping[str, FunctionDefinition]) -> tuple[Mapping[str, FunctionDefinition], bool]:
+def _resolve_tool_choice(
+    choice: object, tools: Mapping[str, FunctionDefinition]
+) -> tuple[Mapping[str, FunctionDefinition], bool]:
     """Return the tools that may be called, and whether a call is required."""
     match choice:
         case None | "auto":
@@ -83,30 +88,32 @@ def _chosen(choice: object, tools: Mapping[str, FunctionDefinition]) -> tuple[Ma
         case "required":
             return tools, True
         case NamedFunction(function=named):
-            return _some([named.name], "tool_choice.function.name", tools), True
+            return _select_tools([named.name], "tool_choice.function.name", tools), True
         case AllowedTools(allowed_tools=subset):
             path = "tool_choice.allowed_tools.tools"
-            names = [_name_of(tool, f"{path}[{index}]") for index, tool in enumerate(subset.tools)]
+            names = [_tool_name(tool, f"{path}[{index}]") for index, tool in enumerate(subset.tools)]
             if not names:
                 raise invalid(path, f"{path} is []; allowed: at least one tool")
-            return _some(names, path, tools), subset.mode == "required"
+            return _select_tools(names, path, tools), subset.mode == "required"
         case _:
             raise _unsupported("tool_choice.type", "tool_choice of type 'custom' is not supported yet")
 
 
-def _name_of(tool: JSONObject, path: str) -> str:
+def _tool_name(tool: JSONObject, path: str) -> str:
     """Return the name in `{"type": …, "function": {"name": …}}` or, from newer clients, `{"type": …, "name": …}`."""
-    inner = tool.get("function")
-    name = inner.get("name") if isinstance(inner, dict) else tool.get("name")
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else tool.get("name")
     if not isinstance(name, str):
-        raise invalid(path, f"{path} names no function; allowed: an object such as in tools")
+        raise invalid(path, f"{path} has no function name; allowed: an object as in tools")
     return name
 
 
-def _some(names: Sequence[str], path: str, tools: Mapping[str, FunctionDefinition]) -> Mapping[str, FunctionDefinition]:
+def _select_tools(
+    names: Sequence[str], path: str, tools: Mapping[str, FunctionDefinition]
+) -> Mapping[str, FunctionDefinition]:
     for name in names:
         if name not in tools:
-            raise invalid(path, f"{path}: {name[:200]!r} is none of tools; allowed: {', '.join(tools)}")
+            raise invalid(path, f"{path}: {name[:200]!r} is not in tools; allowed: {', '.join(tools)}")
     return {name: tools[name] for name in names}
 
 

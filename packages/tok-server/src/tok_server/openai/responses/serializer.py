@@ -1,0 +1,173 @@
+"""Write the JSON of a response, whole or as events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import msgspec
+
+from tok_client.types import (
+    ChatTokenLogprob,
+    IncompleteDetails,
+    OutputTokensDetails,
+    Response,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseError,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseInputDetails,
+    ResponseUsage,
+    StopWhenResult,
+    Usage,
+)
+from tok_core import Delta, RequestOutput, TokenLogprob
+from tok_core.text import Detokeniser
+from tok_server.openai.generation import (
+    MAX_RESPONSE_LOGPROBS,
+    GenerationJob,
+    SampleReader,
+    TokenTexts,
+    chat_logprobs,
+    event,
+    total_usage,
+)
+from tok_server.openai.responses.output import ResponseOutput
+from tok_server.wire import ApiError, encode
+
+
+class ResponseSerializer:
+    """Writer of the answer to one /v1/responses request.
+
+    initial  the response before any output: it repeats the request's settings
+    texts    how tokens are shown
+    """
+
+    max_logprobs: int | None = MAX_RESPONSE_LOGPROBS
+
+    def __init__(self, job: GenerationJob, initial: Response, texts: TokenTexts) -> None:
+        self._job = job
+        self._initial = initial
+        self._texts = texts
+        self._sequence_numbers = count()
+        self._reader = SampleReader(job, texts)
+        self._output = ResponseOutput(self._sequence_numbers)
+        self._detokeniser = self._make_detokeniser()
+        self._truncated = False  # the sample ended with reason "length"
+
+    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
+        """Encode the whole response."""
+        (output,) = outputs
+        (sample,) = output.outputs
+        reader, response_output = SampleReader(self._job, self._texts), ResponseOutput(count())
+        delta = Delta(0, sample.token_ids, sample.text, sample.logprobs, sample.finish_reason)
+        for part_delta in _split_delta(delta, self._make_detokeniser()):
+            _add_delta(part_delta, reader, response_output, self._logprobs(part_delta))
+        token_usage = total_usage(outputs, len(sample.token_ids))
+        return encode(
+            self._final_response(
+                response_output, sample.finish_reason == "length", _usage(token_usage, reader.reasoning_tokens)
+            )
+        )
+
+    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """Yield the whole response in one piece: `MAX_RESPONSE_LOGPROBS` bounds its size."""
+        yield self.encode_answer(outputs)
+
+    def encode_opening(self) -> bytes:
+        """Encode the events that the response has been created and is in progress."""
+        return _encode_events(
+            [
+                ResponseCreated(sequence_number=next(self._sequence_numbers), response=self._initial),
+                ResponseInProgress(sequence_number=next(self._sequence_numbers), response=self._initial),
+            ]
+        )
+
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
+        """Encode what the one sample gained."""
+        self._truncated = delta.finish_reason == "length"
+        events: list[ResponseEvent] = []
+        for part_delta in _split_delta(delta, self._detokeniser):
+            events += _add_delta(part_delta, self._reader, self._output, self._logprobs(part_delta))
+        return _encode_events(events)
+
+    def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """Encode the event that the response is completed, or incomplete."""
+        response = self._final_response(
+            self._output, self._truncated, _usage(token_usage, self._reader.reasoning_tokens)
+        )
+        kind = ResponseIncomplete if self._truncated else ResponseCompleted
+        return _encode_events([kind(sequence_number=next(self._sequence_numbers), response=response)])
+
+    def encode_failure(self, failure: ApiError) -> bytes:
+        """Encode the event that the response failed, and then the error event that other endpoints send."""
+        error = ResponseError(
+            code="server_error" if failure.status >= 500 else "invalid_prompt", message=failure.message
+        )
+        response = msgspec.structs.replace(self._initial, status="failed", error=error, output=self._output.items)
+        failed = ResponseFailed(sequence_number=next(self._sequence_numbers), response=response)
+        return _encode_events([failed]) + event(failure.body())
+
+    def _final_response(self, response_output: ResponseOutput, truncated: bool, token_usage: ResponseUsage) -> Response:
+        return msgspec.structs.replace(
+            self._initial,
+            status="incomplete" if truncated else "completed",
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if truncated else None,
+            output=response_output.items,
+            usage=token_usage,
+        )
+
+    def _make_detokeniser(self) -> Detokeniser | None:
+        """Return a detokeniser if text must be read per token, to separate log-probabilities of text and of markup."""
+        tokenizer = self._texts.tokenizer
+        if self._job.params.logprobs is None or not self._job.markup or tokenizer is None:
+            return None
+        return Detokeniser(tokenizer)
+
+    def _logprobs(self, delta: Delta) -> list[ChatTokenLogprob]:
+        """Return the log-probabilities of the delta's tokens that show text."""
+        if self._job.params.logprobs is None:
+            return []
+        shown: Sequence[TokenLogprob] = [one for one in delta.logprobs or () if self._texts.visible_bytes(one.token_id)]
+        return chat_logprobs(shown, self._texts).content or []
+
+
+def _split_delta(delta: Delta, detokeniser: Detokeniser | None) -> Iterator[Delta]:
+    """Yield the delta itself or, given the sample's detokeniser, one delta per token."""
+    if detokeniser is None:
+        yield delta
+        return
+    ids, reason = delta.token_ids, delta.finish_reason
+    for position, (token, logprob) in enumerate(zip(ids, delta.logprobs or [], strict=True)):
+        end = reason == "stop" and position == len(ids) - 1  # the end token, which is not shown
+        yield Delta(0, [token], "" if end else detokeniser.push_one(token), [logprob])
+    if reason is not None:
+        yield Delta(0, [], detokeniser.finish(), finish_reason=reason)
+
+
+def _add_delta(
+    delta: Delta, reader: SampleReader, response_output: ResponseOutput, logprobs: list[ChatTokenLogprob]
+) -> list[ResponseEvent]:
+    pieces = reader.pieces(delta.text, delta.token_ids, ended=delta.finish_reason is not None)
+    events = response_output.add(pieces, logprobs)
+    if delta.finish_reason is not None:
+        events += response_output.end(complete=delta.finish_reason != "length")
+    return events
+
+
+def _usage(token_usage: Usage, reasoning_tokens: int) -> ResponseUsage:
+    details = token_usage.prompt_tokens_details
+    return ResponseUsage(
+        input_tokens=token_usage.prompt_tokens,
+        input_tokens_details=ResponseInputDetails(cached_tokens=(details.cached_tokens or 0) if details else 0),
+        output_tokens=token_usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
+        total_tokens=token_usage.total_tokens,
+    )
+
+
+def _encode_events(response_events: Sequence[ResponseEvent]) -> bytes:
+    return b"".join(b"event: " + one.type.encode() + b"\n" + event(encode(one)) for one in response_events)
