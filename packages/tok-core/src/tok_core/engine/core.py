@@ -49,7 +49,7 @@ _FORKED = "the engine belongs to process {}, and a process forked from that cann
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaEvents:
-    """What happens to replicas, passed to the parts of the engine that act on it."""
+    """Receiver of replica events that passes them to the parts of the engine that act on them."""
 
     dispatcher: Dispatcher
     output_router: OutputRouter

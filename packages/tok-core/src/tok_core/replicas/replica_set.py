@@ -92,7 +92,7 @@ class ReplicaSet:
     def start(self, config: EngineConfig, model_id: str, events: ReplicaEvents) -> None:
         """Begin to start all replicas. `config`: the engine's, with the model's directory; `model_id`: its name.
 
-        `events` is told from now on. Raises InvalidField or EngineError if Ray cannot place the replicas.
+        `events` is called from now on. Raises InvalidField or EngineError if Ray cannot place the replicas.
         """
         if config.ray is not None:
             from tok_core.replicas.ray_cluster import join_cluster
