@@ -47,7 +47,7 @@ def test_an_fp8_cache_keeps_accuracy_and_nearly_the_logprobs(
         exact = greedy(engine, problems)
     narrow, pattern = greedy(fp8, problems), FinalAnswerPattern()
     right = [
-        sum(pattern.right(sample.text, answer) for sample, (_, answer) in zip(samples, problems, strict=True))
+        sum(pattern.is_correct(sample.text, answer) for sample, (_, answer) in zip(samples, problems, strict=True))
         for samples in (exact, narrow)
     ]
     assert right[0] >= PROBLEMS // 2

@@ -90,7 +90,7 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
         return {name: float(value) for name, value in lines}
 
 
-async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+async def settled_counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """Wait until the server is idle and return its metrics."""
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -104,10 +104,10 @@ async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 async def test_mixed_load_is_fully_answered_and_leaks_no_memory(http: aiohttp.ClientSession, server: Served) -> None:
     await load(http, server.url, CONCURRENCY, first_seed=10_000)
-    before = await settled(http, server.url)
+    before = await settled_counters(http, server.url)
     memory = server.memory()
     await load(http, server.url, REQUESTS, first_seed=0)
-    after = await settled(http, server.url)
+    after = await settled_counters(http, server.url)
     assert after["tok_requests_finished_total"] - before["tok_requests_finished_total"] == REQUESTS
     assert after["tok_restarts_total"] == before["tok_restarts_total"]
     assert server.memory() < memory + (64 << 20)
@@ -117,9 +117,9 @@ async def test_disconnecting_clients_affect_no_other_request(server: Served) -> 
     warm = await leaving_clients.load(server, LEAVING_CONCURRENCY, LEAVING_CONCURRENCY, first_seed=10**6)
     memory = server.memory()
     tally = await leaving_clients.load(server, LEAVING, LEAVING_CONCURRENCY)  # returns once the server is idle
-    assert set(tally.ends) <= {"whole", "left"}, tally.ends
-    assert sum(tally.ends.values()) == LEAVING
-    assert tally.ends["left"] > 0
+    assert set(tally.final_types) <= {"whole", "left"}, tally.final_types
+    assert sum(tally.final_types.values()) == LEAVING
+    assert tally.final_types["left"] > 0
     assert tally.metrics["tok_restarts_total"] == warm.metrics["tok_restarts_total"]
     assert server.memory() < memory + (64 << 20)
 

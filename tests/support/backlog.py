@@ -116,7 +116,7 @@ def fill(
         ids[:shared] = 9
         params = SamplingParams(n=samples, max_tokens=int(limits[rid]), seed=rid)
         ports.inbox.append(submit(rid, ids.tolist(), params))
-    used, settled, total = [], [], int(ports.lengths.sum())
+    used, settled_counters, total = [], [], int(ports.lengths.sum())
     while True:
         if not manager.turn():
             if not manager.requests:
@@ -125,13 +125,13 @@ def fill(
         if manager.scheduler.waiting:
             used.append(manager.paging.used / info.num_pages)
             if ports.tokens > total / 5:
-                settled.append(used[-1])
+                settled_counters.append(used[-1])
     assert ports.tokens == total
     stats = manager.stats()
     once = total - ports.lengths.size + int(prompts.sum())
     return Filled(
         float(np.mean(used)),
-        float(np.mean(settled)) if settled else 0.0,
+        float(np.mean(settled_counters)) if settled_counters else 0.0,
         stats.preemptions / ports.lengths.size,
         (stats.computed_tokens - stats.discarded_tokens + 0.0) / once - 1,
         stats.steps,

@@ -17,12 +17,12 @@ import psutil
 from support.batching import NAME, completion_line, jsonl
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig
-from tok_server.batch.offline.offline import Offline
+from tok_server.batch.offline.offline import OfflineBatch
 
 TENTHS = 10
 PADDING = 600
 AT_ONCE = 1000
-LOOK_EVERY = 0.02
+LINES_PER_STOP_CHECK = 0.02
 MIB = 1 << 20
 
 
@@ -39,7 +39,7 @@ async def memory_of(directory: Path, model: Path, lines: int, padding: int = PAD
     write_lines(directory / "in.jsonl", lines, padding)
     config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=256)
     engine = AsyncEngine(config, in_process=True)
-    with Offline(directory / "in.jsonl", directory / "out.jsonl", NAME) as work:
+    with OfflineBatch(directory / "in.jsonl", directory / "out.jsonl", NAME) as work:
         await work.check()
         await engine.start()
         answering = asyncio.create_task(work.answer(engine))
@@ -50,13 +50,13 @@ async def memory_of(directory: Path, model: Path, lines: int, padding: int = PAD
             await engine.close()
 
 
-async def _watched(work: Offline, answering: asyncio.Task[object]) -> list[int]:
+async def _watched(work: OfflineBatch, answering: asyncio.Task[object]) -> list[int]:
     most, process = [0] * TENTHS, psutil.Process()
     while not answering.done():
         totals = work.totals
         tenth = min(TENTHS - 1, (totals.completed + totals.failed) * TENTHS // work.lines)
         most[tenth] = max(most[tenth], process.memory_info().rss)
-        await asyncio.sleep(LOOK_EVERY)
+        await asyncio.sleep(LINES_PER_STOP_CHECK)
     return most
 
 

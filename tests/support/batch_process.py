@@ -21,7 +21,7 @@ from support.serving import serving
 from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings
 from tok_server import serve as serve_module
-from tok_server.batch.offline.offline import Offline
+from tok_server.batch.offline.offline import OfflineBatch
 
 TESTS = Path(__file__).resolve().parents[1]
 LOADED = [
@@ -99,14 +99,14 @@ def answer_file(model: Path, file: Path, output: Path, *, stops: bool = False) -
 
 
 def _answer(model: Path, file: Path, output: Path, committed: Connection, stops: bool) -> None:
-    async def tell(work: Offline) -> None:
+    async def tell(work: OfflineBatch) -> None:
         while not work.totals.completed:
             await asyncio.sleep(0.001)
         committed.send(True)
         if stops:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    async def answer(work: Offline) -> None:
+    async def answer(work: OfflineBatch) -> None:
         config = EngineConfig(model=str(model), device="cpu", kv_cache_tokens=16_384, max_running=64)
         engine = AsyncEngine(config, in_process=True)
         await work.check()
@@ -118,5 +118,5 @@ def _answer(model: Path, file: Path, output: Path, committed: Connection, stops:
             telling.cancel()
             await engine.close()
 
-    with Offline(file, output, "tiny") as work:
+    with OfflineBatch(file, output, "tiny") as work:
         asyncio.run(answer(work))

@@ -101,7 +101,7 @@ async def add_file(service: BatchService, data: bytes, seconds: int | None = Non
     file = FileObject(
         id=new_id("file"), bytes=len(data), created_at=now, filename="f", purpose="batch", expires_at=expires
     )
-    with service.place.blobs.writing(file.id) as stream:
+    with service.data_directory.blobs.writing(file.id) as stream:
         stream.write(data)
     await service.add_file(file, seconds=seconds)
     return file
@@ -121,7 +121,7 @@ async def ended(service: BatchService, id: str) -> Batch:
 
 def outputs(service: BatchService, batch: Batch) -> tuple[bytes, bytes]:
     ids = (batch.output_file_id, batch.error_file_id)
-    output, errors = (service.place.blobs.path(id).read_bytes() if isinstance(id, str) else b"" for id in ids)
+    output, errors = (service.data_directory.blobs.path(id).read_bytes() if isinstance(id, str) else b"" for id in ids)
     return output, errors
 
 

@@ -26,7 +26,7 @@ class LoopLag:
     """
 
     def __init__(self) -> None:
-        self.longest = 0.0
+        self.max_sequence_tokens = 0.0
 
     async def look(self) -> None:
         """Measure until cancelled."""
@@ -34,7 +34,7 @@ class LoopLag:
             began, cpu = time.monotonic(), time.process_time()
             await asyncio.sleep(TICK)
             late = time.monotonic() - began - TICK
-            self.longest = max(self.longest, min(late, time.process_time() - cpu))
+            self.max_sequence_tokens = max(self.max_sequence_tokens, min(late, time.process_time() - cpu))
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def least_lag(loop: asyncio.AbstractEventLoop, action: Callable[[], T], enough: 
     for _ in range(TRIES):
         with watched(loop) as lag:
             result = action()
-        least = min(least, lag.longest)
+        least = min(least, lag.max_sequence_tokens)
         if least < enough:
             break
     return least, result

@@ -23,7 +23,7 @@ from tok_client.transport.backoff import may_retry
 BROKEN = APIConnectionError("broken")
 
 
-def after(retry_after: str) -> APIStatusError:
+def retry_after_error(retry_after: str) -> APIStatusError:
     return status_error(429, {"Retry-After": retry_after}, b"")
 
 
@@ -53,7 +53,7 @@ def test_backoff_never_exceeds_the_limit(retry: int, luck: float) -> None:
 )
 def test_backoff_honours_retry_after_in_seconds_or_as_a_date(header: str, wait: float) -> None:
     backoff = Backoff(first=0.5, uniform=lambda: 0.0, clock=lambda: 40.0)
-    assert backoff.delay(1, after(header)) == wait
+    assert backoff.delay(1, retry_after_error(header)) == wait
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_error_bodies_of_any_form_become_error_messages(body: bytes, told: tuple
 @pytest.mark.parametrize(
     "error",
     [
-        after("3"),
+        retry_after_error("3"),
         APITimeoutError("slow"),
         APIResponseError("garbage", body=b"x"),
         event_error(b'{"error":{"message":"failed","type":"t","code":7}}'),

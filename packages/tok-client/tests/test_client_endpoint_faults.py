@@ -36,7 +36,7 @@ LAST += b'{"id":"r","created_at":1,"status":"completed","model":"m"}}\n\n'
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Odd:
+class UnusualServer:
     """A server that answers requests with the answers in `script` in turn, and repeats the last one."""
 
     def __init__(self) -> None:
@@ -52,27 +52,27 @@ class Odd:
 
 
 @pytest_asyncio.fixture
-async def odd() -> AsyncIterator[Odd]:
-    odd = Odd()
-    async with odd.server:
-        yield odd
+async def unusual_server() -> AsyncIterator[UnusualServer]:
+    unusual_server = UnusualServer()
+    async with unusual_server.server:
+        yield unusual_server
 
 
 @pytest_asyncio.fixture
-async def client(odd: Odd) -> AsyncIterator[AsyncClient]:
-    url = str(odd.server.make_url("/v1"))
+async def client(unusual_server: UnusualServer) -> AsyncIterator[AsyncClient]:
+    url = str(unusual_server.server.make_url("/v1"))
     async with AsyncClient(url, backoff=Backoff(first=0.001, most=0.001), timeout=PATIENCE) as found:
         yield found
 
 
-def says(body: bytes = b"", status: int = 200, kind: str = "application/json") -> Answer:
+def respond_with(body: bytes = b"", status: int = 200, kind: str = "application/json") -> Answer:
     async def answer(request: web.Request) -> web.StreamResponse:
         return web.Response(body=body, status=status, content_type=kind)
 
     return answer
 
 
-def slowly(body: bytes, kind: str = "application/json") -> Answer:
+def respond_slowly(body: bytes, kind: str = "application/json") -> Answer:
     """Return an answer that sends one byte per turn of the event loop."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -86,7 +86,7 @@ def slowly(body: bytes, kind: str = "application/json") -> Answer:
     return answer
 
 
-def half(body: bytes) -> Answer:
+def respond_half(body: bytes) -> Answer:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Length": str(2 * len(body))})
         await response.prepare(request)
@@ -98,7 +98,7 @@ def half(body: bytes) -> Answer:
     return answer
 
 
-async def drops(request: web.Request) -> web.StreamResponse:
+async def drop_connection(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.close()
     return web.Response()
@@ -107,72 +107,82 @@ async def drops(request: web.Request) -> web.StreamResponse:
 @pytest.mark.parametrize("as_path", [True, False])
 @pytest.mark.parametrize("size", [5, 3 << 20])
 async def test_an_upload_is_retried_from_its_beginning(
-    odd: Odd, client: AsyncClient, tmp_path: Path, as_path: bool, size: int
+    unusual_server: UnusualServer, client: AsyncClient, tmp_path: Path, as_path: bool, size: int
 ) -> None:
-    odd.script = [says(b"{}", 503), drops, says(FILE)]
+    unusual_server.script = [respond_with(b"{}", 503), drop_connection, respond_with(FILE)]
     data = b"x" * size
     (path := tmp_path / "in.jsonl").write_bytes(data)
     kept = wire.ExpiresAfter(anchor="created_at", seconds=3600)
     made = await client.files.create(file=path if as_path else data, expires_after=kept)
-    assert (made.id, len(odd.bodies)) == ("f", 3)
-    for body in odd.bodies:
+    assert (made.id, len(unusual_server.bodies)) == ("f", 3)
+    for body in unusual_server.bodies:
         assert body.count(data) == 1
         assert b'name="expires_after[seconds]"\r\n' in body
         assert body.index(b'name="purpose"') < body.index(b'name="file"')
 
 
-async def test_a_missing_file_is_not_uploaded(odd: Odd, client: AsyncClient, tmp_path: Path) -> None:
+async def test_a_missing_file_is_not_uploaded(
+    unusual_server: UnusualServer, client: AsyncClient, tmp_path: Path
+) -> None:
     with pytest.raises(FileNotFoundError):
         await client.files.create(file=tmp_path / "none")
-    assert odd.bodies == []
+    assert unusual_server.bodies == []
 
 
-async def test_a_file_is_saved_whole_or_not_at_all(odd: Odd, client: AsyncClient, tmp_path: Path) -> None:
-    odd.script = [half(b"abc"), says(b"abcabc")]
+async def test_a_file_is_saved_whole_or_not_at_all(
+    unusual_server: UnusualServer, client: AsyncClient, tmp_path: Path
+) -> None:
+    unusual_server.script = [respond_half(b"abc"), respond_with(b"abcabc")]
     assert await client.files.save("f", tmp_path / "out") == 6
     assert (tmp_path / "out").read_bytes() == b"abcabc"
-    odd.script = [half(b"other")]
+    unusual_server.script = [respond_half(b"other")]
     with pytest.raises(APIConnectionError):
         await client.files.save("f", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").read_bytes() == b"abcabc"
-    odd.bodies.clear()
-    odd.script = [says(b"abc")]
+    unusual_server.bodies.clear()
+    unusual_server.script = [respond_with(b"abc")]
     with pytest.raises(FileNotFoundError):
         await client.files.save("f", tmp_path / "none" / "out")
-    assert len(odd.bodies) == 1
+    assert len(unusual_server.bodies) == 1
 
 
-async def test_batch_creation_is_not_retried_after_a_dropped_connection(odd: Odd, client: AsyncClient) -> None:
-    odd.script = [drops]
+async def test_batch_creation_is_not_retried_after_a_dropped_connection(
+    unusual_server: UnusualServer, client: AsyncClient
+) -> None:
+    unusual_server.script = [drop_connection]
     with pytest.raises(APIConnectionError):
         await client.batches.create(input_file_id="f", endpoint="/v1/completions")
-    assert len(odd.bodies) == 1
+    assert len(unusual_server.bodies) == 1
 
 
-async def test_health_parses_reports_and_raises_on_other_bodies(odd: Odd, client: AsyncClient) -> None:
-    odd.script = [says(b"")]
+async def test_health_parses_reports_and_raises_on_other_bodies(
+    unusual_server: UnusualServer, client: AsyncClient
+) -> None:
+    unusual_server.script = [respond_with(b"")]
     assert (await client.health()).status == "ready"
-    odd.script = [says(HEALTHY, 503)]
+    unusual_server.script = [respond_with(HEALTHY, 503)]
     assert await client.health() == wire.HealthReport(status="draining", detail="so")
     for body in (b"<h1>Service Unavailable</h1>", b""):
-        odd.script = [says(body, 503, "text/html")]
+        unusual_server.script = [respond_with(body, 503, "text/html")]
         with pytest.raises(InternalServerError):
             await client.health()
 
 
-async def test_a_slow_body_that_keeps_arriving_does_not_time_out(odd: Odd) -> None:
-    odd.script = [slowly(HEALTHY + b" " * 300)]
-    async with AsyncClient(str(odd.server.make_url("/v1")), timeout=PATIENCE, max_retries=0) as client:
+async def test_a_slow_body_that_keeps_arriving_does_not_time_out(unusual_server: UnusualServer) -> None:
+    unusual_server.script = [respond_slowly(HEALTHY + b" " * 300)]
+    async with AsyncClient(str(unusual_server.server.make_url("/v1")), timeout=PATIENCE, max_retries=0) as client:
         assert (await client.health()).status == "draining"
-        odd.script = [slowly(DELTA + LAST, "text/event-stream")]
+        unusual_server.script = [respond_slowly(DELTA + LAST, "text/event-stream")]
         async with await client.responses.create(model="m", input="a", stream=True) as stream:
             assert [type(event).__name__ async for event in stream] == ["OutputTextDelta", "ResponseCompleted"]
 
 
-async def test_a_responses_stream_ends_at_response_completed(odd: Odd, client: AsyncClient) -> None:
+async def test_a_responses_stream_ends_at_response_completed(
+    unusual_server: UnusualServer, client: AsyncClient
+) -> None:
     for rest in (b"", b"data: [DONE]\n\n", b": bye\n\n"):
-        odd.script = [says(DELTA + NEWS + LAST + rest, kind="text/event-stream")]
+        unusual_server.script = [respond_with(DELTA + NEWS + LAST + rest, kind="text/event-stream")]
         async with await client.responses.create(model="m", input="a", stream=True) as stream:
             assert [type(event).__name__ async for event in stream] == ["OutputTextDelta", "ResponseCompleted"]
 
@@ -188,19 +198,19 @@ async def test_a_responses_stream_ends_at_response_completed(odd: Odd, client: A
     ],
 )
 async def test_a_broken_responses_stream_raises_after_its_events(
-    odd: Odd, client: AsyncClient, events: bytes, error: type[Exception]
+    unusual_server: UnusualServer, client: AsyncClient, events: bytes, error: type[Exception]
 ) -> None:
-    odd.script = [says(events, kind="text/event-stream")]
+    unusual_server.script = [respond_with(events, kind="text/event-stream")]
     stream = await client.responses.create(model="m", input="a", stream=True)
     assert isinstance(await anext(stream), wire.OutputTextDelta)
     with pytest.raises(error):
         await anext(stream)
 
 
-async def test_a_large_body_is_sent_without_a_warning(odd: Odd, client: AsyncClient) -> None:
-    odd.script = [drops, says(b'{"id":"c","created":1,"model":"m","choices":[]}')]
+async def test_a_large_body_is_sent_without_a_warning(unusual_server: UnusualServer, client: AsyncClient) -> None:
+    unusual_server.script = [drop_connection, respond_with(b'{"id":"c","created":1,"model":"m","choices":[]}')]
     await client.completions.create(model="m", prompt="x" * (3 << 20))
-    assert [len(body) > 3 << 20 for body in odd.bodies] == [True, True]
+    assert [len(body) > 3 << 20 for body in unusual_server.bodies] == [True, True]
 
 
 SEARCH = {"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "tok"}}
@@ -213,12 +223,14 @@ MIXED = {
 }  # fmt: skip
 
 
-async def test_unknown_response_items_are_kept_as_they_were_sent(odd: Odd, client: AsyncClient) -> None:
-    odd.script = [says(msgspec.json.encode(MIXED))]
+async def test_unknown_response_items_are_kept_as_they_were_sent(
+    unusual_server: UnusualServer, client: AsyncClient
+) -> None:
+    unusual_server.script = [respond_with(msgspec.json.encode(MIXED))]
     response = await client.responses.create(model="m", input="a")
     assert response.output == [SEARCH, SAID, REFUSED]
     await client.responses.create(model="m", input=[*response.output, {"role": "user", "content": "b"}])
-    assert msgspec.json.decode(odd.bodies[-1])["input"][:3] == MIXED["output"]
+    assert msgspec.json.decode(unusual_server.bodies[-1])["input"][:3] == MIXED["output"]
     place = {"output_index": 0, "sequence_number": 1}
     events: list[dict[str, object]] = [
         {"type": "response.created", "sequence_number": 0, "response": {**MIXED, "output": []}},
@@ -227,13 +239,15 @@ async def test_unknown_response_items_are_kept_as_they_were_sent(odd: Odd, clien
         {"type": "response.completed", "sequence_number": 2, "response": MIXED},
     ]
     written = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
-    odd.script = [says(written, kind="text/event-stream")]
+    unusual_server.script = [respond_with(written, kind="text/event-stream")]
     _, added, part, last = [event async for event in await client.responses.create(model="m", input="a", stream=True)]
     assert (added.item, part.part, last.response) == (SEARCH, REFUSAL, response)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("output", [None, {}, ["text"], [[]], [None]])
-async def test_a_response_with_malformed_output_items_raises(odd: Odd, client: AsyncClient, output: object) -> None:
-    odd.script = [says(msgspec.json.encode({**MIXED, "output": output}))]
+async def test_a_response_with_malformed_output_items_raises(
+    unusual_server: UnusualServer, client: AsyncClient, output: object
+) -> None:
+    unusual_server.script = [respond_with(msgspec.json.encode({**MIXED, "output": output}))]
     with pytest.raises(APIResponseError):
         await client.responses.create(model="m", input="a")

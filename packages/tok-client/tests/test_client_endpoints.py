@@ -34,25 +34,25 @@ USER = [wire.UserMessage(content="hi")]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def full_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_scripted_model(tmp_path_factory.mktemp("scripted") / "model", SCRIPTS)
     with serving(model, data_dir=str(tmp_path_factory.mktemp("data"))) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(whole: Server) -> Iterator[Client]:
-    with Client(whole.url) as found:
+def client(full_server: Server) -> Iterator[Client]:
+    with Client(full_server.url) as found:
         yield found
 
 
 @pytest_asyncio.fixture
-async def later(whole: Server) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(whole.url) as found:
+async def async_client(full_server: Server) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(full_server.url) as found:
         yield found
 
 
-async def test_a_tool_call_is_the_same_whole_and_streamed(client: Client, later: AsyncClient) -> None:
+async def test_a_tool_call_is_the_same_whole_and_streamed(client: Client, async_client: AsyncClient) -> None:
     asked = client.chat.completions.create(
         model=NAME, messages=USER, tools=[WEATHER], chat_template_kwargs={"script": "@call"}
     )
@@ -63,7 +63,7 @@ async def test_a_tool_call_is_the_same_whole_and_streamed(client: Client, later:
     assert isinstance(call, wire.FunctionToolCall)
     assert (call.function.name, msgspec.json.decode(call.function.arguments)) == ("weather", {"city": "Paris"})
     name = arguments = ""
-    async with await later.chat.completions.create(
+    async with await async_client.chat.completions.create(
         model=NAME, messages=USER, tools=[WEATHER], chat_template_kwargs={"script": "@call"}, stream=True
     ) as stream:
         async for chunk in stream:
@@ -130,12 +130,12 @@ def test_stop_when_majority_is_met_and_reported(client: Client) -> None:
     assert majority(finished) == next(iter(told.answers))
 
 
-async def test_a_response_is_the_same_whole_and_streamed(client: Client, later: AsyncClient) -> None:
+async def test_a_response_is_the_same_whole_and_streamed(client: Client, async_client: AsyncClient) -> None:
     asked = client.responses.create(model=NAME, input="the quick", max_output_tokens=6, temperature=0)
     (message,) = asked.output
     assert isinstance(message, wire.OutputMessage)
     assert asked.status in ("completed", "incomplete")
-    async with await later.responses.create(
+    async with await async_client.responses.create(
         model=NAME, input=[{"role": "user", "content": "the quick"}], max_output_tokens=6, temperature=0, stream=True
     ) as stream:
         events = [event async for event in stream]
@@ -154,8 +154,8 @@ async def test_a_response_is_the_same_whole_and_streamed(client: Client, later: 
     assert again.usage.input_tokens > asked.usage.input_tokens
 
 
-async def test_base64_and_float_embeddings_are_equal(client: Client, later: AsyncClient) -> None:
-    packed = await later.embeddings.create(model=NAME, input=["the quick", "fox"], pooling="mean")
+async def test_base64_and_float_embeddings_are_equal(client: Client, async_client: AsyncClient) -> None:
+    packed = await async_client.embeddings.create(model=NAME, input=["the quick", "fox"], pooling="mean")
     plain = client.embeddings.create(model=NAME, input=["the quick", "fox"], pooling="mean", encoding_format="float")
     assert isinstance(packed.data[0].embedding, str)
     assert isinstance(plain.data[0].embedding, list)
@@ -171,50 +171,52 @@ def test_malformed_base64_embeddings_are_refused() -> None:
             wire.Embedding(index=0, embedding=text).vector()
 
 
-async def test_tokenize_and_detokenize_texts_and_chats(client: Client, later: AsyncClient) -> None:
+async def test_tokenize_and_detokenize_texts_and_chats(client: Client, async_client: AsyncClient) -> None:
     found = client.tokenize(prompt="the quick fox", return_token_strs=True)
     assert found.count == len(found.tokens) == len(found.token_strs or [])
-    assert "the quick fox" in (await later.detokenize(found.tokens, model=NAME)).prompt
-    chat = await later.tokenize(messages=[{"role": "user", "content": "the quick fox"}], model=NAME)
+    assert "the quick fox" in (await async_client.detokenize(found.tokens, model=NAME)).prompt
+    chat = await async_client.tokenize(messages=[{"role": "user", "content": "the quick fox"}], model=NAME)
     assert chat.count > found.count
-    with pytest.raises(ValueError, match="prompt is missing"):
+    with pytest.raises(ValueError, match="prompt and messages are both missing"):
         client.tokenize()
     with pytest.raises(BadRequestError, match=r"tokens\[0\] is -1"):
         client.detokenize([-1])
 
 
-async def test_status_endpoints_answer_and_admin_endpoints_are_denied(client: Client, later: AsyncClient) -> None:
-    assert (await later.health()).status == client.health().status == "ready"
-    assert (await later.ready()).ready
+async def test_status_endpoints_answer_and_admin_endpoints_are_denied(
+    client: Client, async_client: AsyncClient
+) -> None:
+    assert (await async_client.health()).status == client.health().status == "ready"
+    assert (await async_client.ready()).ready
     assert client.ready() == wire.ReadyReport(ready=True, status="ready")
-    assert client.version() == await later.version()
+    assert client.version() == await async_client.version()
     assert "# TYPE" in client.metrics()
-    assert "# TYPE" in await later.metrics()
+    assert "# TYPE" in await async_client.metrics()
     with pytest.raises(PermissionDeniedError, match="admin"):
         client.restart_replica(0)
     with pytest.raises(PermissionDeniedError, match="admin"):
-        await later.restart_replica(0)
+        await async_client.restart_replica(0)
 
 
 async def test_a_batch_runs_from_its_input_file_to_its_output_file(
-    client: Client, later: AsyncClient, tmp_path: Path
+    client: Client, async_client: AsyncClient, tmp_path: Path
 ) -> None:
     lines = [completion_line(number) for number in range(5)]
     source = tmp_path / "naïve.jsonl"
     source.write_bytes(jsonl(lines))
     kept = wire.ExpiresAfter(anchor="created_at", seconds=3600)
-    file = await later.files.create(file=source, expires_after=kept)
+    file = await async_client.files.create(file=source, expires_after=kept)
     assert (file.filename, file.bytes, file.expires_at) == (source.name, source.stat().st_size, file.created_at + 3600)
-    assert client.files.retrieve(file.id) == await later.files.retrieve(file.id) == file
+    assert client.files.retrieve(file.id) == await async_client.files.retrieve(file.id) == file
     assert client.files.content(file.id) == source.read_bytes()
 
     begun = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", metadata={"who": "me"})
-    done = await later.batches.wait(begun.id, poll=0.02)
+    done = await async_client.batches.wait(begun.id, poll=0.02)
     assert (done.status, done.metadata) == ("completed", {"who": "me"})
     assert client.batches.wait(begun.id) == client.batches.retrieve(begun.id) == done
     assert done.output_file_id
     target = tmp_path / "answers.jsonl"
-    size = await later.files.save(done.output_file_id, target)
+    size = await async_client.files.save(done.output_file_id, target)
     assert (size, list(tmp_path.glob("*.part"))) == (target.stat().st_size, [])
     assert_each_once(lines, target.read_bytes())
     answers = [msgspec.json.decode(line, type=wire.BatchAnswer) for line in target.read_bytes().splitlines()]
@@ -223,7 +225,7 @@ async def test_a_batch_runs_from_its_input_file_to_its_output_file(
     assert done in client.batches.list(limit=5).data
     assert client.batches.list(after=begun.id).data == []
     with pytest.raises(BadRequestError, match="limit"):
-        await later.batches.list(limit=0)
+        await async_client.batches.list(limit=0)
 
 
 def test_files_are_listed_and_deleted(client: Client, tmp_path: Path) -> None:
@@ -253,10 +255,12 @@ def test_a_batch_is_cancelled(client: Client) -> None:
     assert client.batches.wait(begun.id, poll=0.02).status == "cancelled"
 
 
-async def test_map_writes_and_resumes_an_output_file(client: Client, later: AsyncClient, tmp_path: Path) -> None:
+async def test_map_writes_and_resumes_an_output_file(client: Client, async_client: AsyncClient, tmp_path: Path) -> None:
     asked = [[number + 1, 5] for number in range(40)]
     output = tmp_path / "out.jsonl"
-    half = [one async for one in later.completions.map(asked[:20], model=NAME, max_tokens=3, seed=1, output=output)]
+    half = [
+        one async for one in async_client.completions.map(asked[:20], model=NAME, max_tokens=3, seed=1, output=output)
+    ]
     rest = list(client.completions.map(asked, model=NAME, max_tokens=3, seed=1, output=output, ordered=False))
     assert [one.index for one in half] == list(range(20))
     assert sorted(one.index for one in rest) == list(range(20, 40))

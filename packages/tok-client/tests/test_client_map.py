@@ -40,12 +40,12 @@ def texts(results: Iterable[MapResult[object, Completion]]) -> list[str]:
     return [one.result().choices[0].text for one in results]
 
 
-def gone_through(items: Iterable[str]) -> Iterator[str]:
+def generator_of(items: Iterable[str]) -> Iterator[str]:
     yield from items
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("kind", [list, gone_through])
+@pytest.mark.parametrize("kind", [list, generator_of])
 async def test_map_answers_every_prompt_once(
     echo: EchoServer, ordered: bool, kind: Callable[[Iterable[str]], Iterable[str]]
 ) -> None:
@@ -246,9 +246,9 @@ def test_map_progress_line_shows_count_rate_and_time_left() -> None:
     for _ in range(100):
         now += 0.0625  # a binary fraction, so that sums are exact
         progress.answered += 1
-        progress.tell()
+        progress.update()
     progress.failed += 1
-    assert progress.line() == "301/1000 (30%), 16.2/s, 200 from before, 1 failed, 43 s left"
+    assert progress.line() == "301/1000 (30%), 16.2/s, 200 from an earlier run, 1 failed, 43 s left"
     progress.end()
     assert shown.getvalue().count("\r") == 51
     assert shown.getvalue().endswith("43 s left\n")
@@ -261,7 +261,7 @@ def test_map_progress_in_a_file_is_a_line_every_ten_seconds() -> None:
     for _ in range(100):
         now += 0.25
         progress.answered += 1
-        progress.tell()
+        progress.update()
     assert shown.getvalue() == "40, 4.0/s\n80, 4.0/s\n"
 
 

@@ -72,7 +72,7 @@ async def test_map_refuses_to_resume_other_prompts_or_parameters(echo: EchoServe
         await run_into(echo, path, prompts(5), key=str)
     assert path.read_bytes() == before
     path.write_text('{"index": 0}\n')
-    with pytest.raises(ValueError, match="is no output of map: line 1"):
+    with pytest.raises(ValueError, match="is not an output file of map: line 1"):
         await run_into(echo, path, prompts(5))
 
 
@@ -81,7 +81,7 @@ async def test_map_with_keys_resumes_prompts_in_any_order(echo: EchoServer, tmp_
     await run_into(echo, path, prompts(5), key=str.upper)
     assert {line["key"] for line in lines(path)} == {prompt.upper() for prompt in prompts(5)}
     assert await run_into(echo, path, ["new", *reversed(prompts(6))], key=str.upper) == [0, 1]
-    with pytest.raises(ValueError, match="key 'A' belongs to several prompts, of which 1 is one"):
+    with pytest.raises(ValueError, match="key 'A' belongs to several prompts, including prompt 1"):
         await run_into(echo, path, ["a", "A"], key=str.upper)
 
 
@@ -90,7 +90,7 @@ async def test_a_map_output_is_locked_by_one_run_at_a_time(echo: EchoServer, tmp
     async with echo.client() as client:
         async with client.completions.map(endless(), model="m", concurrency=2, output=path) as run:
             await anext(run)
-            with pytest.raises(BlockingIOError, match="another run writes this output"):
+            with pytest.raises(BlockingIOError, match="another run is writing this output"):
                 await run_into(echo, path, prompts(5))
         assert len(lines(path)) >= 1
 

@@ -37,7 +37,7 @@ USAGE = wire.Usage(prompt_tokens=1, completion_tokens=5, total_tokens=6)
 MODEL = wire.Model(id="org/model", created=1, owned_by="me")
 
 
-class Good:
+class ConformingServer:
     """A server that answers every prompt with WORDS and records requests."""
 
     def __init__(self) -> None:
@@ -135,44 +135,48 @@ async def streamed(request: web.Request, chunks: list[msgspec.Struct]) -> web.St
 
 
 @pytest_asyncio.fixture
-async def good() -> AsyncIterator[Good]:
-    good = Good()
-    async with good.server:
-        yield good
+async def conforming_server() -> AsyncIterator[ConformingServer]:
+    conforming_server = ConformingServer()
+    async with conforming_server.server:
+        yield conforming_server
 
 
-async def blocking(function: Callable[[Client], object], good: Good, api_key: str | None = None) -> object:
+async def blocking(
+    function: Callable[[Client], object], conforming_server: ConformingServer, api_key: str | None = None
+) -> object:
     """Call `function` with a blocking client on a thread, while the server runs on the test's loop."""
 
     def run() -> object:
-        with Client(good.url, api_key) as client:
+        with Client(conforming_server.url, api_key) as client:
             return function(client)
 
     return await asyncio.to_thread(run)
 
 
-async def test_sync_and_async_clients_return_the_same_completion(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_sync_and_async_clients_return_the_same_completion(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         ours = await client.completions.create(model="m", prompt="a", n=2)
-    theirs = await blocking(lambda client: client.completions.create(model="m", prompt="a", n=2), good)
+    theirs = await blocking(lambda client: client.completions.create(model="m", prompt="a", n=2), conforming_server)
     assert isinstance(ours, Completion)
     assert ours == theirs
     assert [choice.text for choice in ours.choices] == ["".join(WORDS)] * 2
     assert ours.usage == USAGE
 
 
-async def test_sync_and_async_clients_return_the_same_chat_completion(good: Good) -> None:
+async def test_sync_and_async_clients_return_the_same_chat_completion(conforming_server: ConformingServer) -> None:
     messages = [{"role": "user", "content": "a"}]
-    async with AsyncClient(good.url) as client:
+    async with AsyncClient(conforming_server.url) as client:
         ours = await client.chat.completions.create(model="m", messages=messages)
-    theirs = await blocking(lambda client: client.chat.completions.create(model="m", messages=messages), good)
+    theirs = await blocking(
+        lambda client: client.chat.completions.create(model="m", messages=messages), conforming_server
+    )
     assert isinstance(ours, ChatCompletion)
     assert ours == theirs
     assert ours.choices[0].message.content == "".join(WORDS)
 
 
-async def test_only_given_parameters_are_sent(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_only_given_parameters_are_sent(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         await client.completions.create(model="m", prompt=(1, 2))
         await client.completions.create(
             model="m",
@@ -183,7 +187,7 @@ async def test_only_given_parameters_are_sent(good: Good) -> None:
             stop=("x",),
             extra_body={"guided": True, "n": 2},
         )
-    assert good.bodies == [
+    assert conforming_server.bodies == [
         {"model": "m", "prompt": [1, 2]},
         {
             "model": "m",
@@ -197,21 +201,21 @@ async def test_only_given_parameters_are_sent(good: Good) -> None:
     ]
 
 
-async def test_a_chat_answer_can_be_sent_back_as_a_message(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_a_chat_answer_can_be_sent_back_as_a_message(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         question = wire.UserMessage(content=[wire.TextPart(text="a")])
         answer = await client.chat.completions.create(model="m", messages=[question])
         said = answer.choices[0].message
         await client.chat.completions.create(model="m", messages=[question, said, {"role": "user", "content": "b"}])
-    assert good.bodies[1]["messages"] == [
+    assert conforming_server.bodies[1]["messages"] == [
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
         {"role": "assistant", "content": "".join(WORDS), "refusal": None},
         {"role": "user", "content": "b"},
     ]
 
 
-async def test_invalid_parameters_are_refused_before_sending(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_invalid_parameters_are_refused_before_sending(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         with pytest.raises(TypeError, match="colour"):
             await client.completions.create(model="m", prompt="a", colour="red")  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="temperature is nan"):
@@ -220,12 +224,12 @@ async def test_invalid_parameters_are_refused_before_sending(good: Good) -> None
             await client.completions.create(model="m", prompt="a", timeout=0)
         with pytest.raises(ValueError, match="prompt mixes"):
             await client.completions.create(model="m", prompt=["a", 1])  # type: ignore[arg-type]
-    assert good.bodies == []
+    assert conforming_server.bodies == []
 
 
-async def test_lone_surrogates_are_refused_by_name(good: Good) -> None:
+async def test_lone_surrogates_are_refused_by_name(conforming_server: ConformingServer) -> None:
     half = "a\ud800"
-    async with AsyncClient(good.url) as client:
+    async with AsyncClient(conforming_server.url) as client:
         with pytest.raises(ValueError, match="prompt has a lone surrogate"):
             await client.completions.create(model="m", prompt=["a", half])
         with pytest.raises(ValueError, match="messages has a lone surrogate"):
@@ -234,86 +238,88 @@ async def test_lone_surrogates_are_refused_by_name(good: Good) -> None:
             await client.completions.create(model="m", prompt="a", extra_body={"zeta": {"b": half}})
         with pytest.raises(ValueError, match="model has a lone surrogate"):
             await client.models.retrieve(half)
-    with Client(good.url) as blocked, pytest.raises(ValueError, match="model has a lone surrogate"):
+    with Client(conforming_server.url) as blocked, pytest.raises(ValueError, match="model has a lone surrogate"):
         blocked.models.retrieve(half)
-    assert good.bodies == []
+    assert conforming_server.bodies == []
 
 
-async def test_the_api_key_is_sent_as_a_bearer_token(good: Good) -> None:
-    await blocking(lambda client: client.completions.create(model="m", prompt="a"), good)
-    await blocking(lambda client: client.completions.create(model="m", prompt="a"), good, api_key="k1")
-    assert [headers.get("authorization") for headers in good.headers] == [None, "Bearer k1"]
-    assert good.headers[0]["content-type"] == "application/json"
+async def test_the_api_key_is_sent_as_a_bearer_token(conforming_server: ConformingServer) -> None:
+    await blocking(lambda client: client.completions.create(model="m", prompt="a"), conforming_server)
+    await blocking(lambda client: client.completions.create(model="m", prompt="a"), conforming_server, api_key="k1")
+    assert [headers.get("authorization") for headers in conforming_server.headers] == [None, "Bearer k1"]
+    assert conforming_server.headers[0]["content-type"] == "application/json"
 
 
-async def test_models_are_listed_and_found_by_ids_with_slashes(good: Good) -> None:
-    async with AsyncClient(good.url + "/") as client:
+async def test_models_are_listed_and_found_by_ids_with_slashes(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url + "/") as client:
         assert (await client.models.list()).data == [MODEL]
         assert await client.models.retrieve("org/model") == MODEL
         with pytest.raises(NotFoundError, match="no such model") as caught:
             await client.models.retrieve("org")
     assert caught.value.code == "model_not_found"
-    assert await blocking(lambda client: client.models.list().data, good) == [MODEL]
-    assert await blocking(lambda client: client.models.retrieve("org/model"), good) == MODEL
+    assert await blocking(lambda client: client.models.list().data, conforming_server) == [MODEL]
+    assert await blocking(lambda client: client.models.retrieve("org/model"), conforming_server) == MODEL
 
 
-async def test_a_bad_request_error_names_the_field(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_a_bad_request_error_names_the_field(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         with pytest.raises(BadRequestError, match="400: n is 0") as caught:
             await client.completions.create(model="m", prompt="a", n=0)
     assert (caught.value.param, caught.value.type) == ("n", "invalid_request_error")
-    assert len(good.bodies) == 1
+    assert len(conforming_server.bodies) == 1
 
 
-async def test_streamed_chunks_join_to_the_whole_completion(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_streamed_chunks_join_to_the_whole_completion(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         async with await client.completions.create(model="m", prompt="a", stream=True) as stream:
             ours = [chunk async for chunk in stream]
         assert stream.closed
-    theirs = await blocking(lambda client: list(client.completions.create(model="m", prompt="a", stream=True)), good)
+    theirs = await blocking(
+        lambda client: list(client.completions.create(model="m", prompt="a", stream=True)), conforming_server
+    )
     assert ours == theirs
     assert [choice.text for chunk in ours for choice in chunk.choices] == [*WORDS, ""]
     assert (ours[-2].choices[0].finish_reason, ours[-1].usage) == ("stop", USAGE)
-    assert good.bodies[0]["stream"] is True
+    assert conforming_server.bodies[0]["stream"] is True
 
 
-async def test_streamed_chat_chunks_join_to_the_whole_answer(good: Good) -> None:
+async def test_streamed_chat_chunks_join_to_the_whole_answer(conforming_server: ConformingServer) -> None:
     def read(client: Client) -> list[ChatCompletionChunk]:
         with client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "a"}], stream=True
         ) as stream:
             return list(stream)
 
-    async with AsyncClient(good.url) as client:
+    async with AsyncClient(conforming_server.url) as client:
         stream = await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "a"}], stream=True
         )
         ours = [chunk async for chunk in stream]
-    assert ours == await blocking(read, good)
+    assert ours == await blocking(read, conforming_server)
     deltas = [chunk.choices[0].delta for chunk in ours]
     assert [delta.content for delta in deltas] == [UNSET, *WORDS]
     assert deltas[0].role == "assistant"
 
 
-async def test_one_connection_is_reused_by_streamed_and_whole_calls(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_one_connection_is_reused_by_streamed_and_whole_calls(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         for stream in (True, False, True, False):
             got = await client.completions.create(model="m", prompt="a", stream=stream)
             if not isinstance(got, Completion):
                 assert len([chunk async for chunk in got]) == len(WORDS) + 2
-    assert len(good.peers) == 1
+    assert len(conforming_server.peers) == 1
 
 
-async def test_closing_an_async_stream_disconnects(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_closing_an_async_stream_disconnects(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         async with await client.completions.create(model="m", prompt="a", user="endless", stream=True) as stream:
             assert (await anext(stream)).choices[0].text == "x"
-        await asyncio.wait_for(good.disconnected.wait(), 60)
+        await asyncio.wait_for(conforming_server.disconnected.wait(), 60)
         assert [chunk async for chunk in stream] == []
 
 
 @pytest.mark.parametrize("way", ["close", "drop"])
-async def test_closing_or_dropping_a_blocking_stream_disconnects(good: Good, way: str) -> None:
+async def test_closing_or_dropping_a_blocking_stream_disconnects(conforming_server: ConformingServer, way: str) -> None:
     closed = threading.Event()
 
     def read(client: Client) -> None:
@@ -325,14 +331,14 @@ async def test_closing_or_dropping_a_blocking_stream_disconnects(good: Good, way
         del stream
         assert closed.wait(PATIENCE)  # keep the client open until the server has seen the disconnect
 
-    reading = asyncio.ensure_future(blocking(read, good))
-    await asyncio.wait_for(good.disconnected.wait(), 60)
+    reading = asyncio.ensure_future(blocking(read, conforming_server))
+    await asyncio.wait_for(conforming_server.disconnected.wait(), 60)
     closed.set()
     await reading
 
 
-async def test_one_blocking_client_serves_many_threads(good: Good) -> None:
-    with Client(good.url) as client:
+async def test_one_blocking_client_serves_many_threads(conforming_server: ConformingServer) -> None:
+    with Client(conforming_server.url) as client:
 
         def call(number: int) -> str:
             stream = client.completions.create(model="m", prompt=[number], stream=True)
@@ -340,18 +346,18 @@ async def test_one_blocking_client_serves_many_threads(good: Good) -> None:
 
         texts = await asyncio.gather(*(asyncio.to_thread(call, number) for number in range(64)))
     assert texts == ["".join(WORDS)] * 64
-    assert sorted(body["prompt"][0] for body in good.bodies) == list(range(64))  # type: ignore[index]
+    assert sorted(body["prompt"][0] for body in conforming_server.bodies) == list(range(64))  # type: ignore[index]
 
 
-async def test_closing_the_client_ends_an_open_call(good: Good) -> None:
-    client = Client(good.url)
+async def test_closing_the_client_ends_an_open_call(conforming_server: ConformingServer) -> None:
+    client = Client(conforming_server.url)
 
     def call() -> None:
         for _ in client.completions.create(model="m", prompt="a", user="endless", stream=True):
             pass
 
     calling = asyncio.ensure_future(asyncio.to_thread(call))
-    await until(lambda: len(good.bodies) == 1)
+    await until(lambda: len(conforming_server.bodies) == 1)
     await asyncio.to_thread(client.close)
     with pytest.raises(RuntimeError, match="closed"):
         await calling
@@ -360,8 +366,8 @@ async def test_closing_the_client_ends_an_open_call(good: Good) -> None:
     client.close()
 
 
-async def test_a_closed_async_client_refuses_calls(good: Good) -> None:
-    client = AsyncClient(good.url)
+async def test_a_closed_async_client_refuses_calls(conforming_server: ConformingServer) -> None:
+    client = AsyncClient(conforming_server.url)
     await client.models.list()
     await client.close()
     await client.close()
@@ -369,8 +375,8 @@ async def test_a_closed_async_client_refuses_calls(good: Good) -> None:
         await client.models.list()
 
 
-async def test_a_stream_of_a_closed_client_raises_instead_of_ending(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_a_stream_of_a_closed_client_raises_instead_of_ending(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         stream = await client.completions.create(model="m", prompt="a", user="endless", stream=True)
         await anext(stream)
     with pytest.raises(APIConnectionError, match="the client was closed"):
@@ -378,7 +384,7 @@ async def test_a_stream_of_a_closed_client_raises_instead_of_ending(good: Good) 
             pass
 
     def read() -> None:
-        client = Client(good.url)
+        client = Client(conforming_server.url)
         with client.completions.create(model="m", prompt="a", user="endless", stream=True) as stream:
             client.close()
             for _ in stream:
@@ -388,26 +394,26 @@ async def test_a_stream_of_a_closed_client_raises_instead_of_ending(good: Good) 
         await asyncio.to_thread(read)
 
 
-async def test_an_async_client_refuses_another_event_loop(good: Good) -> None:
-    async with AsyncClient(good.url) as client:
+async def test_an_async_client_refuses_another_event_loop(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
         await client.models.list()
         with pytest.raises(RuntimeError, match="another event loop"):
             await asyncio.to_thread(lambda: asyncio.run(client.models.list()))
 
 
-async def test_a_dropped_client_ends_its_thread_after_its_streams(good: Good) -> None:
+async def test_a_dropped_client_ends_its_thread_after_its_streams(conforming_server: ConformingServer) -> None:
     def threads() -> int:
         return sum(thread.name == "tok-client" for thread in threading.enumerate())
 
     def read() -> list[Completion]:
-        return list(Client(good.url).completions.create(model="m", prompt="a", stream=True))
+        return list(Client(conforming_server.url).completions.create(model="m", prompt="a", stream=True))
 
     before = threads()
     assert len(await asyncio.to_thread(read)) == len(WORDS) + 2
     await until(lambda: threads() == before)
 
 
-async def test_interrupting_a_blocking_call_disconnects(good: Good) -> None:
+async def test_interrupting_a_blocking_call_disconnects(conforming_server: ConformingServer) -> None:
     code = (
         "import signal, sys\n"
         "from tok_client import Client\n"
@@ -418,13 +424,15 @@ async def test_interrupting_a_blocking_call_disconnects(good: Good) -> None:
         "sys.stdin.read()\n"  # keep the client open: the call itself must disconnect
     )
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, good.url, stdin=pipe, stdout=pipe)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, conforming_server.url, stdin=pipe, stdout=pipe
+    )
     assert child.stdin is not None
     assert child.stdout is not None
     try:
-        await until(lambda: len(good.bodies) == 1)
+        await until(lambda: len(conforming_server.bodies) == 1)
         child.send_signal(signal.SIGINT)
-        await asyncio.wait_for(good.disconnected.wait(), 60)
+        await asyncio.wait_for(conforming_server.disconnected.wait(), 60)
         child.stdin.close()
         shown = await asyncio.wait_for(child.stdout.read(), 60)
         assert (shown, await child.wait()) == (b"interrupted\n", 0)
@@ -472,9 +480,11 @@ def test_clients_refuse_invalid_arguments_by_name(
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-async def test_readme_snippets_print_the_answers_of_the_server(good: Good, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_readme_snippets_print_the_answers_of_the_server(
+    conforming_server: ConformingServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     for snippet in SNIPPETS[:3]:
-        code = snippet.replace("http://127.0.0.1:10210/v1", good.url)
+        code = snippet.replace("http://127.0.0.1:10210/v1", conforming_server.url)
         await asyncio.to_thread(exec, compile(code, str(README), "exec"), {"__name__": "snippet"})
     whole = "".join(WORDS)
     assert capsys.readouterr().out == f"{whole}\n" * 4 + whole

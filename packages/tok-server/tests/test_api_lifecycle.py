@@ -90,13 +90,13 @@ def events(stream: IO[bytes]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose answers do not end within a test."""
     return make_model("llama", tmp_path_factory.mktemp("endless") / "tiny", max_positions=ENDLESS_POSITIONS)
 
 
-def test_server_starts_recovers_from_worker_death_drains_and_exits(endless: Path) -> None:
-    with tok_serve(endless) as process:
+def test_server_starts_recovers_from_worker_death_drains_and_exits(endless_model: Path) -> None:
+    with tok_serve(endless_model) as process:
         assert process.name == "tiny"
         answer = json.loads(run_curl(process.curl))
         assert answer["object"] == "chat.completion"
@@ -143,8 +143,8 @@ def run_curl(command: str) -> bytes:
         return body
 
 
-def test_second_signal_ends_a_draining_server_at_once(endless: Path) -> None:
-    with tok_serve(endless) as process, process.post({**LONG, "n": 8}) as stream:
+def test_second_signal_ends_a_draining_server_at_once(endless_model: Path) -> None:
+    with tok_serve(endless_model) as process, process.post({**LONG, "n": 8}) as stream:
         assert stream.readline().startswith(b"data: ")
         children = process.children()
         process.popen.send_signal(signal.SIGINT)

@@ -17,7 +17,7 @@ LENGTH = 1024  # of the tiny model
 
 
 @pytest.fixture(scope="module")
-def roomy(tiny_model: Path) -> Iterator[Server]:
+def long_context_server(tiny_model: Path) -> Iterator[Server]:
     with serving(tiny_model, max_body=64 * MIB) as running:
         yield running
 
@@ -41,7 +41,9 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_prompt_of_megabytes_is_refused_without_being_tokenized(roomy: Server, tokenised: list[int]) -> None:
+def test_prompt_of_megabytes_is_refused_without_being_tokenized(
+    long_context_server: Server, tokenised: list[int]
+) -> None:
     text = "a " * (4 * MIB)
     message = {"role": "user", "content": text}
     for path, fields, param in (
@@ -49,7 +51,7 @@ def test_prompt_of_megabytes_is_refused_without_being_tokenized(roomy: Server, t
         ("completions", {"prompt": ["one", text]}, "prompt[1]"),
         ("chat/completions", {"messages": [message]}, "messages"),
     ):
-        answer = roomy.call("POST", f"/v1/{path}", fields)
+        answer = long_context_server.call("POST", f"/v1/{path}", fields)
         assert answer.status == 400
         assert answer.error()["param"] == param
         assert str(LENGTH) in str(answer.error()["message"])

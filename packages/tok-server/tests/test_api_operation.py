@@ -19,7 +19,7 @@ SAMPLE = re.compile(r"^[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [-+0-9.eE]+(inf|NaN)?$"
 
 
 @pytest.fixture(scope="module")
-def locked(tiny_model: Path) -> Iterator[Server]:
+def keyed_server(tiny_model: Path) -> Iterator[Server]:
     with serving(tiny_model, api_key="open sesame") as running:
         yield running
 
@@ -50,7 +50,7 @@ def test_client_disconnect_aborts_its_request(server: Server, stream: bool) -> N
     assert server.engine.stats()["output_tokens"] - before["output_tokens"] < 16 * 1000
 
 
-def test_request_without_the_api_key_gets_401_except_health(locked: Server) -> None:
+def test_request_without_the_api_key_gets_401_except_health(keyed_server: Server) -> None:
     for headers in (
         {},
         {"Authorization": "open sesame"},
@@ -60,17 +60,17 @@ def test_request_without_the_api_key_gets_401_except_health(locked: Server) -> N
         {"Authorization": "Bearer \u00fc"},
     ):
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics")):
-            answer = locked.call(method, path, None, headers)
+            answer = keyed_server.call(method, path, None, headers)
             assert answer.status == 401, headers
             assert answer.error()["code"] == "invalid_api_key"
-    assert locked.call("GET", "/health").status == 200
+    assert keyed_server.call("GET", "/health").status == 200
 
 
-def test_request_with_the_api_key_is_served(locked: Server) -> None:
+def test_request_with_the_api_key_is_served(keyed_server: Server) -> None:
     headers = {"Authorization": "Bearer open sesame"}
-    assert locked.call("GET", "/v1/models", None, headers).status == 200
+    assert keyed_server.call("GET", "/v1/models", None, headers).status == 200
     body = {"prompt": "one", "max_tokens": 1}
-    assert locked.call("POST", "/v1/completions", body, headers).status == 200
+    assert keyed_server.call("POST", "/v1/completions", body, headers).status == 200
 
 
 def test_health_reports_ready(server: Server) -> None:

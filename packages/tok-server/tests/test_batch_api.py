@@ -21,14 +21,14 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest.fixture(scope="module")
-def kept(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def batch_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tiny_model, data_dir=str(tmp_path_factory.mktemp("data")), max_file=1 << 20) as running:
         yield running
 
 
 @pytest.fixture
-def client(kept: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=kept.url, api_key="key", max_retries=0) as found:
+def client(batch_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=batch_server.url, api_key="key", max_retries=0) as found:
         yield found
 
 
@@ -41,7 +41,7 @@ def upload(client: openai.OpenAI, data: bytes) -> FileObject:
     return client.files.create(file=("in.jsonl", data), purpose="batch")
 
 
-def begin(client: openai.OpenAI, data: bytes, endpoint: str = "/v1/completions") -> Batch:
+def create_batch(client: openai.OpenAI, data: bytes, endpoint: str = "/v1/completions") -> Batch:
     return client.batches.create(
         input_file_id=upload(client, data).id,
         endpoint=endpoint,  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def begin(client: openai.OpenAI, data: bytes, endpoint: str = "/v1/completions")
     )
 
 
-def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+def wait_for_end(client: openai.OpenAI, batch: Batch) -> Batch:
     deadline = time.monotonic() + PATIENCE
     while (found := client.batches.retrieve(batch.id)).status not in ENDED:
         assert time.monotonic() < deadline, found.status
@@ -85,15 +85,15 @@ def test_file_list_is_paginated_in_either_order(client: openai.OpenAI) -> None:
     made = [upload(client, b"%d" % number).id for number in range(5)]
     pages = list(client.files.list(limit=2, order="asc").iter_pages())
     assert all(len(page.data) <= 2 for page in pages)
-    listed = [file.id for page in pages for file in page.data]
-    assert listed[-5:] == made
-    assert [file.id for file in client.files.list()] == listed[::-1]
+    listed_file_ids = [file.id for page in pages for file in page.data]
+    assert listed_file_ids[-5:] == made
+    assert [file.id for file in client.files.list()] == listed_file_ids[::-1]
     assert not list(client.files.list(purpose="batch_output_of_nobody"))
     for id in made:
         client.files.delete(id)
 
 
-def test_batch_answers_equal_those_of_direct_chat_requests(kept: Server, client: openai.OpenAI) -> None:
+def test_batch_answers_equal_those_of_direct_chat_requests(batch_server: Server, client: openai.OpenAI) -> None:
     lines = [chat_line(number, seed=1, n=1 + number % 3, temperature=0.8) for number in range(20)]
     batch = client.batches.create(
         input_file_id=upload(client, jsonl(lines)).id,
@@ -104,7 +104,7 @@ def test_batch_answers_equal_those_of_direct_chat_requests(kept: Server, client:
     )
     check_valid(batch)
     assert batch.status == "validating"
-    found = ended(client, batch)
+    found = wait_for_end(client, batch)
     check_valid(found)
     assert (found.status, found.metadata, found.error_file_id) == ("completed", {"of": "a test"}, None)
     assert found.request_counts is not None
@@ -119,7 +119,7 @@ def test_batch_answers_equal_those_of_direct_chat_requests(kept: Server, client:
     prompt = completion = 0
     for line, answer in zip(lines, wire_lines(data), strict=True):
         assert answer.response is not None
-        direct = kept.call("POST", "/v1/chat/completions", line["body"]).json()
+        direct = batch_server.call("POST", "/v1/chat/completions", line["body"]).json()
         assert answer.response.status_code == 200
         assert answer.response.body["choices"] == direct["choices"]
         usage = answer.response.body["usage"]
@@ -137,18 +137,18 @@ def wire_lines(data: bytes) -> list[wire.BatchAnswer]:
     return [msgspec.json.decode(line, type=wire.BatchAnswer) for line in data.splitlines()]
 
 
-def test_batch_of_responses_equals_direct_responses_requests(kept: Server, client: openai.OpenAI) -> None:
+def test_batch_of_responses_equals_direct_responses_requests(batch_server: Server, client: openai.OpenAI) -> None:
     body = {"model": "tiny", "input": "the dogs", "max_output_tokens": 5, "temperature": 0}
     lines: list[Line] = [
         {"custom_id": f"line {number}", "method": "POST", "url": "/v1/responses", "body": {**body, "user": str(number)}}
         for number in range(3)
     ]
     lines.append({"custom_id": "bad", "method": "POST", "url": "/v1/responses", "body": {**body, "stream": True}})
-    found = ended(client, begin(client, jsonl(lines), "/v1/responses"))
+    found = wait_for_end(client, create_batch(client, jsonl(lines), "/v1/responses"))
     output, errors = content(client, found.output_file_id), content(client, found.error_file_id)
     assert_each_once(lines, output, errors)
     assert [line["custom_id"] for line in read_jsonl(errors)] == ["bad"]
-    direct = kept.call("POST", "/v1/responses", body).json()
+    direct = batch_server.call("POST", "/v1/responses", body).json()
     for answer in wire_lines(output):
         assert answer.response is not None
         made = answer.response.body
@@ -161,12 +161,12 @@ def test_batch_of_responses_equals_direct_responses_requests(kept: Server, clien
     assert told == (3 * used["input_tokens"], 3 * used["output_tokens"]) > (0, 0)
 
 
-def test_metrics_count_ended_batches_and_answered_lines(kept: Server, client: openai.OpenAI) -> None:
-    before = figures(kept)
-    ended(client, begin(client, jsonl([completion_line(0), completion_line(1), completion_line(2, n=0)])))
+def test_metrics_count_ended_batches_and_answered_lines(batch_server: Server, client: openai.OpenAI) -> None:
+    before = figures(batch_server)
+    wait_for_end(client, create_batch(client, jsonl([completion_line(0), completion_line(1), completion_line(2, n=0)])))
     name = 'tok_batches_ended_total{status="completed"}'
-    wait_until(lambda: figures(kept)[name] == before[name] + 1)
-    after = figures(kept)
+    wait_until(lambda: figures(batch_server)[name] == before[name] + 1)
+    after = figures(batch_server)
     assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {
         'tok_batches_ended_total{status="completed"}': 1,
         'tok_batch_lines_answered_total{result="completed"}': 2,
@@ -187,7 +187,7 @@ def test_invalid_body_fails_only_its_batch_line(client: openai.OpenAI) -> None:
     lines[4] = completion_line(4, model="another")
     lines[6] = completion_line(6, stream=True)
     lines[7] = {**completion_line(7), "body": {}}
-    found = ended(client, begin(client, jsonl(lines)))
+    found = wait_for_end(client, create_batch(client, jsonl(lines)))
     assert found.status == "completed"
     assert found.request_counts is not None
     assert found.request_counts.model_dump() == {"total": 9, "completed": 5, "failed": 4}
@@ -216,7 +216,7 @@ def test_batch_with_malformed_lines_fails_before_any_line_runs(client: openai.Op
         b'{"custom_id": "five"}\n',
         b"\xff\n",
     ]
-    found = ended(client, begin(client, b"".join(lines)))
+    found = wait_for_end(client, create_batch(client, b"".join(lines)))
     check_valid(found)
     assert found.status == "failed"
     assert (found.output_file_id, found.error_file_id) == (None, None)
@@ -236,7 +236,7 @@ def test_batch_with_malformed_lines_fails_before_any_line_runs(client: openai.Op
 
 @pytest.mark.parametrize("data", [b"", b"\n \n"])
 def test_batch_of_an_empty_file_fails(client: openai.OpenAI, data: bytes) -> None:
-    found = ended(client, begin(client, data))
+    found = wait_for_end(client, create_batch(client, data))
     assert found.status == "failed"
     assert found.errors is not None
     assert found.errors.data is not None
@@ -246,13 +246,13 @@ def test_batch_of_an_empty_file_fails(client: openai.OpenAI, data: bytes) -> Non
 def test_cancelled_batch_keeps_answers_and_reports_unanswered_lines(client: openai.OpenAI) -> None:
     slow = [completion_line(number, max_tokens=900, ignore_eos=True) for number in range(3, 300)]
     lines = [completion_line(number, max_tokens=1) for number in range(3)] + slow
-    batch = begin(client, jsonl(lines))
+    batch = create_batch(client, jsonl(lines))
     wait_until(lambda: completed(client, batch) >= 3)
     with pytest.raises(openai.ConflictError) as in_use:
         client.files.delete(batch.input_file_id)
     assert in_use.value.code == "file_in_use"
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
-    found = ended(client, batch)
+    found = wait_for_end(client, batch)
     check_valid(found)
     assert found.status == "cancelled"
     assert found.cancelling_at is not None
@@ -273,17 +273,17 @@ def completed(client: openai.OpenAI, batch: Batch) -> int:
 
 
 def test_batches_are_listed_the_newest_first(client: openai.OpenAI) -> None:
-    made = [begin(client, jsonl([completion_line(1)])) for _ in range(3)]
+    made = [create_batch(client, jsonl([completion_line(1)])) for _ in range(3)]
     for batch in made:
-        assert ended(client, batch).status == "completed"
+        assert wait_for_end(client, batch).status == "completed"
     first = client.batches.list(limit=2)
     assert [batch.id for batch in first.data] == [made[2].id, made[1].id]
     assert first.has_more
     assert next(iter(client.batches.list(after=made[1].id))).id == made[0].id
 
 
-async def test_async_openai_client_creates_and_retrieves_batches(kept: Server) -> None:
-    async with openai.AsyncOpenAI(base_url=kept.url, api_key="key", max_retries=0) as client:
+async def test_async_openai_client_creates_and_retrieves_batches(batch_server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=batch_server.url, api_key="key", max_retries=0) as client:
         file = await client.files.create(file=io.BytesIO(jsonl([completion_line(1)])), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         check_valid(batch)
@@ -310,8 +310,10 @@ GOOD = {"input_file_id": "file-" + 24 * "0", "endpoint": "/v1/completions", "com
         ({"zeta": 1}, "zeta"),
     ],
 )
-def test_invalid_batch_request_gets_400_naming_the_field(kept: Server, change: dict[str, object], param: str) -> None:
-    answer = kept.call("POST", "/v1/batches", GOOD | change)
+def test_invalid_batch_request_gets_400_naming_the_field(
+    batch_server: Server, change: dict[str, object], param: str
+) -> None:
+    answer = batch_server.call("POST", "/v1/batches", GOOD | change)
     assert answer.status == 400
     assert answer.error()["param"] == param
 
@@ -329,8 +331,8 @@ def test_invalid_batch_request_gets_400_naming_the_field(kept: Server, change: d
         ("/v1/batches?after=batch_0", "after"),
     ],
 )
-def test_invalid_list_query_gets_400_naming_the_parameter(kept: Server, path: str, param: str) -> None:
-    answer = kept.call("GET", path)
+def test_invalid_list_query_gets_400_naming_the_parameter(batch_server: Server, path: str, param: str) -> None:
+    answer = batch_server.call("GET", path)
     assert answer.status == 400
     assert answer.error()["param"] == param
 
@@ -346,8 +348,8 @@ def test_invalid_list_query_gets_400_naming_the_parameter(kept: Server, path: st
         ("POST", "/v1/batches/..%2F/cancel"),
     ],
 )
-def test_path_traversal_and_unknown_ids_get_404(kept: Server, method: str, path: str) -> None:
-    assert kept.call(method, path).status == 404
+def test_path_traversal_and_unknown_ids_get_404(batch_server: Server, method: str, path: str) -> None:
+    assert batch_server.call(method, path).status == 404
 
 
 def form(*parts: tuple[str, bytes], end: bytes = b"--x--\r\n") -> bytes:
@@ -365,10 +367,10 @@ SECONDS = ('Content-Disposition: form-data; name="expires_after[seconds]"', b"36
         (form(PURPOSE), 400, "file is required"),
         (form(FILE), 400, "purpose is required"),
         (form(FILE, (PURPOSE[0], b"fine-tune")), 400, "purpose is 'fine-tune'; allowed: 'batch'"),
-        (form(FILE, FILE, PURPOSE), 400, "file is there twice"),
-        (form(FILE, PURPOSE, PURPOSE), 400, "purpose is there twice"),
+        (form(FILE, FILE, PURPOSE), 400, "file is given twice"),
+        (form(FILE, PURPOSE, PURPOSE), 400, "purpose is given twice"),
         (form(FILE, PURPOSE, SECONDS), 400, "expires_after"),
-        (form(FILE, PURPOSE, ('Content-Disposition: form-data; name="zeta"', b"")), 400, "'zeta' is no field"),
+        (form(FILE, PURPOSE, ('Content-Disposition: form-data; name="zeta"', b"")), 400, "'zeta' is not a field"),
         (form(FILE, (PURPOSE[0], 2000 * b"b")), 400, "purpose has more than 1024 bytes"),
         (form((FILE[0] + "\r\nContent-Transfer-Encoding: base64", b"ZGF0YQ=="), PURPOSE), 400, "of a part"),
         (form(FILE, end=b""), 400, "multipart"),
@@ -377,13 +379,17 @@ SECONDS = ('Content-Disposition: form-data; name="expires_after[seconds]"', b"36
         (form((FILE[0], (1 << 20) * b"x" + b"x"), PURPOSE), 413, "more than 1048576 bytes"),
     ],
 )
-def test_invalid_upload_is_refused_and_leaves_no_file(kept: Server, body: bytes, status: int, told: str) -> None:
-    answer = kept.call("POST", "/v1/files", body, {"Content-Type": "multipart/form-data; boundary=x"})
+def test_invalid_upload_is_refused_and_leaves_no_file(
+    batch_server: Server, body: bytes, status: int, told: str
+) -> None:
+    answer = batch_server.call("POST", "/v1/files", body, {"Content-Type": "multipart/form-data; boundary=x"})
     assert (answer.status, told in str(answer.error()["message"])) == (status, True), answer.body
-    wait_until(lambda: blobs(kept) == listed(kept))  # a batch of another test may be writing its files
+    wait_until(
+        lambda: blobs(batch_server) == listed_file_ids(batch_server)
+    )  # a batch of another test may be writing its files
 
 
-def listed(server: Server) -> set[str]:
+def listed_file_ids(server: Server) -> set[str]:
     files = server.call("GET", "/v1/files").json()["data"]
     assert isinstance(files, list)
     return {file["id"] for file in files}
@@ -394,16 +400,16 @@ def blobs(server: Server) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_upload_accepts_the_file_part_before_the_purpose_part(kept: Server) -> None:
+def test_upload_accepts_the_file_part_before_the_purpose_part(batch_server: Server) -> None:
     body = form(FILE, PURPOSE)
-    answer = kept.call("POST", "/v1/files", body, {"Content-Type": "multipart/form-data; boundary=x"})
+    answer = batch_server.call("POST", "/v1/files", body, {"Content-Type": "multipart/form-data; boundary=x"})
     assert answer.status == 200
-    assert kept.call("GET", f"/v1/files/{answer.json()['id']}/content").body == b"data"
+    assert batch_server.call("GET", f"/v1/files/{answer.json()['id']}/content").body == b"data"
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain"])
-def test_upload_with_an_invalid_content_type_gets_400(kept: Server, kind: str) -> None:
-    assert kept.call("POST", "/v1/files", b"{}", {"Content-Type": kind}).status == 400
+def test_upload_with_an_invalid_content_type_gets_400(batch_server: Server, kind: str) -> None:
+    assert batch_server.call("POST", "/v1/files", b"{}", {"Content-Type": kind}).status == 400
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/files"), ("POST", "/v1/files"), ("POST", "/v1/batches")])
@@ -419,12 +425,12 @@ def test_files_and_batches_without_data_dir_get_501_naming_the_flag(
     assert [(record.levelname, record.exc_info) for record in told] == [("WARNING", None)]
 
 
-def test_a_second_server_on_the_same_directory_is_refused(kept: Server, tiny_model: Path) -> None:
+def test_a_second_server_on_the_same_directory_is_refused(batch_server: Server, tiny_model: Path) -> None:
     from tok_server.batch.storage.database import StoreError
 
     with (
         pytest.raises(StoreError, match="in use by another tok"),
-        serving(tiny_model, data_dir=kept.context.settings.data_dir),
+        serving(tiny_model, data_dir=batch_server.context.settings.data_dir),
     ):
         pass
 

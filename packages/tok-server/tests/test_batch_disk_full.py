@@ -27,7 +27,7 @@ from support.batching import assert_each_once, completion_line
 from support.patience import PATIENCE
 from tok_core import AsyncEngine
 from tok_server.batch.api import service
-from tok_server.batch.execution import run
+from tok_server.batch.execution import line_runner
 from tok_server.batch.storage.answers import Answers, LineAnswer
 from tok_server.batch.storage.database import is_full
 from tok_server.batch.storage.quota import Quota, QuotaExceeded
@@ -62,13 +62,13 @@ class Disk:
 async def test_batch_on_a_full_disk_waits_and_computes_nothing_twice(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "KEEP_AGAIN", 0.01)
-    monkeypatch.setattr(run, "MAX_KEEP_AGAIN", 0.01)
+    monkeypatch.setattr(line_runner, "WRITE_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(line_runner, "MAX_WRITE_RETRY_SECONDS", 0.01)
     disk, before = Disk(monkeypatch), engine.stats()["output_tokens"]
     async with opened(tmp_path, engine) as found:
         batch = await begin(found, LINES)
         deadline = time.monotonic() + PATIENCE
-        while disk.refused < 20 or found.under_way < 2 * 16:  # the batch has used its budget and retried
+        while disk.refused < 20 or found.in_flight < 2 * 16:  # the batch has used its budget and retried
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         assert (await found.batch(batch.id)).status == "in_progress"
@@ -149,7 +149,7 @@ async def test_file_can_be_deleted_while_the_index_cannot_grow(
 ) -> None:
     async with opened(tmp_path, engine) as found:
         file = await add_file(found, b"x")
-        path, delete, tries = found.place.blobs.unpublished(file.id), Store.delete_files, list[bool]()
+        path, delete, tries = found.data_directory.blobs.unpublished(file.id), Store.delete_files, list[bool]()
 
         def full(store: Store, ids: list[str]) -> None:
             tries.append(path.exists())
@@ -162,7 +162,7 @@ async def test_file_can_be_deleted_while_the_index_cannot_grow(
         monkeypatch.setattr(Store, "delete_files", full)
         await found.delete_file(file.id)
         assert tries == [True, False]
-        assert not await found.ask(Store.file_ids)
+        assert not await found.run_with_store(Store.file_ids)
 
 
 async def test_failed_file_deletion_keeps_the_file(
@@ -177,7 +177,7 @@ async def test_failed_file_deletion_keeps_the_file(
             patch.setattr(Store, "delete_files", failing)
             with pytest.raises(sqlite3.OperationalError):
                 await found.delete_file(file.id)
-        assert found.place.blobs.path(file.id).read_bytes() == b"x"
+        assert found.data_directory.blobs.path(file.id).read_bytes() == b"x"
 
 
 def test_quota_counts_current_sizes_and_refuses_excess() -> None:
@@ -196,15 +196,15 @@ def test_quota_counts_current_sizes_and_refuses_excess() -> None:
 async def test_batch_waits_while_its_answers_exceed_the_quota(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "KEEP_AGAIN", 0.01)
-    monkeypatch.setattr(run, "MAX_KEEP_AGAIN", 0.01)
+    monkeypatch.setattr(line_runner, "WRITE_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(line_runner, "MAX_WRITE_RETRY_SECONDS", 0.01)
     async with opened(tmp_path, engine, quota=1 << 20) as found:
         filler = await add_file(found, b"x")
         # As if the file were large: the quota has space for a few answers.
         found.quota.put(filler.id, (1 << 20) - 20_000)
         batch = await begin(found, LINES)
         deadline = time.monotonic() + PATIENCE
-        while found.under_way < 2 * 16:
+        while found.in_flight < 2 * 16:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         assert (await found.batch(batch.id)).status == "in_progress"

@@ -22,7 +22,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def keyed_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = str(tmp_path_factory.mktemp("data"))
     with serving(tiny_model, data_dir=directory, api_keys=("one-secret", "other-secret"), data_quota=QUOTA) as running:
         yield running
@@ -43,7 +43,7 @@ def upload(server: Server, data: bytes, headers: dict[str, str], *, packed: bool
     return server.call("POST", "/v1/files", body, named)
 
 
-def begin(server: Server, file: object, headers: dict[str, str]) -> Answer:
+def create_batch(server: Server, file: object, headers: dict[str, str]) -> Answer:
     body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     return server.call("POST", "/v1/batches", body, headers)
 
@@ -57,38 +57,41 @@ def ids(server: Server, kind: str, headers: dict[str, str]) -> set[object]:
 def batch_of(server: Server, headers: dict[str, str]) -> dict[str, object]:
     """Create a batch, wait for its end and return it."""
     file = upload(server, jsonl(completion_line(number) for number in range(3)), headers).json()["id"]
-    id = begin(server, file, headers).json()["id"]
+    id = create_batch(server, file, headers).json()["id"]
     path = f"/v1/batches/{id}"
     wait_until(lambda: server.call("GET", path, headers=headers).json()["status"] in ENDED)
     return server.call("GET", path, headers=headers).json()
 
 
-def test_files_and_batches_of_a_key_are_hidden_from_other_keys(shared: Server) -> None:
-    batches = {name: batch_of(shared, headers) for name, headers in (("one", ONE), ("other", OTHER))}
+def test_files_and_batches_of_a_key_are_hidden_from_other_keys(keyed_server: Server) -> None:
+    batches = {name: batch_of(keyed_server, headers) for name, headers in (("one", ONE), ("other", OTHER))}
     for own, foreign, headers in (("one", "other", ONE), ("other", "one", OTHER)):
         mine, hidden = batches[own], batches[foreign]
         assert mine["status"] == "completed"
-        assert ids(shared, "batches", headers) == {mine["id"]}
-        assert ids(shared, "files", headers) == {mine["input_file_id"], mine["output_file_id"]}
+        assert ids(keyed_server, "batches", headers) == {mine["id"]}
+        assert ids(keyed_server, "files", headers) == {mine["input_file_id"], mine["output_file_id"]}
         for file in (hidden["input_file_id"], hidden["output_file_id"]):
             for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
                 answers = [
-                    shared.call(method, f"/v1/files/{id}{path}", headers=headers) for id in (file, "file-" + 24 * "0")
+                    keyed_server.call(method, f"/v1/files/{id}{path}", headers=headers)
+                    for id in (file, "file-" + 24 * "0")
                 ]
                 assert [answer.status for answer in answers] == [404, 404]
                 found, missing = (json.dumps(answer.error()) for answer in answers)
                 assert found.replace(str(file), "") == missing.replace("file-" + 24 * "0", "")
-            assert shared.call("GET", f"/v1/files?after={file}", headers=headers).status == 400
-            refused = begin(shared, file, headers)
+            assert keyed_server.call("GET", f"/v1/files?after={file}", headers=headers).status == 400
+            refused = create_batch(keyed_server, file, headers)
             assert (refused.status, refused.error()["param"]) == (400, "input_file_id")
         for method, path in (("GET", ""), ("POST", "/cancel")):
-            assert shared.call(method, f"/v1/batches/{hidden['id']}{path}", headers=headers).status == 404
-        assert shared.call("GET", f"/v1/batches?after={hidden['id']}", headers=headers).status == 400
+            assert keyed_server.call(method, f"/v1/batches/{hidden['id']}{path}", headers=headers).status == 404
+        assert keyed_server.call("GET", f"/v1/batches?after={hidden['id']}", headers=headers).status == 400
 
 
-def test_api_keys_are_not_stored_on_disk(shared: Server) -> None:
-    upload(shared, b"x", ONE)
-    found = [path.read_bytes() for path in Path(str(shared.context.settings.data_dir)).rglob("*") if path.is_file()]
+def test_api_keys_are_not_stored_on_disk(keyed_server: Server) -> None:
+    upload(keyed_server, b"x", ONE)
+    found = [
+        path.read_bytes() for path in Path(str(keyed_server.context.settings.data_dir)).rglob("*") if path.is_file()
+    ]
     assert not any(key in data for data in found for key in (b"one-secret", b"other-secret"))
 
 
@@ -105,34 +108,34 @@ def test_owners_survive_restarts_and_files_without_owner_are_shared(tiny_model: 
         assert ids(without, "files", {}) == {common}
 
 
-def test_uploads_beyond_the_quota_are_refused_until_files_are_deleted(shared: Server) -> None:
-    quota = shared.context.settings.data_quota
+def test_uploads_beyond_the_quota_are_refused_until_files_are_deleted(keyed_server: Server) -> None:
+    quota = keyed_server.context.settings.data_quota
     assert quota == QUOTA
-    assert (answer := upload(shared, bytes(QUOTA + 1), ONE)).status == 413
+    assert (answer := upload(keyed_server, bytes(QUOTA + 1), ONE)).status == 413
     assert "--data-quota" in str(answer.error()["message"])
-    first = upload(shared, bytes(QUOTA // 2), ONE)
-    refused = upload(shared, bytes(QUOTA // 2), OTHER)
+    first = upload(keyed_server, bytes(QUOTA // 2), ONE)
+    refused = upload(keyed_server, bytes(QUOTA // 2), OTHER)
     assert (first.status, refused.status, refused.error()["code"]) == (200, 507, "data_quota")
     assert refused.headers["x-should-retry"] == "false"
-    assert shared.call("DELETE", f"/v1/files/{first.json()['id']}", headers=ONE).status == 200
-    again = upload(shared, bytes(QUOTA // 2), OTHER)
+    assert keyed_server.call("DELETE", f"/v1/files/{first.json()['id']}", headers=ONE).status == 200
+    again = upload(keyed_server, bytes(QUOTA // 2), OTHER)
     assert again.status == 200
-    assert shared.call("DELETE", f"/v1/files/{again.json()['id']}", headers=OTHER).status == 200
+    assert keyed_server.call("DELETE", f"/v1/files/{again.json()['id']}", headers=OTHER).status == 200
 
 
-def test_compressed_upload_is_accepted_unless_a_decompression_bomb(shared: Server) -> None:
+def test_compressed_upload_is_accepted_unless_a_decompression_bomb(keyed_server: Server) -> None:
     lines = jsonl(completion_line(number) for number in range(20_000))
-    assert upload(shared, lines, ONE, packed=True).json()["bytes"] == len(lines)
-    answer = upload(shared, bytes(QUOTA // 4 + (1 << 20)), ONE, packed=True)
+    assert upload(keyed_server, lines, ONE, packed=True).json()["bytes"] == len(lines)
+    answer = upload(keyed_server, bytes(QUOTA // 4 + (1 << 20)), ONE, packed=True)
     assert (answer.status, answer.error()["code"]) == (413, "compression_ratio")
     assert "100 times" in str(answer.error()["message"])
 
 
-def test_highly_compressed_json_body_is_not_refused_as_a_bomb(shared: Server) -> None:
+def test_highly_compressed_json_body_is_not_refused_as_a_bomb(keyed_server: Server) -> None:
     body = gzip.compress(json.dumps({"model": "tiny", "prompt": "a" + 1_040_000 * " ", "max_tokens": 1}).encode())
     headers = ONE | {"Content-Encoding": "gzip"}
     # The body is read, and its prompt is too long.
-    assert shared.call("POST", "/v1/completions", body, headers).status == 400
+    assert keyed_server.call("POST", "/v1/completions", body, headers).status == 400
 
 
 @contextmanager
@@ -146,20 +149,20 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_upload_to_a_full_disk_gets_507_and_leaves_no_file(shared: Server) -> None:
-    files = Path(str(shared.context.settings.data_dir)) / "files"
+def test_upload_to_a_full_disk_gets_507_and_leaves_no_file(keyed_server: Server) -> None:
+    files = Path(str(keyed_server.context.settings.data_dir)) / "files"
     before = {path.name for path in files.iterdir()}
     with files_of_at_most(200_000):
-        answer = upload(shared, bytes(1_000_000), ONE)
+        answer = upload(keyed_server, bytes(1_000_000), ONE)
     assert (answer.status, answer.error()["code"], answer.error()["type"]) == (507, "disk_full", "server_error")
     assert {path.name for path in files.iterdir()} == before
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
-def test_full_index_database_gets_507(shared: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_index_database_gets_507(keyed_server: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes from SQLite itself, whose file may not grow."""
     data = jsonl([completion_line(0)])
-    file = upload(shared, data, ONE).json()["id"]
+    file = upload(keyed_server, data, ONE).json()["id"]
 
     @contextmanager
     def full(connection: sqlite3.Connection) -> Iterator[None]:
@@ -173,7 +176,7 @@ def test_full_index_database_gets_507(shared: Server, path: str, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "transaction", full)
-        answer = upload(shared, data, ONE) if path == "/v1/files" else begin(shared, file, ONE)
+        answer = upload(keyed_server, data, ONE) if path == "/v1/files" else create_batch(keyed_server, file, ONE)
     assert (answer.status, answer.error()["code"]) == (507, "disk_full")
-    with sqlite3.connect(Path(str(shared.context.settings.data_dir)) / "batches.sqlite") as connection:
+    with sqlite3.connect(Path(str(keyed_server.context.settings.data_dir)) / "batches.sqlite") as connection:
         assert connection.execute("PRAGMA quick_check").fetchone() == ("ok",)

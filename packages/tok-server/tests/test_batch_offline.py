@@ -15,8 +15,8 @@ from support.batching import NAME, assert_each_once, chat_line, completion_line,
 from support.tiny_models import make_model
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, EngineConfig, InvalidField
-from tok_server.batch.execution.run import LineSource
-from tok_server.batch.offline.offline import BadInput, Offline
+from tok_server.batch.execution.line_runner import LineSource
+from tok_server.batch.offline.offline import InvalidInput, OfflineBatch
 from tok_server.batch.offline.progress import duration
 from tok_server.batch.offline.resume import successful_answers
 from tok_server.batch.storage import validation
@@ -40,7 +40,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
 
 
 async def answer(engine: AsyncEngine, file: Path, output: Path, *, retry_failed: bool = False) -> Totals:
-    with Offline(file, output, NAME, retry_failed=retry_failed) as work:
+    with OfflineBatch(file, output, NAME, retry_failed=retry_failed) as work:
         await work.check()
         return await work.answer(engine)
 
@@ -68,7 +68,7 @@ async def test_output_has_an_answer_to_every_line_in_input_order(engine: AsyncEn
 async def test_interrupted_run_resumes_without_recomputing_answers(engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [completion_line(number, max_tokens=60, ignore_eos=True) for number in range(60)]
     (tmp_path / "in").write_bytes(jsonl(lines))
-    with Offline(tmp_path / "in", tmp_path / "out", NAME) as work:
+    with OfflineBatch(tmp_path / "in", tmp_path / "out", NAME) as work:
         await work.check()
         running = asyncio.create_task(work.answer(engine))
         while not work.totals.completed:
@@ -128,7 +128,7 @@ async def test_partial_answers_to_another_input_are_refused(engine: AsyncEngine,
 
 async def test_answers_stored_before_a_crash_are_kept_unchanged(engine: AsyncEngine, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
-    with Offline(tmp_path / "in", tmp_path / "out", NAME) as work:
+    with OfflineBatch(tmp_path / "in", tmp_path / "out", NAME) as work:
         await work.check()
         digest = work._digest
         await work.answer(engine)
@@ -146,7 +146,7 @@ async def test_answers_stored_before_a_crash_are_kept_unchanged(engine: AsyncEng
 async def test_retry_failed_works_after_a_crash_with_all_answers_stored(engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [completion_line(0), completion_line(1, model="later")]
     (tmp_path / "in").write_bytes(jsonl(lines))
-    with Offline(tmp_path / "in", tmp_path / "out", NAME) as work:
+    with OfflineBatch(tmp_path / "in", tmp_path / "out", NAME) as work:
         await work.check()
         await work.answer(engine)
         digest = work._digest
@@ -161,8 +161,11 @@ async def test_retry_failed_works_after_a_crash_with_all_answers_stored(engine: 
 
 def test_output_in_use_by_another_process_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
-    with Offline(tmp_path / "in", tmp_path / "out", NAME), pytest.raises(StoreError, match="in use by another tok"):
-        Offline(tmp_path / "in", tmp_path / "out", NAME).__enter__()
+    with (
+        OfflineBatch(tmp_path / "in", tmp_path / "out", NAME),
+        pytest.raises(StoreError, match="in use by another tok"),
+    ):
+        OfflineBatch(tmp_path / "in", tmp_path / "out", NAME).__enter__()
     assert names(tmp_path) == {"in"}
 
 
@@ -180,7 +183,7 @@ def test_invalid_input_or_output_path_is_refused_naming_the_field(
 ) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     with pytest.raises(InvalidField) as refused:
-        Offline(tmp_path / file, tmp_path / output, NAME, retry_failed=retry).__enter__()
+        OfflineBatch(tmp_path / file, tmp_path / output, NAME, retry_failed=retry).__enter__()
     assert refused.value.field == field
     assert names(tmp_path) == {"in"}
 
@@ -188,9 +191,9 @@ def test_invalid_input_or_output_path_is_refused_naming_the_field(
 async def test_malformed_lines_are_reported_before_anything_runs(tmp_path: Path) -> None:
     bad = b"nonsense\n" * 150
     (tmp_path / "in").write_bytes(jsonl(MIXED) + bad)
-    with Offline(tmp_path / "in", tmp_path / "out", NAME) as work, pytest.raises(BadInput) as refused:
+    with OfflineBatch(tmp_path / "in", tmp_path / "out", NAME) as work, pytest.raises(InvalidInput) as refused:
         await work.check()
-    assert refused.value.more
+    assert refused.value.truncated
     assert [error.line for error in refused.value.errors] == list(range(6, 6 + MAX_ERRORS))
     assert all(isinstance(error, BatchError) for error in refused.value.errors)
 
@@ -266,7 +269,8 @@ def test_batch_command_answers_a_file_and_prints_a_summary(
     words = ["batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", str(tiny_model)]
     words += ["--device", "cpu", "--kv-cache-tokens", "4096"]
     assert main(words) == 1
-    assert re.search(r"4 lines in .*out: 3 answered, 1 failed; [\d,]+ tokens of prompts", capsys.readouterr().err)
+    summary = capsys.readouterr().err
+    assert re.search(r"4 lines written to .*out: 3 answered, 1 failed; [\d,]+ tokens of prompts", summary)
     assert_each_once(lines, (tmp_path / "out").read_bytes())
     assert main(words) == 2
     assert re.match(r"tok batch: error: --output is '.*out'; allowed: ", capsys.readouterr().err)
@@ -280,6 +284,6 @@ def test_batch_command_reports_bad_lines_without_loading_a_model(
     assert main(words) == 2
     told = capsys.readouterr().err.splitlines()
     assert told[0].endswith("in: 12 bad lines; nothing was run")
-    assert told[1].startswith("  line 1: The line is no request: ")
+    assert told[1].startswith("  line 1: The line is not a valid request: ")
     assert told[-1] == "  …"
     assert names(tmp_path) == {"in"}

@@ -117,7 +117,7 @@ async def test_only_the_line_with_non_finite_logits_fails(tmp_path: Path) -> Non
 async def test_poison_request_of_a_client_does_not_fail_batch_lines(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.PAUSE", 0.0)
+    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.RETRY_PAUSE_SECONDS", 0.0)
     engine, computed, deaths = made_engine(tiny_model, max_restarts=10), GenerationTask._outputs, list[int]()
 
     async def beside_a_guilty_one(self: GenerationTask, tenant: str) -> list[RequestOutput]:
@@ -152,8 +152,8 @@ async def until_open(engine: AsyncEngine, requests: int) -> None:
 async def test_isolation_waits_for_quiet_and_counts_only_deaths_while_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.LOOK_EVERY", 0.0)
-    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.QUIET", 60.0)
+    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("tok_server.batch.execution.poison_isolation.QUIET_WAIT_SECONDS", 60.0)
     looks, tries = 0, list[int]()
 
     def quiet() -> bool:
@@ -177,7 +177,7 @@ async def test_isolation_waits_for_quiet_and_counts_only_deaths_while_open(
 
 
 async def test_suspect_lines_run_in_groups_then_alone_before_other_lines() -> None:
-    suspects, first, guilty = PoisonIsolation(), asyncio.Event(), {3, 50}
+    poison_isolation, first, guilty = PoisonIsolation(), asyncio.Event(), {3, 50}
     running, most, tries = set[int](), [0] * 4, [0] * 100
 
     async def once(line: int) -> int:
@@ -199,11 +199,11 @@ async def test_suspect_lines_run_in_groups_then_alone_before_other_lines() -> No
         assert not running
         return -1
 
-    tasks = [asyncio.create_task(suspects.compute(partial(once, line))) for line in range(100)]
+    tasks = [asyncio.create_task(poison_isolation.compute(partial(once, line))) for line in range(100)]
     await asyncio.sleep(0)
     first.set()
     await asyncio.sleep(0)
-    tasks.append(asyncio.create_task(suspects.compute(other)))
+    tasks.append(asyncio.create_task(poison_isolation.compute(other)))
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert {line for line, one in enumerate(found) if isinstance(one, PoisonRequest)} == guilty
     assert [one for one in found if not isinstance(one, PoisonRequest)] == [*sorted(set(range(100)) - guilty), -1]
@@ -238,11 +238,11 @@ async def test_batch_answers_are_serialized_on_the_reader_thread(
     computed, threads = GenerationTask.compute, set[str]()
 
     async def telling(self: GenerationTask, tenant: str = "") -> Callable[[], bytes]:
-        write = await computed(self, tenant)
+        encode_line_answer = await computed(self, tenant)
 
         def written() -> bytes:
             threads.add(threading.current_thread().name.rpartition("_")[0])
-            return write()
+            return encode_line_answer()
 
         return written
 

@@ -33,14 +33,14 @@ from support.batching import completion_line
 from tok_client.types import FileObject
 from tok_core import AsyncEngine
 from tok_server.batch.api import service
-from tok_server.batch.api.service import GRACE_SECONDS
+from tok_server.batch.api.service import DELETION_GRACE_SECONDS
 from tok_server.batch.storage.answers import Answers
-from tok_server.batch.storage.blobs import durable
-from tok_server.batch.storage.clock import Clock, Reading
+from tok_server.batch.storage.blobs import atomic_write
+from tok_server.batch.storage.clock import Clock, ClockReading
 from tok_server.batch.storage.database import DamagedError, StoreError, check_database
 from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.recovery import check_index, recover
-from tok_server.batch.storage.store import FROM_VERSION_1, Missing, Store, StoredJob
+from tok_server.batch.storage.store import FROM_VERSION_1, RecordNotFound, Store, StoredJob
 from tok_server.wire.ids import new_id
 
 MONTH = 31 * 86_400
@@ -54,7 +54,7 @@ def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
     asyncio.run(found.close())
 
 
-def fill_lists(directory: Path, files: int = 3) -> list[FileObject]:
+def filled_directory(directory: Path, files: int = 3) -> list[FileObject]:
     """Fill a data directory whose index is in the write-ahead log and not yet in the main file, as after kill -9."""
     place = DataDirectory(directory)
     store = Store(place.store)
@@ -100,16 +100,16 @@ def emptied(path: Path) -> None:
 def test_empty_or_missing_index_beside_files_is_refused_without_changes(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
-    fill_lists(tmp_path / "data")
+    filled_directory(tmp_path / "data")
     damage(tmp_path / "data" / name)
     before = content(tmp_path / "data")
-    with pytest.raises(StoreError, match=r"Nothing has been changed\. Put back the index"):
+    with pytest.raises(StoreError, match=r"Nothing has been changed\. Restore the index"):
         check_index(DataDirectory(tmp_path / "data"))
     assert content(tmp_path / "data") == before
 
 
 async def test_a_server_does_not_start_on_files_without_an_index(engine: AsyncEngine, tmp_path: Path) -> None:
-    fill_lists(tmp_path / "data")
+    filled_directory(tmp_path / "data")
     (tmp_path / "data" / "batches.sqlite").unlink()
     before = content(tmp_path / "data")
     with pytest.raises(StoreError, match="Nothing has been changed"):
@@ -131,7 +131,7 @@ async def test_answers_without_an_index_are_refused(engine: AsyncEngine, tmp_pat
 def test_random_damage_to_the_index_loses_no_file_content(tmp_path: Path, seed: int) -> None:
     """An index that opens keeps all contents; a refused index is unchanged, and the message says so."""
     directory, chance = tmp_path / "data", random.Random(seed)
-    files = fill_lists(directory, files=40)
+    files = filled_directory(directory, files=40)
     if seed % 2:  # the index is in the main file
         with closing(sqlite3.connect(directory / "batches.sqlite")) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -160,7 +160,7 @@ def test_random_damage_to_the_index_loses_no_file_content(tmp_path: Path, seed: 
 
 
 def test_unreadable_record_in_the_index_is_reported_as_damage(tmp_path: Path) -> None:
-    fill_lists(tmp_path / "data")
+    filled_directory(tmp_path / "data")
     with closing(sqlite3.connect(tmp_path / "data" / "batches.sqlite")) as connection, connection:
         connection.execute("UPDATE files SET record = x'00' WHERE number = 2")
     with pytest.raises(DamagedError, match=r"row 2 of files cannot be read.*--data-dir"):
@@ -170,7 +170,7 @@ def test_unreadable_record_in_the_index_is_reported_as_damage(tmp_path: Path) ->
 def test_recovery_deletes_unfinished_parts_and_moves_unknown_files_to_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known, half, *_ = fill_lists(tmp_path / "data", files=4)
+    known, half, *_ = filled_directory(tmp_path / "data", files=4)
     place = DataDirectory(tmp_path / "data")
     blobs, store = place.blobs, Store(place.store)
     blobs.withdraw(half.id)  # as if its deletion or its upload had stopped here: the row exists
@@ -196,13 +196,13 @@ def test_recovery_deletes_unfinished_parts_and_moves_unknown_files_to_lost(
 
 
 def test_recovery_logs_files_whose_contents_are_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gone, _ = fill_lists(tmp_path / "data", files=2)
+    gone, _ = filled_directory(tmp_path / "data", files=2)
     place = DataDirectory(tmp_path / "data")
     place.blobs.path(gone.id).unlink()
     store = Store(place.store)
     recover(place, store)
     store.close()
-    assert f"the contents of 1 files are gone: {gone.id}" in caplog.text
+    assert f"the contents of 1 files are missing: {gone.id}" in caplog.text
 
 
 async def stopped_in_the_middle(engine: AsyncEngine, directory: Path) -> str:
@@ -313,7 +313,7 @@ async def test_batch_is_given_up_after_8_failures_in_a_row(
 async def test_wall_clock_jump_expires_no_files_or_batches(engine: AsyncEngine, tmp_path: Path) -> None:
     fake = FakeTime()
     async with opened(tmp_path, engine, fake.clock(), paused=lambda: True) as found:
-        fake.passed += GRACE_SECONDS + 1
+        fake.passed += DELETION_GRACE_SECONDS + 1
         file = await add_file(found, b"x", seconds=30 * 86_400)
         batch = await begin(found, LINES)
         fake.ahead = MONTH
@@ -322,12 +322,12 @@ async def test_wall_clock_jump_expires_no_files_or_batches(engine: AsyncEngine, 
         late = await add_file(found, b"y", seconds=3600)
         fake.ahead = -MONTH
         await found._expire()
-        assert {file.id, late.id, batch.input_file_id} == await found.ask(Store.file_ids)
+        assert {file.id, late.id, batch.input_file_id} == await found.run_with_store(Store.file_ids)
         assert (await found.batch(batch.id)).status in ("validating", "in_progress")
         fake.ahead = 0.0
         fake.passed += 3601
         await found._expire()
-        assert {file.id, batch.input_file_id} == await found.ask(Store.file_ids)
+        assert {file.id, batch.input_file_id} == await found.run_with_store(Store.file_ids)
 
 
 async def test_start_with_a_wrong_wall_clock_deletes_nothing(engine: AsyncEngine, tmp_path: Path) -> None:
@@ -337,17 +337,17 @@ async def test_start_with_a_wrong_wall_clock_deletes_nothing(engine: AsyncEngine
     for boot in ("first boot", "second boot"):
         fake.boot, fake.ahead = boot, MONTH
         async with opened(tmp_path, engine, fake.clock()) as found:
-            fake.passed += GRACE_SECONDS + 1
+            fake.passed += DELETION_GRACE_SECONDS + 1
             await found._expire()
-            assert await found.ask(Store.file_ids) == {file.id}
+            assert await found.run_with_store(Store.file_ids) == {file.id}
     fake.passed += 3600
     async with opened(tmp_path, engine, fake.clock()) as found:
         await found._expire()
         # The server has just started: an operator has time to stop it.
-        assert await found.ask(Store.file_ids) == {file.id}
-        fake.passed += GRACE_SECONDS + 1
+        assert await found.run_with_store(Store.file_ids) == {file.id}
+        fake.passed += DELETION_GRACE_SECONDS + 1
         await found._expire()
-        assert await found.ask(Store.file_ids) == set()
+        assert await found.run_with_store(Store.file_ids) == set()
 
 
 def test_clock_counts_measured_time_across_restarts_and_reboots() -> None:
@@ -371,12 +371,12 @@ def test_clock_counts_measured_time_across_restarts_and_reboots() -> None:
 
 def test_clock_without_boot_ids_counts_each_process_alone() -> None:
     clock = Clock(lambda: 100.0, lambda: 50.0, lambda: "")
-    clock.start(Reading(1000.0, "", 20.0))
+    clock.start(ClockReading(1000.0, "", 20.0))
     assert clock.now() == 1000.0
 
 
 def test_index_of_version_1_is_migrated(tmp_path: Path) -> None:
-    (file,) = fill_lists(tmp_path / "data", files=1)
+    (file,) = filled_directory(tmp_path / "data", files=1)
     path = DataDirectory(tmp_path / "data").store
     timed = msgspec.structs.replace(file, id=new_id("file"), expires_at=file.created_at + 3600)
     with closing(sqlite3.connect(path)) as connection, connection:
@@ -412,15 +412,15 @@ def test_store_shows_an_owner_only_its_own_and_unowned_records(tmp_path: Path) -
         listed = store.files(None, 9, newest_first=False, purpose=None, owner=owner).records
         assert listed == [files[""], files[owner]]
         for forbidden in (store.file, store.delete_file, store.check_unused):
-            with pytest.raises(Missing):
+            with pytest.raises(RecordNotFound):
                 forbidden(files[hidden].id, owner)
-        with pytest.raises(Missing):
+        with pytest.raises(RecordNotFound):
             store.files(files[hidden].id, 9, newest_first=True, purpose=None, owner=owner)
-        with pytest.raises(Missing):
+        with pytest.raises(RecordNotFound):
             store.add_job(StoredJob(batch=new_batch(files[hidden].id), owner=owner))
         store.add_job(job := StoredJob(batch=new_batch(files[owner].id), owner=owner))
         assert [one.batch.id for one in store.jobs(None, 9, owner).records] == [job.batch.id]
-        with pytest.raises(Missing):
+        with pytest.raises(RecordNotFound):
             store.job(job.batch.id, hidden)
     assert store.files(None, 9, newest_first=True, purpose=None).records == [files[""]]
     store.close()
@@ -454,7 +454,7 @@ async def test_data_directory_is_readable_by_its_owner_only(engine: AsyncEngine,
 
 
 def test_recovery_makes_existing_files_private(tmp_path: Path) -> None:
-    (file,) = fill_lists(tmp_path / "data", files=1)
+    (file,) = filled_directory(tmp_path / "data", files=1)
     place = DataDirectory(tmp_path / "data")
     stranger = place.blobs.path(new_id("file"))
     stranger.write_bytes(b"")
@@ -482,7 +482,7 @@ def test_directory_with_foreign_files_keeps_its_mode(tmp_path: Path, caplog: pyt
 def test_output_of_tok_batch_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        with durable(tmp_path / "out") as stream:
+        with atomic_write(tmp_path / "out") as stream:
             stream.write(json.dumps({}).encode())
         assert mode(tmp_path / "out") == 0o644
     finally:

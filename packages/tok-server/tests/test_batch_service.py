@@ -34,16 +34,22 @@ from support.patience import PATIENCE, wait_until
 from tok_core import AsyncEngine, EngineClosed
 from tok_core.sampling_params import SamplingParams
 from tok_server.batch.api import service as service_module
-from tok_server.batch.api.service import GRACE_SECONDS, BatchLimits, BatchService
+from tok_server.batch.api.service import DELETION_GRACE_SECONDS, BatchLimits, BatchService
 from tok_server.batch.execution.batch_run import BatchRun
 from tok_server.batch.execution.budget import Budget
-from tok_server.batch.execution.gate import Gate
-from tok_server.batch.execution.run import AHEAD, BatchResources, LineSource, Run, _Ready
+from tok_server.batch.execution.gate import EngineGate
+from tok_server.batch.execution.line_runner import (
+    SAMPLES_AHEAD_FACTOR,
+    BatchResources,
+    LineRunner,
+    LineSource,
+    _ParsedLine,
+)
 from tok_server.batch.storage import states
 from tok_server.batch.storage.answers import Answers, LineAnswer
 from tok_server.batch.storage.blobs import Blobs
-from tok_server.batch.storage.store import ENDED, Missing, Store, StoredJob
-from tok_server.batch.storage.validation import Validated
+from tok_server.batch.storage.store import ENDED, RecordNotFound, Store, StoredJob
+from tok_server.batch.storage.validation import ValidationResult
 from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, ServedModel, background_params
 from tok_server.settings import Formats
 from tok_server.wire.errors import ApiError
@@ -80,10 +86,12 @@ async def test_expired_files_are_deleted_after_the_grace_period(engine: AsyncEng
         await add_file(service, b"", seconds=10)
         later = await add_file(service, b"", seconds=1000)
         fake.passed += 20
-        assert len(await service.ask(Store.file_ids)) == 3  # the server has just started: nothing is deleted yet
-        fake.passed += GRACE_SECONDS
+        assert (
+            len(await service.run_with_store(Store.file_ids)) == 3
+        )  # the server has just started: nothing is deleted yet
+        fake.passed += DELETION_GRACE_SECONDS
         deadline = time.monotonic() + PATIENCE
-        while len(await service.ask(lambda store: store.file_ids())) > 2:
+        while len(await service.run_with_store(lambda store: store.file_ids())) > 2:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         while {path.name for path in (tmp_path / "files").iterdir()} != {batch.input_file_id, later.id}:
@@ -133,18 +141,18 @@ async def test_batch_keeps_at_most_ahead_times_max_running_samples_in_flight(
         batches = [await begin(service, lines), await begin(service, lines)]
         for batch in batches:
             while (await service.batch(batch.id)).status not in ENDED:
-                most = max(most, service.under_way)
-                assert service.under_way <= AHEAD * RUNNING
+                most = max(most, service.in_flight)
+                assert service.in_flight <= SAMPLES_AHEAD_FACTOR * RUNNING
                 await asyncio.sleep(0.002)
             assert completed(await service.batch(batch.id)) == 41
-        assert service.under_way == 0
+        assert service.in_flight == 0
     assert most > RUNNING, "the engine was not kept busy"
 
 
 async def test_interactive_requests_are_served_before_batch_lines(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine) as service:
         batch = await begin(service, SLOW)
-        await until(service, batch.id, lambda one: service.under_way == AHEAD * RUNNING)
+        await until(service, batch.id, lambda one: service.in_flight == SAMPLES_AHEAD_FACTOR * RUNNING)
         await engine.generate([1, 2, 3], SamplingParams(max_tokens=2)).output()
         assert completed(await service.batch(batch.id)) < len(SLOW) // 2
         await service.cancel(batch.id)
@@ -173,7 +181,7 @@ async def test_paused_service_starts_no_lines(engine: AsyncEngine, tmp_path: Pat
     async with opened(tmp_path, engine, paused=lambda: paused) as service:
         batch = await begin(service, LINES)
         await until(service, batch.id, lambda one: one.status == "in_progress")
-        assert (completed(await service.batch(batch.id)), service.under_way) == (0, 0)
+        assert (completed(await service.batch(batch.id)), service.in_flight) == (0, 0)
         paused = False
         assert completed(await ended(service, batch.id)) == len(LINES)
 
@@ -201,7 +209,7 @@ async def test_only_lines_above_the_size_limit_are_reported(engine: AsyncEngine,
 async def test_unknown_batch_id_raises_missing(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine) as service:
         for ask in (service.batch, service.cancel):
-            with pytest.raises(Missing):
+            with pytest.raises(RecordNotFound):
                 await ask("batch_0")
 
 
@@ -256,10 +264,10 @@ async def test_batch_resumes_once_a_failed_engine_is_restarted(tiny_model: Path,
         engine._core._replica_set._die(life, replica, "it was ended")
         assert engine.health().state == "failed"
         with pytest.raises(EngineClosed):  # the engine of `tok batch` is never restarted
-            await Gate(engine, until_closed=False).passed()
+            await EngineGate(engine, until_closed=False).wait()
         before = completed(await service.batch(batch.id))
         await engine.restart_replica(0, drain=0)
-        await until(service, batch.id, lambda one: completed(one) > before + AHEAD * RUNNING)
+        await until(service, batch.id, lambda one: completed(one) > before + SAMPLES_AHEAD_FACTOR * RUNNING)
         await service.cancel(batch.id)
         assert_each_once(LINES + SLOW[80:], *outputs(service, await ended(service, batch.id)))
     await engine.close()
@@ -282,13 +290,13 @@ class Full(Answers):
 
 async def test_run_that_cannot_store_answers_returns_its_whole_budget(engine: AsyncEngine, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(jsonl(completion_line(number, n=0) for number in range(700)))
-    budget, gate = Budget(1000), Gate(engine, until_closed=True)
+    budget, gate = Budget(1000), EngineGate(engine, until_closed=True)
     with ThreadPoolExecutor(1) as store, ThreadPoolExecutor(1) as reader:
         answers = store.submit(Full, tmp_path / "answers", "batch").result()
         answers.budget, answers.lines = budget, 700
         means = BatchResources(ServedModel(engine, NAME, Formats()), budget, gate, store, reader, reader)
         with pytest.raises(sqlite3.DatabaseError):
-            await Run(LineSource(tmp_path / "in", 700), answers, means).run()
+            await LineRunner(LineSource(tmp_path / "in", 700), answers, means).run()
         store.submit(answers.close).result()
     assert budget.used == 0
 
@@ -307,10 +315,10 @@ class Cancelling:
 async def test_line_that_awaits_a_cancelled_future_gets_an_error(engine: AsyncEngine, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(Answers, tmp_path / "answers", "batch").result()
-        gate = Gate(engine, until_closed=True)
+        gate = EngineGate(engine, until_closed=True)
         means = BatchResources(ServedModel(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
-        run = Run(LineSource(tmp_path / "in", 1), answers, means)
-        found = await run._compute(_Ready(0, "one", Cancelling()), Cancelling())
+        run = LineRunner(LineSource(tmp_path / "in", 1), answers, means)
+        found = await run._compute(_ParsedLine(0, "one", Cancelling()), Cancelling())
         pool.submit(answers.close).result()
     assert isinstance(found, ApiError)
     assert found.status == 503
@@ -321,7 +329,7 @@ async def test_service_closes_although_a_batch_raises_on_cancellation(
 ) -> None:
     begun = asyncio.Event()
 
-    async def failing(life: BatchRun) -> None:
+    async def failing(run: BatchRun) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -329,23 +337,25 @@ async def test_service_closes_although_a_batch_raises_on_cancellation(
             raise sqlite3.OperationalError("database or disk is full") from error
 
     with monkeypatch.context() as patch:
-        patch.setattr(BatchRun, "live", failing)
+        patch.setattr(BatchRun, "run", failing)
         patch.setattr(service_module, "RETRY_SECONDS", 10 * PATIENCE)  # a service that retries would not close in time
         async with opened(tmp_path, engine) as service:
             await begin(service, LINES)
             await begun.wait()
             await asyncio.wait_for(service.close(), PATIENCE)
-            service._clockwork = None
+            service._housekeeping = None
 
 
 async def test_batch_begun_from_a_stale_job_uses_the_stored_state(engine: AsyncEngine, tmp_path: Path) -> None:
     async with opened(tmp_path, engine, paused=lambda: True) as service:
         other = await begin(service, LINES)
         id = new_id("batch").replace("-", "_")
-        job = states.validated(StoredJob(batch=msgspec.structs.replace(other, id=id)), Validated(len(LINES), "", []), 1)
-        await service.ask(lambda store: store.add_job(job))
-        await service.ask(lambda store: store.change(id, service._cancelled))
-        service._begin(job)
+        job = states.validated(
+            StoredJob(batch=msgspec.structs.replace(other, id=id)), ValidationResult(len(LINES), "", []), 1
+        )
+        await service.run_with_store(lambda store: store.add_job(job))
+        await service.run_with_store(lambda store: store.change(id, service._cancelled))
+        service._start(job)
         assert (await ended(service, id)).status == "cancelled"
 
 

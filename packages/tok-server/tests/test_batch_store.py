@@ -16,12 +16,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from tok_client.types import UNSET, Batch, BatchError, FileObject
 from tok_server.batch.storage import states
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
-from tok_server.batch.storage.blobs import Blobs, durable
+from tok_server.batch.storage.blobs import Blobs, atomic_write
 from tok_server.batch.storage.database import StoreError
 from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.lock import FileLock
-from tok_server.batch.storage.store import InUse, Missing, Store, StoredJob
-from tok_server.batch.storage.validation import Validated
+from tok_server.batch.storage.store import FileInUse, RecordNotFound, Store, StoredJob
+from tok_server.batch.storage.validation import ValidationResult
 
 GONE = "file-" + 24 * "0"
 
@@ -89,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.add_job(job)
             self.known_jobs[job.batch.id] = job
         else:
-            with pytest.raises(Missing):
+            with pytest.raises(RecordNotFound):
                 self.store.add_job(job)
         return job.batch.id
 
@@ -98,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         def change(job: StoredJob) -> StoredJob:
             match step:
                 case "validated":
-                    return states.validated(job, Validated(3, "", []), 2)
+                    return states.validated(job, ValidationResult(3, "", []), 2)
                 case "refused":
                     return states.failed(job, BatchError(code="file_unreadable", message="gone"), 2)
                 case "answered":
@@ -109,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
                     return states.end_early(job, "cancelled" if step == "cancelled" else "expired", 3)
 
         if id not in self.known_jobs:
-            with pytest.raises(Missing):
+            with pytest.raises(RecordNotFound):
                 self.store.change(id, change)
             return
         job = self.known_jobs[id] = change(self.known_jobs[id])
@@ -122,10 +122,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(id=files)
     def delete_file(self, id: str) -> None:
         if id not in self.known_files:
-            with pytest.raises(Missing):
+            with pytest.raises(RecordNotFound):
                 self.store.delete_file(id)
         elif self.readers(id):
-            with pytest.raises(InUse):
+            with pytest.raises(FileInUse):
                 self.store.delete_file(id)
         else:
             self.store.delete_file(id)
@@ -178,7 +178,7 @@ def test_a_batch_that_has_ended_never_changes_again(steps: list[str]) -> None:
     for step in steps:
         match step:
             case "validated":
-                job = states.validated(job, Validated(1, "", []), 1)
+                job = states.validated(job, ValidationResult(1, "", []), 1)
             case "answered":
                 job = states.answered(job, 1)
             case "finished":
@@ -236,7 +236,7 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_file_lock_is_refused_until_released(tmp_path: Path) -> None:
     held = FileLock(tmp_path / "lock", "the directory")
-    with pytest.raises(StoreError, match=f"the directory is in use by another tok \\(process {os.getpid()}\\)"):
+    with pytest.raises(StoreError, match=f"the directory is in use by another tok process \\({os.getpid()}\\)"):
         FileLock(tmp_path / "lock", "the directory")
     held.close()
     FileLock(tmp_path / "lock", "the directory").close()
@@ -263,10 +263,10 @@ def test_file_lock_deleted_by_its_holder_can_be_acquired_again(tmp_path: Path, m
 
 def test_durable_file_is_replaced_atomically(tmp_path: Path) -> None:
     (path := tmp_path / "f").write_bytes(b"old")
-    with pytest.raises(TypeError), durable(path) as stream:
+    with pytest.raises(TypeError), atomic_write(path) as stream:
         stream.write(b"new" if stream.tell() else "text")  # type: ignore[arg-type]
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("f", b"old")]
-    with durable(path) as stream:
+    with atomic_write(path) as stream:
         stream.write(b"new")
         assert path.read_bytes() == b"old"
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("f", b"new")]
@@ -282,5 +282,5 @@ def test_invalid_ids_never_become_paths(tmp_path: Path, id: str) -> None:
 
 def test_data_directory_that_cannot_be_created_raises_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="cannot be created"):
         DataDirectory(tmp_path / "file" / "data")

@@ -14,7 +14,7 @@ from tok_core.manager.stops.stop_sets import MAYBE_STRING, StopSets
 from tok_core.messages import Cancel, EngineInfo, Progress, Submit
 from tok_core.simulation.manager import LengthSampler, Simulation
 from tok_server.bench.manager.drive import ManagerDriver
-from tok_server.bench.manager.load import END, LOADS, VOCABULARY, Load, live_prompts, vocabulary
+from tok_server.bench.manager.load import END, LOADS, VOCABULARY, Load, shared_prompts, vocabulary
 
 INFO = EngineInfo(
     vocab_size=100,
@@ -103,14 +103,14 @@ def test_simulated_worker_samples_the_eos_id_only_at_the_end() -> None:
     ("name", "mean", "least", "most"), [("monkeys", 128, 1, 1300), ("churn", 4.5, 1, 8), ("sharegpt", 185, 5, 1024)]
 )
 def test_simulated_lengths_follow_the_workloads_distribution(name: str, mean: float, least: int, most: int) -> None:
-    lives = LOADS[name](64, ()).lives(EVENLY)
+    lives = LOADS[name](64, ()).output_lengths(EVENLY)
     assert lives.mean() == pytest.approx(mean, rel=0.05)
     assert 1 <= lives.min() <= least
     assert most * 0.8 <= lives.max() <= most
 
 
 def test_decode_workload_lengths_exceed_any_limit() -> None:
-    assert (LOADS["decode"](64, ()).lives(EVENLY) > 1 << 30).all()
+    assert (LOADS["decode"](64, ()).output_lengths(EVENLY) > 1 << 30).all()
 
 
 @pytest.mark.parametrize("sequences", [1, 256, 1024, 8192, 16_384])
@@ -123,8 +123,8 @@ def test_monkeys_workload_fills_its_slots_with_live_prompts_requests(sequences: 
         if left == 0:
             break
     assert left == 0
-    assert prompts <= max(1.4 * live_prompts(sequences), 1)
-    assert sequences < 64 or prompts >= 0.6 * live_prompts(sequences)
+    assert prompts <= max(1.4 * shared_prompts(sequences), 1)
+    assert sequences < 64 or prompts >= 0.6 * shared_prompts(sequences)
 
 
 def test_admission_prompts_share_only_their_first_halves() -> None:
@@ -156,7 +156,7 @@ def test_regroup_replaces_1_percent_of_sequences_before_every_step() -> None:
 
 def driven(name: str, sequences: int) -> ManagerDriver:
     load: Load = LOADS[name](sequences, ())
-    return ManagerDriver(load, Simulation(load.info, load.lives, vocabulary()))
+    return ManagerDriver(load, Simulation(load.info, load.output_lengths, vocabulary()))
 
 
 def test_profiling_changes_no_behaviour_and_restores_the_manager() -> None:

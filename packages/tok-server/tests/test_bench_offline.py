@@ -23,14 +23,14 @@ from tok_core import Engine, EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
 from tok_server.bench.gpu import first_visible
 from tok_server.bench.tracing import tracing
-from tok_server.bench.watch import seldom
+from tok_server.bench.watch import throttled
 from tok_server.bench.workloads import offline
-from tok_server.bench.workloads.bare import without_tokenizer
-from tok_server.bench.workloads.counted import COUNTED, with_counters
+from tok_server.bench.workloads.counters import REQUIRED_COUNTERS, with_counters
 from tok_server.bench.workloads.offline import measure, warm_up
 from tok_server.bench.workloads.plot import plot_results
 from tok_server.bench.workloads.result import Result, Timeline, percentile, table
 from tok_server.bench.workloads.timeline import timeline
+from tok_server.bench.workloads.without_tokenizer import without_tokenizer
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest
 from tok_server.cli import main as tok
 from tok_server.cli import make_parser
@@ -130,7 +130,7 @@ def test_computed_tokens_are_uncached_prompt_tokens_plus_outputs(engine: Engine)
 
 
 def test_gpu_busy_share_is_at_most_1(result: Result) -> None:
-    before = dict.fromkeys(COUNTED, 0.0)
+    before = dict.fromkeys(REQUIRED_COUNTERS, 0.0)
     after = before | {"steps": 4.0, "device_seconds": 1.5 * result.seconds}
     assert with_counters(result, before, after).gpu_busy_share == 1
 
@@ -165,7 +165,7 @@ def test_timeline_spreads_tokens_over_steps_and_keeps_pauses() -> None:
 
 def test_seldom_acts_at_once_and_then_only_when_due() -> None:
     now, done = [5.0], []
-    act = seldom(lambda: done.append(now[0]), 2.0, lambda: now[0])
+    act = throttled(lambda: done.append(now[0]), 2.0, lambda: now[0])
     for moment in (5.0, 5.5, 6.9, 7.0, 8.0, 20.0, 21.0, 22.0):
         now[0] = moment
         act()
@@ -366,7 +366,7 @@ def help_of(parser: argparse.ArgumentParser, kind: str) -> str:
         (["--workload", "{file}", "--plot", "/no/such/plot.png"], "--plot is '/no/such/plot.png'; allowed: a file in"),
         (["--workload", "{file}", "--trace", "/no/such/t.json"], "--trace is '/no/such/t.json'; allowed: a file in"),
         (["--workload", "{file}", "--trace-steps", "0"], "--trace-steps is 0; allowed: integers from 1"),
-        (["--workload", "{file}", "--trace-steps", "5"], "--trace-steps is 5; allowed: nothing without --trace"),
+        (["--workload", "{file}", "--trace-steps", "5"], "--trace-steps is 5; allowed: only together with --trace"),
         (["--workload", "{file}", "--page-size", "3"], "--page-size is 3; allowed: powers of two"),
         (
             ["--workload", "{file}", "--eos-probability", "0.5"],

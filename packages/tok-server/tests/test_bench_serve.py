@@ -209,7 +209,7 @@ async def test_server_without_cached_token_counts_has_no_prefix_hit_share() -> N
     ("bad", "told"),
     [
         (web.Response(status=500), "500 b''"),
-        ('{"choices": []}', "counts no tokens"),
+        ('{"choices": []}', "reports no tokens"),
         ('{"error": {"message": "no"}}', '{"message":"no"}'),
         ("nonsense", "DecodeError"),
     ],

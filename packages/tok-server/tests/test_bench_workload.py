@@ -51,7 +51,7 @@ def test_read_workload_parses_meta_ids_and_random_prompts(tmp_path: Path) -> Non
         WorkloadRequest([1, 2, 3], 4, 64, ignore_eos=False),
         WorkloadRequest(random_ids(7, 2), 1, 5, ignore_eos=True),
     ]
-    assert (found.sequences, found.prompt_tokens, found.longest) == (5, 5, 67)
+    assert (found.sequences, found.prompt_tokens, found.max_sequence_tokens) == (5, 5, 67)
 
 
 def test_limit_n_and_max_tokens_change_every_request(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_workload_without_meta_is_named_after_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "directory", "told"),
     [
-        ("monkeys", None, r"workload_dir is None; allowed: a directory with monkeys\.jsonl \(it does not come"),
+        ("monkeys", None, r"workload_dir is None; allowed: a directory with monkeys\.jsonl \(it is not part"),
         ("sharegpt", Path("/no/such"), r"workload_dir is '/no/such'; allowed: a directory with sharegpt\.jsonl"),
         ("nonsense", None, "workload is 'nonsense'; allowed: monkeys, sharegpt, decode or a JSONL file"),
     ],
@@ -98,7 +98,7 @@ def test_missing_workload_raises_invalid_field_naming_the_flag(source: str, dire
         ('{"ids": [1], "max_tokens": 1, "n": 1.5}', r"n is 1\.5; allowed: integers from 1"),
         ('{"ids": [1], "max_tokens": 1, "ignore_eos": 1}', "ignore_eos is 1; allowed: true or false"),
         ('{"meta": {"top_p": 0}}', "meta is {'top_p': 0}; allowed: .*top_p above 0"),
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ("{", "not JSON"),
     ],
 )

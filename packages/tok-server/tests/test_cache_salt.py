@@ -18,13 +18,13 @@ SALT = {"cache_salt": "salt"}
 
 
 @pytest.fixture(scope="module")
-def apart(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def separate_caches_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tiny_model, api_keys=("first", "second"), data_dir=str(tmp_path_factory.mktemp("data"))) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def together(tiny_model: Path) -> Iterator[Server]:
+def shared_cache_server(tiny_model: Path) -> Iterator[Server]:
     with serving(tiny_model, api_keys=("first", "second"), share_prefixes=True) as running:
         yield running
 
@@ -64,28 +64,32 @@ def cached(server: Server, endpoint: str, text: str, key: dict[str, str], **fiel
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_prefix_cache_hits_stay_within_one_api_key_and_salt(apart: Server, endpoint: str) -> None:
+def test_prefix_cache_hits_stay_within_one_api_key_and_salt(separate_caches_server: Server, endpoint: str) -> None:
     text = f"{endpoint[4:]} apart"
-    assert cached(apart, endpoint, text, ONE) == 0
-    whole = cached(apart, endpoint, text, ONE)
+    assert cached(separate_caches_server, endpoint, text, ONE) == 0
+    whole = cached(separate_caches_server, endpoint, text, ONE)
     assert whole > 0
-    assert cached(apart, endpoint, text, OTHER) == 0
-    assert cached(apart, endpoint, text, OTHER) == whole
+    assert cached(separate_caches_server, endpoint, text, OTHER) == 0
+    assert cached(separate_caches_server, endpoint, text, OTHER) == whole
     for key in (ONE, OTHER):
-        assert cached(apart, endpoint, text, key, **SALT) == 0
-        assert cached(apart, endpoint, text, key, **SALT) == whole
-        assert cached(apart, endpoint, text, key, cache_salt="another") == 0
+        assert cached(separate_caches_server, endpoint, text, key, **SALT) == 0
+        assert cached(separate_caches_server, endpoint, text, key, **SALT) == whole
+        assert cached(separate_caches_server, endpoint, text, key, cache_salt="another") == 0
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_share_prefixes_shares_the_cache_between_keys_except_by_salt(together: Server, endpoint: str) -> None:
+def test_share_prefixes_shares_the_cache_between_keys_except_by_salt(
+    shared_cache_server: Server, endpoint: str
+) -> None:
     text = f"{endpoint[4:]} together"
-    assert cached(together, endpoint, text, ONE) == 0
-    whole = cached(together, endpoint, text, OTHER)
+    assert cached(shared_cache_server, endpoint, text, ONE) == 0
+    whole = cached(shared_cache_server, endpoint, text, OTHER)
     assert whole > 0
-    assert cached(together, endpoint, text, ONE, **SALT) == 0
-    assert cached(together, endpoint, text, OTHER, **SALT) == whole  # every key that knows the salt shares its prefixes
-    assert cached(together, endpoint, text, OTHER, cache_salt="another") == 0
+    assert cached(shared_cache_server, endpoint, text, ONE, **SALT) == 0
+    assert (
+        cached(shared_cache_server, endpoint, text, OTHER, **SALT) == whole
+    )  # every key that knows the salt shares its prefixes
+    assert cached(shared_cache_server, endpoint, text, OTHER, cache_salt="another") == 0
 
 
 def test_prefix_cache_without_keys_is_shared_except_by_salt(server: Server) -> None:
@@ -94,9 +98,11 @@ def test_prefix_cache_without_keys_is_shared_except_by_salt(server: Server) -> N
     assert cached(server, "/v1/completions", "nobody's", {}, **SALT) == 0
 
 
-def test_cache_salt_does_not_change_the_answer(apart: Server) -> None:
+def test_cache_salt_does_not_change_the_answer(separate_caches_server: Server) -> None:
     answers = [
-        apart.call("POST", "/v1/completions", body_of("/v1/completions", "same") | fields, key).json()["choices"]
+        separate_caches_server.call("POST", "/v1/completions", body_of("/v1/completions", "same") | fields, key).json()[
+            "choices"
+        ]
         for key in (ONE, OTHER)
         for fields in ({}, {}, SALT)
     ]
@@ -122,16 +128,16 @@ def run_batch(server: Server, endpoint: str, bodies: list[dict[str, object]], ke
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS[:3])
-def test_batch_lines_share_prefixes_only_with_their_own_key(apart: Server, endpoint: str) -> None:
+def test_batch_lines_share_prefixes_only_with_their_own_key(separate_caches_server: Server, endpoint: str) -> None:
     text = f"{endpoint[4:6]} of a batch"
     bodies = [body_of(endpoint, text)]
-    assert run_batch(apart, endpoint, bodies, ONE) == [0]
-    whole = cached(apart, endpoint, text, ONE)
+    assert run_batch(separate_caches_server, endpoint, bodies, ONE) == [0]
+    whole = cached(separate_caches_server, endpoint, text, ONE)
     assert whole > 0
-    assert run_batch(apart, endpoint, bodies, ONE) == [whole]
-    assert run_batch(apart, endpoint, bodies, OTHER) == [0]
-    assert run_batch(apart, endpoint, [bodies[0] | SALT], OTHER) == [0]
-    assert cached(apart, endpoint, text, OTHER, **SALT) == whole
+    assert run_batch(separate_caches_server, endpoint, bodies, ONE) == [whole]
+    assert run_batch(separate_caches_server, endpoint, bodies, OTHER) == [0]
+    assert run_batch(separate_caches_server, endpoint, [bodies[0] | SALT], OTHER) == [0]
+    assert cached(separate_caches_server, endpoint, text, OTHER, **SALT) == whole
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

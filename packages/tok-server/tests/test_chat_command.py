@@ -33,7 +33,7 @@ WORDS = [f"w{number}. " for number in range(1, 61)]
 def test_reset_and_system_commands_start_a_new_conversation() -> None:
     dialogue = Dialogue("be brief")
     dialogue.add("user", "hello")
-    assert dialogue.command("/reset") == "a new conversation"
+    assert dialogue.command("/reset") == "started a new conversation"
     assert dialogue.messages == [{"role": "system", "content": "be brief"}]
     dialogue.add("user", "hello")
     assert "these instructions" in dialogue.command("/system count in  threes")
@@ -49,14 +49,14 @@ def test_save_command_writes_messages_and_refuses_to_overwrite(tmp_path: Path) -
     file = tmp_path / "talk.json"
     assert dialogue.command(f"/save {file}") == f"2 messages in {file}"
     assert json.loads(file.read_text()) == dialogue.messages
-    assert "is there already; name another" in dialogue.command(f"/save {file}")
+    assert "already exists; choose another" in dialogue.command(f"/save {file}")
     assert "cannot be written: No such file" in dialogue.command("/save /no/such/place/x")
     assert "/save talk.json" in dialogue.command("/save")
 
 
 def test_unknown_chat_command_lists_the_known_commands() -> None:
     told = Dialogue().command("/rest")
-    assert "no command /rest" in told
+    assert "command /rest does not exist" in told
     assert all(name in told for name in ("/reset", "/system", "/save", "/exit"))
 
 
@@ -68,13 +68,13 @@ def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixtu
 
 
 @pytest.fixture(scope="module")
-def guarded(tiny_model: Path) -> Iterator[Server]:
+def keyed_server(tiny_model: Path) -> Iterator[Server]:
     with serving(tiny_model, api_key="secret") as running:
         yield running
 
 
-def test_chat_without_the_api_key_names_the_flag(guarded: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", guarded.url]) == 1
+def test_chat_without_the_api_key_names_the_flag(keyed_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", keyed_server.url]) == 1
     assert "--api-key" in capsys.readouterr().err
 
 

@@ -120,7 +120,7 @@ def test_counter_resets_give_no_negative_rates() -> None:
 
 
 @contextmanager
-def watching(server: Server, headers: dict[str, str] | None = None) -> Iterator[http.client.HTTPResponse]:
+def event_stream(server: Server, headers: dict[str, str] | None = None) -> Iterator[http.client.HTTPResponse]:
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as connection:
         connection.request("GET", "/dashboard/events", headers=headers or {})
         yield connection.getresponse()
@@ -138,7 +138,7 @@ def cells(row: object) -> dict[str, float]:
 
 
 def test_dashboard_events_send_the_history_and_then_samples(server: Server) -> None:
-    with watching(server) as response:
+    with event_stream(server) as response:
         assert response.getheader("Content-Type", "").startswith("text/event-stream")
         name, opening = read_event(response)
         assert (name, opening["model"], opening["columns"]) == ("opening", "tiny", list(COLUMNS))
@@ -165,14 +165,14 @@ def test_dashboard_events_send_the_history_and_then_samples(server: Server) -> N
 
 
 def test_all_dashboard_viewers_get_the_same_rows(server: Server) -> None:
-    with watching(server) as first, watching(server) as second:
+    with event_stream(server) as first, event_stream(server) as second:
         read_event(first), read_event(second)
         rows = [{json.dumps(read_event(one)[1]["row"]) for _ in range(3)} for one in (first, second)]
     assert len(rows[0] & rows[1]) >= 2
 
 
 def test_dashboard_viewers_do_not_delay_a_drain(server: Server) -> None:
-    with watching(server) as response:
+    with event_stream(server) as response:
         read_event(response)
         server.context.draining = True
         try:
@@ -190,7 +190,7 @@ def test_dashboard_page_is_open_but_its_events_need_the_api_key(tiny_model: Path
             assert answer.status == 200
             assert answer.headers["content-security-policy"].startswith("default-src 'self'")
         assert guarded.call("GET", "/dashboard/events").error()["code"] == "invalid_api_key"
-        with watching(guarded, KEY) as response:
+        with event_stream(guarded, KEY) as response:
             assert read_event(response)[0] == "opening"
 
 

@@ -24,7 +24,7 @@ PATIENCE = 60_000  # ms
 
 
 @pytest.fixture(scope="module")
-def guarded(tiny_model: Path) -> Iterator[Server]:
+def keyed_server(tiny_model: Path) -> Iterator[Server]:
     with serving(tiny_model, api_key="secret", engine_options={"dp": 2}) as running:
         yield running
 
@@ -52,14 +52,14 @@ def opened(browser: Browser, server: Server, *, key: str | None = "secret", **op
 
 
 @pytest.fixture(scope="module")
-def page(browser: Browser, guarded: Server) -> Iterator[Page]:
+def page(browser: Browser, keyed_server: Server) -> Iterator[Page]:
     """A page for tests that restore its state; it may log no errors and request no other host."""
-    found = opened(browser, guarded, viewport={"width": 1400, "height": 950}, color_scheme="light")
+    found = opened(browser, keyed_server, viewport={"width": 1400, "height": 950}, color_scheme="light")
     becomes(found, "document.getElementById('state').textContent === 'ready'")
     yield found
     assert found.complaints == []
     assert found.asked
-    assert all(url.startswith(f"http://127.0.0.1:{guarded.port}/") for url in found.asked)
+    assert all(url.startswith(f"http://127.0.0.1:{keyed_server.port}/") for url in found.asked)
     found.close()
 
 
@@ -80,13 +80,13 @@ def test_dashboard_shows_model_device_charts_and_replicas(page: Page) -> None:
     assert page.locator("#replicas tr").count() == 2
 
 
-def test_dashboard_figures_change_under_load(page: Page, guarded: Server) -> None:
+def test_dashboard_figures_change_under_load(page: Page, keyed_server: Server) -> None:
     over = threading.Event()
 
     def load() -> None:
         while not over.is_set():
             body = {"model": NAME, "prompt": "one two three", "n": 8, "max_tokens": 100, "ignore_eos": True}
-            assert guarded.call("POST", "/v1/completions", body, KEY).status == 200
+            assert keyed_server.call("POST", "/v1/completions", body, KEY).status == 200
 
     workers = [threading.Thread(target=load) for _ in range(4)]
     for worker in workers:
@@ -142,7 +142,7 @@ def test_dashboard_chat_answers_several_turns(page: Page) -> None:
     assert page.locator(".said").count() == 0
 
 
-def test_dashboard_chat_answer_is_streamed_and_can_be_stopped(page: Page, guarded: Server) -> None:
+def test_dashboard_chat_answer_is_streamed_and_can_be_stopped(page: Page, keyed_server: Server) -> None:
     page.fill("#most", "")
     page.fill("#said", "one")
     with page.expect_request("**/v1/chat/completions") as asked:
@@ -152,7 +152,7 @@ def test_dashboard_chat_answer_is_streamed_and_can_be_stopped(page: Page, guarde
     if text(page, "#send") == "Stop":  # else the model has ended by itself
         page.click("#send")
     becomes(page, "document.getElementById('send').textContent === 'Send'")
-    wait_until(lambda: guarded.engine.open_requests == 0)
+    wait_until(lambda: keyed_server.engine.open_requests == 0)
     page.click("#anew")
 
 
@@ -171,8 +171,8 @@ def background(page: Page) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", str(found))[:3]]
 
 
-def test_dashboard_theme_follows_the_system_or_the_users_choice(browser: Browser, guarded: Server) -> None:
-    page = opened(browser, guarded, color_scheme="dark")
+def test_dashboard_theme_follows_the_system_or_the_users_choice(browser: Browser, keyed_server: Server) -> None:
+    page = opened(browser, keyed_server, color_scheme="dark")
     assert max(background(page)) < 60
     page.click("#theme")
     assert text(page, "#theme") == "Theme: light"
@@ -182,15 +182,15 @@ def test_dashboard_theme_follows_the_system_or_the_users_choice(browser: Browser
     page.close()
 
 
-def test_dashboard_fits_a_phone_screen(browser: Browser, guarded: Server) -> None:
-    page = opened(browser, guarded, viewport={"width": 360, "height": 740})
+def test_dashboard_fits_a_phone_screen(browser: Browser, keyed_server: Server) -> None:
+    page = opened(browser, keyed_server, viewport={"width": 360, "height": 740})
     page.wait_for_selector("#replicas tr")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.close()
 
 
-def test_dashboard_without_a_key_asks_for_the_api_key(browser: Browser, guarded: Server) -> None:
-    page = opened(browser, guarded, key=None)
+def test_dashboard_without_a_key_asks_for_the_api_key(browser: Browser, keyed_server: Server) -> None:
+    page = opened(browser, keyed_server, key=None)
     page.fill("#key", "wrong")
     page.press("#key", "Enter")
     becomes(page, "document.getElementById('facts').textContent === 'The key was refused.'")

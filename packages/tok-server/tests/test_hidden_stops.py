@@ -18,7 +18,7 @@ SHOWN = "one two STOP three four"
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose answer to `recite` is the script."""
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     model = make_scripted_model(tmp_path_factory.mktemp("hidden") / "model", {"recite": SCRIPT}, template)
@@ -45,8 +45,8 @@ def ask(server: Server, *, chat: bool, stream: bool, **fields: object) -> tuple[
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_stop_string_around_a_hidden_token_ends_the_answer(scripted: Server, chat: bool, stream: bool) -> None:
-    assert ask(scripted, chat=chat, stream=stream) == (SHOWN, "stop", len(SCRIPT) + 1)
-    assert ask(scripted, chat=chat, stream=stream, stop="STOP") == ("one two ", "stop", 5)
-    assert ask(scripted, chat=chat, stream=stream, stop=["unseen", "wo STOP th"]) == ("one t", "stop", 5)
-    assert ask(scripted, chat=chat, stream=stream, stop="STOP four") == (SHOWN, "stop", len(SCRIPT) + 1)
+def test_stop_string_around_a_hidden_token_ends_the_answer(scripted_server: Server, chat: bool, stream: bool) -> None:
+    assert ask(scripted_server, chat=chat, stream=stream) == (SHOWN, "stop", len(SCRIPT) + 1)
+    assert ask(scripted_server, chat=chat, stream=stream, stop="STOP") == ("one two ", "stop", 5)
+    assert ask(scripted_server, chat=chat, stream=stream, stop=["unseen", "wo STOP th"]) == ("one t", "stop", 5)
+    assert ask(scripted_server, chat=chat, stream=stream, stop="STOP four") == (SHOWN, "stop", len(SCRIPT) + 1)

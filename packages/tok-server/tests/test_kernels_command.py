@@ -69,18 +69,18 @@ def test_kernels_report_shows_times_choices_and_excluded_kernels(tmp_path: Path)
         "prefill  flashinfer fa3",
         "0.200",
         "0.210",
-        f"measured now, kept in {tmp_path}",
-        "left out: decode flashinfer: RuntimeError: no [compiler]",
-        "launch found for tile: Launch(rows=64)",
+        f"measured now, stored in {tmp_path}",
+        "unavailable: decode flashinfer: RuntimeError: no [compiler]",
+        "tuned launch for tile: Launch(rows=64)",
     ):
         assert part in told
 
 
 def test_bench_kernels_shows_times_and_floors_as_table_and_json() -> None:
     told = printed(show_kernels, MEASURED, TIMES)
-    for part in ("Some GPU, triton", "rms_norm", "0.020", "80%", "4.25 TB/s copied", "690 TFLOP/s"):
+    for part in ("Some GPU, triton", "rms_norm", "0.020", "80%", "4.25 TB/s (copy)", "690 TFLOP/s"):
         assert part in told
-    assert told.endswith("\nmatrix products alone: 204,800 tokens/s at 8,192 rows\n")
+    assert told.endswith("\nGEMMs alone: 204,800 tokens/s at 8,192 rows\n")
     assert "rank" not in told
     values = json.loads(as_json(MEASURED, TIMES))
     assert (values["bandwidth_tb_s"], values["tp"], values["tokens_per_second"]) == (4.25, 1, 204800.0)
@@ -93,7 +93,7 @@ def test_bench_kernels_with_tp_names_the_rank() -> None:
     of_four = replace(MEASURED, tp=4)
     told = printed(show_kernels, of_four, TIMES)
     assert "Some GPU, triton, rank 0 of 4" in told
-    assert told.endswith("\nmatrix products alone: 204,800 tokens/s at 8,192 rows, 4 ranks together\n")
+    assert told.endswith("\nGEMMs alone: 204,800 tokens/s at 8,192 rows, 4 ranks together\n")
     assert json.loads(as_json(of_four, TIMES))["tp"] == 4
 
 
@@ -131,7 +131,7 @@ def test_kernels_on_a_gpu_are_measured_once_and_then_cached(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = ["--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--layers", "4"]
-    for origin in ("measured now, kept in", "known from"):
+    for origin in ("measured now, stored in", "cached in"):
         assert main(["kernels", *sizes]) == 0
         assert f"{origin} {tmp_path}" in capsys.readouterr().out
     assert main(["kernels", *sizes, "--measure"]) == 0

@@ -97,18 +97,18 @@ def bodies() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.fixture(scope="module")
-def limited(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def limited_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data = str(tmp_path_factory.mktemp("data"))
     with serving(tiny_model, max_body=BYTES, body_timeout=600.0, data_dir=data) as running, server_pauses():
         yield running
 
 
-def test_no_allowed_body_blocks_the_event_loop(limited: Server) -> None:
+def test_no_allowed_body_blocks_the_event_loop(limited_server: Server) -> None:
     statuses: Counter[int] = Counter()
     slowest = (0.0, "")
     for path, body in bodies():
         assert len(body) <= BYTES
-        lag, answer = least_lag(limited.loop, partial(limited.call, "POST", path, body), MOST)
+        lag, answer = least_lag(limited_server.loop, partial(limited_server.call, "POST", path, body), MOST)
         statuses[answer.status] += 1
         assert answer.status in (200, 400, 404), (path, body[:100], answer.body[:500])
         if answer.status != 200:
@@ -128,8 +128,10 @@ def asked(path: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_long_answer_blocks_the_event_loop(limited: Server, path: str, stream: bool) -> None:
-    lag, answer = least_lag(limited.loop, lambda: limited.call("POST", path, {**asked(path), "stream": stream}), MOST)
+def test_no_long_answer_blocks_the_event_loop(limited_server: Server, path: str, stream: bool) -> None:
+    lag, answer = least_lag(
+        limited_server.loop, lambda: limited_server.call("POST", path, {**asked(path), "stream": stream}), MOST
+    )
     assert answer.status == 200
     if not stream:
         choices = json.loads(answer.body)["choices"]

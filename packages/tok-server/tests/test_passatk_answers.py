@@ -55,9 +55,9 @@ def test_normalise_keeps_text_that_is_not_a_number(text: str) -> None:
 
 def test_answer_is_right_only_if_marked_and_numerically_equal() -> None:
     pattern = FinalAnswerPattern()
-    assert pattern.right("#### 72.0", "72")
-    assert not pattern.right("#### 720", "72")
-    assert not pattern.right("72", "72")
+    assert pattern.is_correct("#### 72.0", "72")
+    assert not pattern.is_correct("#### 720", "72")
+    assert not pattern.is_correct("72", "72")
 
 
 def test_read_tasks_of_the_held_out_file_gives_the_generators_problems() -> None:
@@ -91,5 +91,5 @@ def test_read_tasks_error_names_the_line_and_field(tmp_path: Path, line: str, me
 
 def test_read_tasks_refuses_a_file_without_problems(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="has no problems"):
+    with pytest.raises(ValueError, match="contains no problems"):
         read_tasks(tmp_path / "none.jsonl", FinalAnswerPattern())

@@ -18,7 +18,7 @@ from tok_server.passatk.answers import FinalAnswerPattern, read_tasks
 from tok_server.passatk.command import add_arguments, main, make_prompter, print_report
 from tok_server.passatk.estimator import Coverage, coverage
 from tok_server.passatk.plot import plot_coverage
-from tok_server.passatk.run import Report, ks_up_to, pass_at_k
+from tok_server.passatk.run import Report, pass_at_k, table_ks
 
 SAMPLES, PROBLEMS = 5, 4
 
@@ -37,7 +37,7 @@ def run(engine: Engine, out: Path, seed: int = 0) -> Report:
 
 
 @pytest.fixture(scope="module")
-def first(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+def first_run(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     out = tmp_path_factory.mktemp("first") / "made" / "by-the-run"
     return run(engine, out), out
 
@@ -47,13 +47,13 @@ def entries(out: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines), key=lambda one: (one["problem"], one["sample"]))
 
 
-def test_every_sample_of_every_problem_is_written_once(first: tuple[Report, Path]) -> None:
-    found = [(one["problem"], one["sample"]) for one in entries(first[1])]
+def test_every_sample_of_every_problem_is_written_once(first_run: tuple[Report, Path]) -> None:
+    found = [(one["problem"], one["sample"]) for one in entries(first_run[1])]
     assert found == [(problem, sample) for problem in range(PROBLEMS) for sample in range(SAMPLES)]
 
 
-def test_pass_at_k_report_agrees_with_the_answers_file(first: tuple[Report, Path]) -> None:
-    report, out = first
+def test_pass_at_k_report_agrees_with_the_answers_file(first_run: tuple[Report, Path]) -> None:
+    report, out = first_run
     written = entries(out)
     assert report.tokens == sum(one["tokens"] for one in written)
     for problem in range(PROBLEMS):
@@ -65,12 +65,12 @@ def test_pass_at_k_report_agrees_with_the_answers_file(first: tuple[Report, Path
 
 
 def test_pass_at_k_answers_are_deterministic_per_seed(
-    engine: Engine, first: tuple[Report, Path], tmp_path: Path
+    engine: Engine, first_run: tuple[Report, Path], tmp_path: Path
 ) -> None:
     run(engine, tmp_path / "same")
     run(engine, tmp_path / "other", seed=1000)
-    assert entries(tmp_path / "same") == entries(first[1])
-    assert entries(tmp_path / "other") != entries(first[1])
+    assert entries(tmp_path / "same") == entries(first_run[1])
+    assert entries(tmp_path / "other") != entries(first_run[1])
 
 
 def test_prompter_uses_the_chat_template_or_the_prompt_template(engine: Engine) -> None:
@@ -82,8 +82,8 @@ def test_prompter_uses_the_chat_template_or_the_prompt_template(engine: Engine) 
     assert make_prompter(engine, "Q {question} {A}")("Why?") == "Q Why? {A}"
 
 
-def test_coverage_plot_is_a_png_of_the_documented_size(first: tuple[Report, Path], tmp_path: Path) -> None:
-    assert (first[1] / "coverage.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+def test_coverage_plot_is_a_png_of_the_documented_size(first_run: tuple[Report, Path], tmp_path: Path) -> None:
+    assert (first_run[1] / "coverage.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     rows = [Coverage(k, 1 - 0.5 / k, 1 - 0.6 / k, 1 - 0.4 / k) for k in (1, 2, 10)]
     for some in (rows, rows[:1]):
         plot_coverage(some, "title", tmp_path / "plot.png", [1, 10])
@@ -107,10 +107,10 @@ def test_pass_at_k_table_shows_rates_and_intervals(capsys: pytest.CaptureFixture
 
 
 def test_ks_up_to_ends_at_the_number_of_samples() -> None:
-    assert ks_up_to(1) == [1]
-    assert ks_up_to(7) == [1, 2, 5, 7]
-    assert ks_up_to(100) == [1, 2, 5, 10, 20, 50, 100]
-    assert ks_up_to(1000)[-2:] == [100, 1000]
+    assert table_ks(1) == [1]
+    assert table_ks(7) == [1, 2, 5, 7]
+    assert table_ks(100) == [1, 2, 5, 10, 20, 50, 100]
+    assert table_ks(1000)[-2:] == [100, 1000]
 
 
 def options(*given: str) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from tok_core import InvalidField
 from tok_core.messages import Submit
 from tok_server import Settings
 from tok_server.cli import main, make_parser
-from tok_server.flags.server_flags import settings_of
+from tok_server.flags.server_flags import make_settings
 from tok_server.http.allowed_hosts import AllowedHosts
 from tok_server.http.auth import NO_KEY, ApiKeys
 from tok_server.http.origins import Origins
@@ -36,7 +36,7 @@ FIRST, SECOND, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("first", 
 
 
 @pytest.fixture(scope="module")
-def guarded(tiny_model: Path) -> Iterator[Server]:
+def keyed_server(tiny_model: Path) -> Iterator[Server]:
     with serving(
         tiny_model,
         api_keys=("first", "second"),
@@ -53,14 +53,14 @@ def ask(server: Server, headers: dict[str, str], **fields: object) -> tuple[int,
     return answer.status, answer.headers
 
 
-def test_each_api_key_is_served_and_other_keys_get_401(guarded: Server) -> None:
-    assert [ask(guarded, headers)[0] for headers in (FIRST, SECOND, ADMIN, {})] == [200, 200, 401, 401]
+def test_each_api_key_is_served_and_other_keys_get_401(keyed_server: Server) -> None:
+    assert [ask(keyed_server, headers)[0] for headers in (FIRST, SECOND, ADMIN, {})] == [200, 200, 401, 401]
 
 
 def test_engine_requests_carry_a_tenant_name_instead_of_the_api_key(
-    guarded: Server, monkeypatch: pytest.MonkeyPatch
+    keyed_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, seen = manager_of(guarded.engine), list[str]()
+    manager, seen = manager_of(keyed_server.engine), list[str]()
     submit = manager._submit
 
     def note(message: Submit) -> None:
@@ -69,8 +69,8 @@ def test_engine_requests_carry_a_tenant_name_instead_of_the_api_key(
 
     monkeypatch.setattr(manager, "_submit", note)
     for headers in (FIRST, SECOND, FIRST):
-        assert ask(guarded, headers)[0] == 200
-        assert guarded.call("POST", "/v1/embeddings", {"input": [1, 2]}, headers).status == 200
+        assert ask(keyed_server, headers)[0] == 200
+        assert keyed_server.call("POST", "/v1/embeddings", {"input": [1, 2]}, headers).status == 200
     first, second = seen[0], seen[2]
     assert seen == [first, first, second, second, first, first]
     assert first != second
@@ -104,7 +104,7 @@ def test_api_keys_come_from_flags_file_and_environment_deduplicated(
     monkeypatch.setenv("TOK_API_KEY", "five, six,")
     monkeypatch.setenv("TOK_ADMIN_KEY", "seven")
     words = ["serve", "m", "--api-key", "one", "--api-key", "two", "--api-key-file", str(file)]
-    settings = settings_of(make_parser().parse_args(words), "m")
+    settings = make_settings(make_parser().parse_args(words), "m")
     assert settings.api_keys == ("one", "two", "five", "six", "three", "four")
     assert settings.admin_key == "seven"
 
@@ -116,7 +116,7 @@ def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: str | None
         file.write_text(content)
     options = make_parser().parse_args(["serve", "m", "--api-key-file", str(file)])
     with pytest.raises(InvalidField, match=r"^api_key_file is "):
-        settings_of(options, "m")
+        make_settings(options, "m")
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\n", "ü", "a b\x00", " a"])
@@ -125,26 +125,26 @@ def test_api_key_invalid_in_a_header_is_refused_and_not_printed(key: str) -> Non
         Settings(model_name="m", api_keys=("good", key))
 
 
-def test_requests_above_a_keys_rate_limit_get_429_but_other_keys_do_not(guarded: Server) -> None:
-    statuses = [ask(guarded, FIRST, max_tokens=0)[0] for _ in range(5)]
-    status, headers = ask(guarded, FIRST)
+def test_requests_above_a_keys_rate_limit_get_429_but_other_keys_do_not(keyed_server: Server) -> None:
+    statuses = [ask(keyed_server, FIRST, max_tokens=0)[0] for _ in range(5)]
+    status, headers = ask(keyed_server, FIRST)
     assert status == 200
     assert headers["x-ratelimit-limit-requests"] == "600"
     assert 0 < int(headers["x-ratelimit-remaining-requests"]) < 600 - len(statuses)
     assert re.fullmatch(r"\d+\.\d{3}s", headers["x-ratelimit-reset-requests"])
-    status, headers = ask(guarded, FIRST, max_tokens=60, n=16, ignore_eos=True)
+    status, headers = ask(keyed_server, FIRST, max_tokens=60, n=16, ignore_eos=True)
     assert status == 200
-    wait_until(lambda: guarded.context.open_requests == 0)  # a request's tokens are counted when it has ended
-    refused = guarded.call("POST", "/v1/completions", {"prompt": "one"}, FIRST)
+    wait_until(lambda: keyed_server.context.open_requests == 0)  # a request's tokens are counted when it has ended
+    refused = keyed_server.call("POST", "/v1/completions", {"prompt": "one"}, FIRST)
     assert refused.status == 429
     assert refused.error()["type"] == "tokens"
     assert refused.error()["code"] == "rate_limit_exceeded"
     assert "--rate-limit-tokens" in str(refused.error()["message"])
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
-    assert guarded.context.metrics.refused.labels("rate_limit_tokens")._value.get() == 1
-    assert ask(guarded, SECOND)[0] == 200
-    assert guarded.call("GET", "/v1/models", None, FIRST).status == 200
+    assert keyed_server.context.metrics.refused.labels("rate_limit_tokens")._value.get() == 1
+    assert ask(keyed_server, SECOND)[0] == 200
+    assert keyed_server.call("GET", "/v1/models", None, FIRST).status == 200
 
 
 def test_token_bucket_refills_over_time_and_repays_its_debt_first() -> None:
@@ -175,30 +175,30 @@ def test_rate_limits_admit_again_after_the_retry_after_time() -> None:
     assert RateLimits(None, None).headers(0) == {}
 
 
-def test_web_page_is_served_only_if_its_origin_is_allowed(guarded: Server) -> None:
+def test_web_page_is_served_only_if_its_origin_is_allowed(keyed_server: Server) -> None:
     body = {"prompt": "one", "max_tokens": 1}
-    allowed = guarded.call("POST", "/v1/completions", body, {**SECOND, "Origin": PAGE})
+    allowed = keyed_server.call("POST", "/v1/completions", body, {**SECOND, "Origin": PAGE})
     assert allowed.status == 200
     assert allowed.headers["access-control-allow-origin"] == PAGE
     assert "x-request-id" in allowed.headers["access-control-expose-headers"]
-    streamed = guarded.call("POST", "/v1/completions", {**body, "stream": True}, {**SECOND, "Origin": PAGE})
+    streamed = keyed_server.call("POST", "/v1/completions", {**body, "stream": True}, {**SECOND, "Origin": PAGE})
     assert streamed.headers["access-control-allow-origin"] == PAGE
     for origin in ("https://other.example", "null", PAGE + ".evil.example", "http://page.example", "]["):
-        refused = guarded.call("POST", "/v1/completions", body, {**SECOND, "Origin": origin})
+        refused = keyed_server.call("POST", "/v1/completions", body, {**SECOND, "Origin": origin})
         assert refused.status == 403
         assert refused.error()["code"] == "origin_not_allowed"
         assert "access-control-allow-origin" not in refused.headers
-    same = {**SECOND, "Origin": f"http://127.0.0.1:{guarded.port}"}
-    assert guarded.call("POST", "/v1/completions", body, same).status == 200
+    same = {**SECOND, "Origin": f"http://127.0.0.1:{keyed_server.port}"}
+    assert keyed_server.call("POST", "/v1/completions", body, same).status == 200
 
 
-def test_cors_preflight_is_answered_without_an_api_key(guarded: Server) -> None:
+def test_cors_preflight_is_answered_without_an_api_key(keyed_server: Server) -> None:
     wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
-    answer = guarded.call("OPTIONS", "/v1/completions", None, {"Origin": PAGE, **wanted})
+    answer = keyed_server.call("OPTIONS", "/v1/completions", None, {"Origin": PAGE, **wanted})
     assert answer.status == 204
     assert answer.headers["access-control-allow-origin"] == PAGE
     assert answer.headers["access-control-allow-headers"] == "authorization, content-type"
-    other = guarded.call("OPTIONS", "/v1/completions", None, {"Origin": "https://other.example", **wanted})
+    other = keyed_server.call("OPTIONS", "/v1/completions", None, {"Origin": "https://other.example", **wanted})
     assert other.status == 401
     assert "access-control-allow-origin" not in other.headers
 

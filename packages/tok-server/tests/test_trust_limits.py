@@ -26,7 +26,7 @@ from tok_core import InvalidField, SamplingParams
 from tok_core.sampling_params import MAX_N
 from tok_server import Settings
 from tok_server.cli import make_parser
-from tok_server.flags.server_flags import LIMITS, settings_of
+from tok_server.flags.server_flags import LIMITS, make_settings
 from tok_server.http.connections import Connection, Listener
 from tok_server.settings.limits import Limits
 
@@ -53,7 +53,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
 
 
 @pytest.fixture(scope="module")
-def limited(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def limited_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     few = {"max_running": 8, "kv_cache_tokens": 8192}
     data = str(tmp_path_factory.mktemp("data"))
     with serving(tiny_model, engine_options=few, send_buffer=16_384, data_dir=data, **LIMITED) as running:
@@ -61,7 +61,7 @@ def limited(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def patient(tiny_model: Path) -> Iterator[Server]:
+def patient_server(tiny_model: Path) -> Iterator[Server]:
     """The same limits with long timeouts, for tests in which a busy machine may make clients slow."""
     with serving(tiny_model, engine_options={"max_running": 8, "kv_cache_tokens": 8192}, **PATIENT) as running:
         yield running
@@ -92,15 +92,15 @@ def error_of(answer: bytes, status: int) -> dict[str, object]:
     return dict(error)
 
 
-def settled(server: Server) -> None:
+def settled_counters(server: Server) -> None:
     wait_until(lambda: server.context.open_requests == 0 and server.engine.open_requests == 0)
     wait_until(lambda: server.engine.stats()["pages_used"] == 0)
     assert server.context.body_bytes == 0
 
 
-def test_slow_headers_get_408_naming_header_timeout(limited: Server) -> None:
-    before = refused(limited, "header_timeout")
-    with connect(limited) as connection:
+def test_slow_headers_get_408_naming_header_timeout(limited_server: Server) -> None:
+    before = refused(limited_server, "header_timeout")
+    with connect(limited_server) as connection:
         began = time.monotonic()
         answer = b""
         connection.settimeout(0.2)
@@ -112,52 +112,52 @@ def test_slow_headers_get_408_naming_header_timeout(limited: Server) -> None:
             assert time.monotonic() - began < PATIENCE
         error = error_of(answer, 408)
     assert "--header-timeout" in str(error["message"])
-    assert refused(limited, "header_timeout") == before + 1
+    assert refused(limited_server, "header_timeout") == before + 1
 
 
-def test_slow_body_gets_408_naming_body_timeout(limited: Server) -> None:
-    before = refused(limited, "body_timeout")
-    with connect(limited) as connection:
+def test_slow_body_gets_408_naming_body_timeout(limited_server: Server) -> None:
+    before = refused(limited_server, "body_timeout")
+    with connect(limited_server) as connection:
         connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n{{".encode())
         error = error_of(rest(connection), 408)
     assert "--body-timeout" in str(error["message"])
-    assert refused(limited, "body_timeout") == before + 1
-    settled(limited)
+    assert refused(limited_server, "body_timeout") == before + 1
+    settled_counters(limited_server)
 
 
-def test_unread_stream_is_aborted_at_write_timeout(limited: Server) -> None:
-    before = refused(limited, "write_timeout")
+def test_unread_stream_is_aborted_at_write_timeout(limited_server: Server) -> None:
+    before = refused(limited_server, "write_timeout")
     fields = {"max_tokens": 200, "n": 8, "logprobs": 5, "ignore_eos": True, "stream": True}
     body = json.dumps({"prompt": "one", **fields}).encode()
-    with connect(limited) as connection:
+    with connect(limited_server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_until(lambda: refused(limited, "write_timeout") == before + 1)
-        settled(limited)
+        wait_until(lambda: refused(limited_server, "write_timeout") == before + 1)
+        settled_counters(limited_server)
 
 
-def test_unread_whole_answer_is_cut_off_at_write_timeout(limited: Server) -> None:
-    before = refused(limited, "write_timeout")
+def test_unread_whole_answer_is_cut_off_at_write_timeout(limited_server: Server) -> None:
+    before = refused(limited_server, "write_timeout")
     body = json.dumps({"prompt": "one", "max_tokens": 200, "n": 8, "logprobs": 5, "ignore_eos": True}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", limited.port))
+        connection.connect(("127.0.0.1", limited_server.port))
         connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_until(lambda: refused(limited, "write_timeout") == before + 1)
-        settled(limited)
+        wait_until(lambda: refused(limited_server, "write_timeout") == before + 1)
+        settled_counters(limited_server)
 
 
-def test_unread_file_download_is_cut_off_at_write_timeout(limited: Server) -> None:
-    file = uploaded(limited, bytes(1 << 20))
-    assert limited.call("GET", f"/v1/files/{file}/content").body == bytes(1 << 20)
-    assert limited.call("HEAD", f"/v1/files/{file}/content").headers["content-length"] == str(1 << 20)
-    before = refused(limited, "write_timeout")
+def test_unread_file_download_is_cut_off_at_write_timeout(limited_server: Server) -> None:
+    file = uploaded(limited_server, bytes(1 << 20))
+    assert limited_server.call("GET", f"/v1/files/{file}/content").body == bytes(1 << 20)
+    assert limited_server.call("HEAD", f"/v1/files/{file}/content").headers["content-length"] == str(1 << 20)
+    before = refused(limited_server, "write_timeout")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", limited.port))
+        connection.connect(("127.0.0.1", limited_server.port))
         connection.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        wait_until(lambda: refused(limited, "write_timeout") == before + 1)
-        settled(limited)
+        wait_until(lambda: refused(limited_server, "write_timeout") == before + 1)
+        settled_counters(limited_server)
 
 
 def uploaded(server: Server, data: bytes) -> str:
@@ -167,9 +167,9 @@ def uploaded(server: Server, data: bytes) -> str:
     return str(answer.json()["id"])
 
 
-def test_slow_upload_gets_408_naming_body_timeout(limited: Server) -> None:
-    before = refused(limited, "body_timeout")
-    with connect(limited) as connection:
+def test_slow_upload_gets_408_naming_body_timeout(limited_server: Server) -> None:
+    before = refused(limited_server, "body_timeout")
+    with connect(limited_server) as connection:
         head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: {MULTIPART['Content-Type']}\r\n"
         connection.sendall(f"{head}Content-Length: 1000000\r\n\r\n".encode() + UPLOAD)
         answer, began = b"", time.monotonic()
@@ -180,13 +180,13 @@ def test_slow_upload_gets_408_naming_body_timeout(limited: Server) -> None:
                 answer = connection.recv(65_536)
             assert time.monotonic() - began < PATIENCE
     assert "--body-timeout" in str(error_of(answer, 408)["message"])
-    assert refused(limited, "body_timeout") == before + 1
-    settled(limited)
+    assert refused(limited_server, "body_timeout") == before + 1
+    settled_counters(limited_server)
 
 
-def test_body_sent_after_its_413_is_not_parsed_as_a_request(patient: Server) -> None:
+def test_body_sent_after_its_413_is_not_parsed_as_a_request(patient_server: Server) -> None:
     body = b" " * (LIMITED["max_body"] + 1)
-    with connect(patient) as connection:
+    with connect(patient_server) as connection:
         connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode())
         error_of(connection.recv(65_536), 413)
         connection.sendall(body)
@@ -198,9 +198,9 @@ def test_body_sent_after_its_413_is_not_parsed_as_a_request(patient: Server) -> 
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
-async def test_time_of_a_blocked_event_loop_does_not_count_for_timeouts(patient: Server) -> None:
+async def test_time_of_a_blocked_event_loop_does_not_count_for_timeouts(patient_server: Server) -> None:
     loop = asyncio.get_running_loop()
-    listener = Listener(patient.context, web.Server(lambda request: None))  # type: ignore[arg-type, return-value]
+    listener = Listener(patient_server.context, web.Server(lambda request: None))  # type: ignore[arg-type, return-value]
     looking = asyncio.create_task(listener.check_connections())
     await asyncio.sleep(0)
     began, told = loop.time(), listener.now()
@@ -211,17 +211,17 @@ async def test_time_of_a_blocked_event_loop_does_not_count_for_timeouts(patient:
     assert lag >= 0.5 - LIMITED["header_timeout"] / 8 - 0.01
 
 
-async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient: Server) -> None:
+async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient_server: Server) -> None:
     """Only this test advances the clock."""
-    before, size, now = refused(patient, "write_timeout"), 8 << 20, [0.0]
+    before, size, now = refused(patient_server, "write_timeout"), 8 << 20, [0.0]
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         assert isinstance(request.protocol, Connection)
         request.protocol.begin(request.writer, request.content)
         return web.Response(body=bytes(size))
 
-    listener = Listener(patient.context, web.Server(answer))
-    listener._loop_time = lambda: now[0]
+    listener = Listener(patient_server.context, web.Server(answer))
+    listener._time = lambda: now[0]
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket() as client:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # connections inherit it
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
@@ -235,10 +235,10 @@ async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient: Server
             connection.check(now[0])
             now[0] += 0.9 * PATIENT["write_timeout"]
             connection.check(now[0])
-        assert refused(patient, "write_timeout") == before
+        assert refused(patient_server, "write_timeout") == before
         now[0] += 0.2 * PATIENT["write_timeout"]
         connection.check(now[0])
-        assert refused(patient, "write_timeout") == before + 1
+        assert refused(patient_server, "write_timeout") == before + 1
         with contextlib.suppress(ConnectionResetError):
             assert len(await reader.read()) < size // 2
         await until(lambda: not listener._open)
@@ -246,36 +246,36 @@ async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient: Server
         server.close()
 
 
-def test_an_idle_connection_is_closed(limited: Server) -> None:
-    with connect(limited) as fresh, connect(limited) as used:
+def test_an_idle_connection_is_closed(limited_server: Server) -> None:
+    with connect(limited_server) as fresh, connect(limited_server) as used:
         used.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert rest(fresh) == b""
         assert rest(used).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("where", ["/v1/models?{}", "/v1/models HTTP/1.1\r\nX-Long: {}\r\nX-Rest:"])
-def test_a_header_that_is_too_long_is_answered_431(limited: Server, where: str) -> None:
-    before = refused(limited, "max_header")
-    with connect(limited) as connection:
+def test_a_header_that_is_too_long_is_answered_431(limited_server: Server, where: str) -> None:
+    before = refused(limited_server, "max_header")
+    with connect(limited_server) as connection:
         connection.sendall(f"GET {where.format('x' * 5000)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         error = error_of(rest(connection), 431)
     assert "--max-header" in str(error["message"])
-    assert refused(limited, "max_header") == before + 1
+    assert refused(limited_server, "max_header") == before + 1
 
 
-def test_malformed_http_gets_400_in_openai_error_shape(limited: Server) -> None:
+def test_malformed_http_gets_400_in_openai_error_shape(limited_server: Server) -> None:
     hello_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n"
     for text in (b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nBad Header: x\r\n\r\n", hello_of_tls):
-        with connect(limited) as connection:
+        with connect(limited_server) as connection:
             connection.sendall(text)
             error_of(rest(connection), 400)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_large_is_answered_413(limited: Server, chunked: bool) -> None:
-    before = refused(limited, "max_body")
+def test_a_body_that_is_too_large_is_answered_413(limited_server: Server, chunked: bool) -> None:
+    before = refused(limited_server, "max_body")
     body = b" " * (LIMITED["max_body"] + 1)
-    with connect(limited) as connection:
+    with connect(limited_server) as connection:
         if chunked:
             connection.sendall(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body)
         else:
@@ -283,70 +283,73 @@ def test_a_body_that_is_too_large_is_answered_413(limited: Server, chunked: bool
         error = error_of(connection.recv(65_536), 413)
     assert error["code"] == "request_too_large"
     assert "--max-body" in str(error["message"])
-    assert refused(limited, "max_body") == before + 1
-    settled(limited)
+    assert refused(limited_server, "max_body") == before + 1
+    settled_counters(limited_server)
 
 
-def test_bodies_above_max_bodies_in_total_get_503_until_memory_is_free(patient: Server) -> None:
-    before = refused(patient, "max_bodies")
+def test_bodies_above_max_bodies_in_total_get_503_until_memory_is_free(patient_server: Server) -> None:
+    before = refused(patient_server, "max_bodies")
     half = f"{HEAD}Content-Length: 300001\r\n\r\n".encode() + b" " * 300_000
-    with connect(patient) as first, connect(patient) as second:
+    with connect(patient_server) as first, connect(patient_server) as second:
         first.sendall(half)
-        wait_until(lambda: patient.context.body_bytes >= 300_000)
+        wait_until(lambda: patient_server.context.body_bytes >= 300_000)
         second.sendall(half)
         answer = second.recv(65_536)
         assert b"Retry-After: 1" in answer
         assert "--max-bodies" in str(error_of(answer, 503)["message"])
-    assert refused(patient, "max_bodies") == before + 1
-    settled(patient)
-    assert patient.complete(prompt="one", max_tokens=1).status == 200
+    assert refused(patient_server, "max_bodies") == before + 1
+    settled_counters(patient_server)
+    assert patient_server.complete(prompt="one", max_tokens=1).status == 200
 
 
-def test_gzip_bomb_is_refused_by_its_decompressed_size(limited: Server) -> None:
-    before, resident = refused(limited, "max_body"), psutil.Process().memory_info().rss
+def test_gzip_bomb_is_refused_by_its_decompressed_size(limited_server: Server) -> None:
+    before, resident = refused(limited_server, "max_body"), psutil.Process().memory_info().rss
     bomb = gzip.compress(b" " * (256 << 20), 1)
-    answer = limited.call("POST", "/v1/completions", bomb[:390_000], {"Content-Encoding": "gzip"})
+    answer = limited_server.call("POST", "/v1/completions", bomb[:390_000], {"Content-Encoding": "gzip"})
     assert answer.status == 413
-    assert refused(limited, "max_body") == before + 1
+    assert refused(limited_server, "max_body") == before + 1
     assert psutil.Process().memory_info().rss - resident < 121 << 20
-    settled(limited)
+    settled_counters(limited_server)
 
 
-def test_unsupported_content_encoding_gets_415(limited: Server) -> None:
+def test_unsupported_content_encoding_gets_415(limited_server: Server) -> None:
     body = gzip.compress(json.dumps({"prompt": "one"}).encode())
     for encoding in ("gzip, gzip", "compress", "x" * 1000):
-        answer = limited.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
+        answer = limited_server.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
         assert answer.status == 415
         assert answer.error()["param"] == "Content-Encoding"
     for encoding in ("br", "zstd"):  # decompressed only if the libraries are installed
-        answer = limited.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
+        answer = limited_server.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
         assert answer.status in (400, 415)
         answer.error()
     plain = json.dumps({"prompt": "one", "max_tokens": 1}).encode()
-    assert limited.call("POST", "/v1/completions", plain, {"Content-Encoding": "identity"}).status == 200
+    assert limited_server.call("POST", "/v1/completions", plain, {"Content-Encoding": "identity"}).status == 200
 
 
-def test_n_above_max_n_gets_400_naming_n(limited: Server) -> None:
-    for ask in (limited.complete(prompt="one", n=9), limited.chat(messages=[{"role": "user", "content": "a"}], n=9)):
+def test_n_above_max_n_gets_400_naming_n(limited_server: Server) -> None:
+    for ask in (
+        limited_server.complete(prompt="one", n=9),
+        limited_server.chat(messages=[{"role": "user", "content": "a"}], n=9),
+    ):
         assert ask.status == 400
         assert ask.error()["param"] == "n"
         assert "--max-n" in str(ask.error()["message"])
-    assert limited.complete(prompt="one", n=8, max_tokens=1).status == 200
+    assert limited_server.complete(prompt="one", n=8, max_tokens=1).status == 200
 
 
-def test_connections_above_max_connections_get_503_until_others_close(patient: Server) -> None:
-    before = refused(patient, "max_connections")
+def test_connections_above_max_connections_get_503_until_others_close(patient_server: Server) -> None:
+    before = refused(patient_server, "max_connections")
     with contextlib.ExitStack() as stack:
-        wait_until(lambda: open_connections(patient) == 0)
+        wait_until(lambda: open_connections(patient_server) == 0)
         for _ in range(24):
-            stack.enter_context(connect(patient))
-        wait_until(lambda: open_connections(patient) == 24)
-        with connect(patient) as one_more:
+            stack.enter_context(connect(patient_server))
+        wait_until(lambda: open_connections(patient_server) == 24)
+        with connect(patient_server) as one_more:
             answer = rest(one_more)
         assert "--max-connections" in str(error_of(answer, 503)["message"])
         assert b"Retry-After: 1" in answer
-    assert refused(patient, "max_connections") == before + 1
-    wait_until(lambda: patient.call("GET", "/health").status == 200)
+    assert refused(patient_server, "max_connections") == before + 1
+    wait_until(lambda: patient_server.call("GET", "/health").status == 200)
 
 
 def open_connections(server: Server) -> float:
@@ -354,12 +357,17 @@ def open_connections(server: Server) -> float:
     return float(family.samples[0].value)
 
 
-def test_requests_above_max_queued_get_429(limited: Server) -> None:
-    before = refused(limited, "max_queued")
+def test_requests_above_max_queued_get_429(limited_server: Server) -> None:
+    before = refused(limited_server, "max_queued")
     fields = {"prompt": "one", "max_tokens": 100, "n": 8, "ignore_eos": True}
-    with ThreadPoolExecutor(16) as pool, gated(limited.engine) as gate:  # the first requests run until all have come
-        asked = [pool.submit(limited.complete, **fields, seed=seed) for seed in range(16)]
-        wait_until(lambda: refused(limited, "max_queued") > before and sum(one.done() for one in asked) >= 16 - 8)
+    with (
+        ThreadPoolExecutor(16) as pool,
+        gated(limited_server.engine) as gate,
+    ):  # the first requests run until all have come
+        asked = [pool.submit(limited_server.complete, **fields, seed=seed) for seed in range(16)]
+        wait_until(
+            lambda: refused(limited_server, "max_queued") > before and sum(one.done() for one in asked) >= 16 - 8
+        )
         gate.open()
         answers: list[Answer] = [one.result() for one in asked]
     statuses = [answer.status for answer in answers]
@@ -369,8 +377,8 @@ def test_requests_above_max_queued_get_429(limited: Server) -> None:
             assert answer.headers["retry-after"] == "1"
             assert answer.error()["code"] == "max_queued"
             assert "--max-queued" in str(answer.error()["message"])
-    assert refused(limited, "max_queued") == before + statuses.count(429)
-    settled(limited)
+    assert refused(limited_server, "max_queued") == before + statuses.count(429)
+    settled_counters(limited_server)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -388,16 +396,16 @@ def test_request_above_request_timeout_is_aborted_with_an_error(tiny_model: Path
         assert error["code"] == "request_timeout"
         assert "--request-timeout" in error["message"]
         assert refused(server, "request_timeout") == 1
-        settled(server)
+        settled_counters(server)
 
 
 def test_every_limit_has_a_flag_and_an_error_with_its_allowed_range() -> None:
     options = make_parser().parse_args(["serve", "m"])
-    assert settings_of(options, "m") == Settings(model_name="m")
+    assert make_settings(options, "m") == Settings(model_name="m")
     assert set(Limits.__struct_fields__) == set(LIMITS)
     for name in LIMITS:
         words = ["serve", "m", "--" + name.replace("_", "-"), "4096"]
-        assert getattr(settings_of(make_parser().parse_args(words), "m"), name) == 4096
+        assert getattr(make_settings(make_parser().parse_args(words), "m"), name) == 4096
         low = -(1 << 31) if name == "min_client_priority" else -1
         with pytest.raises(InvalidField, match=rf"^{name} is {low}.*; allowed: .* (above|at least) -?\d"):
             Limits(**{name: low})
@@ -462,7 +470,7 @@ def test_unread_stream_is_aborted_at_max_unread(tiny_model: Path, fields: dict[s
         error = json.loads(last)["error"]
         assert error["code"] == "unread_stream"
         assert "--max-unread" in error["message"]
-        settled(server)
+        settled_counters(server)
 
 
 def test_late_reader_within_max_unread_gets_the_whole_stream(tiny_model: Path) -> None:

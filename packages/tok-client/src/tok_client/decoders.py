@@ -13,14 +13,14 @@ import msgspec
 
 T = TypeVar("T")
 
-_made: dict[object, msgspec.json.Decoder[Any]] = {}
-_making = Lock()
+_decoders: dict[object, msgspec.json.Decoder[Any]] = {}
+_lock = Lock()
 
 
 def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """Return the decoder of `kind`. Afterwards `msgspec.convert` to the same type is safe in any thread, too."""
-    found = _made.get(kind)
+    found = _decoders.get(kind)
     if found is None:
-        with _making:
-            found = _made.setdefault(kind, msgspec.json.Decoder(kind))
+        with _lock:
+            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
     return found

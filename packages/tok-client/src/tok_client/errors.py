@@ -139,17 +139,17 @@ def status_error(status: int, headers: Mapping[str, str], content: bytes) -> API
     """Return the exception for an answer with an error status, whatever the form of its body."""
     kind = InternalServerError if status >= 500 else _BY_STATUS.get(status, APIStatusError)
     body = _loads(content)
-    told = _error_details(body)
-    message = told.message or (body if isinstance(body, str) and body else "no message")
+    details = _error_details(body)
+    message = details.message or (body if isinstance(body, str) and body else "no message")
     if 300 <= status < 400:
-        message = f"redirected to {headers.get('Location', 'nowhere')}; set base_url to where the API is"
+        message = f"redirected to {headers.get('Location', 'nowhere')}; set base_url to the API's own URL"
     return kind(
         message[:2000],
         status_code=status,
         body=body,
-        type=told.type,
-        param=told.param,
-        code=told.code,
+        type=details.type,
+        param=details.param,
+        code=details.code,
         request_id=headers.get("x-request-id"),
         retry_after=headers.get("Retry-After"),
     )
@@ -160,13 +160,13 @@ def event_error(data: bytes) -> TokError:
 
     An error object gives StreamError, anything else APIResponseError.
     """
-    told = _error_details(_loads(data))
-    if told.message is None:
-        return APIResponseError(f"the stream has an event that is no chunk: {data[:200]!r}", body=data)
-    return StreamError(told.message, type=told.type, param=told.param, code=told.code)
+    details = _error_details(_loads(data))
+    if details.message is None:
+        return APIResponseError(f"the stream has an event that is not a chunk: {data[:200]!r}", body=data)
+    return StreamError(details.message, type=details.type, param=details.param, code=details.code)
 
 
-NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding: invalid JSON, another type than expected, invalid UTF-8, or too deep nesting."""
 
 
@@ -181,7 +181,7 @@ class _ErrorDetails:
 def _loads(content: bytes) -> object:
     try:
         return msgspec.json.decode(content)
-    except NO_JSON:
+    except DECODE_ERRORS:
         return content.decode("utf-8", "replace")
 
 

@@ -63,7 +63,7 @@ def count_right(problems: Sequence[WordProblem], answers: Sequence[Sequence[str]
     """Return for each problem how many of its texts give its answer."""
     pattern = FinalAnswerPattern()
     return [
-        sum(pattern.right(text, str(problem.answer)) for text in texts)
+        sum(pattern.is_correct(text, str(problem.answer)) for text in texts)
         for problem, texts in zip(problems, answers, strict=True)
     ]
 

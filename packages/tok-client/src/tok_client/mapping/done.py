@@ -16,13 +16,15 @@ class AnsweredPrompts:
         self._keyed = keyed
         self._by_index = array("Q")  # digests; 0: not answered
         self._by_key: dict[str, int] = {}
-        self._met: set[str] = set()
+        self._seen_keys: set[str] = set()
 
     def add(self, index: int, key: str | None, digest: int) -> None:
         """Record a line of the file. ValueError: the run has keys and the line has none."""
         if self._keyed:
             if key is None:
-                raise ValueError(f"{self._name} has no keys, for it was made without; allowed: going on without")
+                raise ValueError(
+                    f"{self._name} has no keys: an earlier run wrote it without; allowed: resuming it without keys"
+                )
             self._by_key[key] = digest
             return
         if index >= len(self._by_index):
@@ -31,19 +33,19 @@ class AnsweredPrompts:
 
     def has(self, index: int, key: str | None, digest: int) -> bool:
         """Return whether the prompt is answered. ValueError: another request was answered, or the key is not unique."""
-        found = self._look_up(index, key)
-        if found and found != digest:
-            what = f"prompt {index}" if key is None else f"the prompt with key {key!r}"
+        saved_digest = self._look_up(index, key)
+        if saved_digest and saved_digest != digest:
+            prompt_name = f"prompt {index}" if key is None else f"the prompt with key {key!r}"
             raise ValueError(
-                f"{self._name} has the answer to another request for {what}; allowed: going on with the same prompts "
-                "and parameters, or another output"
+                f"{self._name} has the answer to another request for {prompt_name}; allowed: resuming with the same "
+                "prompts and parameters, or another output"
             )
-        return bool(found)
+        return bool(saved_digest)
 
     def _look_up(self, index: int, key: str | None) -> int:
         if key is None:
             return self._by_index[index] if index < len(self._by_index) else 0
-        if key in self._met:
-            raise ValueError(f"key {key!r} belongs to several prompts, of which {index} is one; allowed: one")
-        self._met.add(key)
+        if key in self._seen_keys:
+            raise ValueError(f"key {key!r} belongs to several prompts, including prompt {index}; allowed: one")
+        self._seen_keys.add(key)
         return self._by_key.get(key, 0)

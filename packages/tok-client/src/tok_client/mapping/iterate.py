@@ -72,13 +72,13 @@ class Map(Generic[P, T]):
     def __init__(self, run: MapRun[P, T], thread: LoopThread) -> None:
         self._run = run
         self._thread = thread
-        self._begun = False
+        self._started = False
         self._ready: deque[MapResult[P, T]] = deque()
 
     def close(self) -> None:
         """End the run and disconnect open requests. Idempotent."""
         self._ready.clear()
-        if self._begun and not self._run.closed and not self._thread.stopped:
+        if self._started and not self._run.closed and not self._thread.stopped:
             self._thread.call(self._run.close)
         self._run.closed = True
 
@@ -87,7 +87,7 @@ class Map(Generic[P, T]):
 
     def __next__(self) -> MapResult[P, T]:
         if not self._ready and not self._run.closed:
-            self._begun = True
+            self._started = True
             self._ready.extend(self._thread.call(self._run.read))  # a batch, so that threads switch only once for it
         if not self._ready:
             raise StopIteration
@@ -102,5 +102,5 @@ class Map(Generic[P, T]):
         self.close()
 
     def __del__(self) -> None:
-        if self._begun and not self._run.closed:
+        if self._started and not self._run.closed:
             self._thread.post(self._run.abandon)

@@ -49,21 +49,21 @@ class Output:
         self._file: FileIO | None = open(path, "ab", buffering=0)  # noqa: SIM115 - it is closed by `close`
         self.done = AnsweredPrompts(self._name, keyed=keyed)
         try:
-            _own(self._file, self._name)
+            _lock_file(self._file, self._name)
         except BaseException:
             self._file.close()
             raise
 
     def resume(self) -> None:
         """Read the answers of an earlier run. Call this before anything else; it may take long."""
-        whole = 0
+        complete_bytes = 0
         with open(self._name, "rb") as file:
             for line in _lines(file, self._name):
                 self.done.add(line.index, line.key, int(line.request, 16))
-                whole = file.tell()
+                complete_bytes = file.tell()
         with self._lock:
             if self._file is not None:
-                self._file.truncate(whole)
+                self._file.truncate(complete_bytes)
 
     def write(self, index: int, key: str | None, body: bytes, answer: msgspec.Struct) -> None:
         """Append an answer. It has been handed to the operating system when this returns."""
@@ -125,11 +125,13 @@ def _lines(file: IO[bytes], name: str) -> Iterator[Line]:
             line = lines.decode(data)
             int(line.request, 16)
         except ValueError as error:
-            raise ValueError(f"{name} is no output of map: line {number} is not: {error}") from error
+            raise ValueError(
+                f"{name} is not an output file of map: line {number} cannot be decoded: {error}"
+            ) from error
         yield line
 
 
-def _own(file: FileIO, name: str) -> None:
+def _lock_file(file: FileIO, name: str) -> None:
     """Lock the file for this process until it is closed. BlockingIOError: another process holds the lock."""
     if sys.platform == "win32":
         return
@@ -138,4 +140,4 @@ def _own(file: FileIO, name: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise BlockingIOError(error.errno, "another run writes this output", name) from error
+        raise BlockingIOError(error.errno, "another run is writing this output", name) from error

@@ -18,13 +18,13 @@ class MappingProgress:
         self._total = total
         self._clock = clock
         self._in_place = stream is not None and stream.isatty()
-        self._begun = self._told = clock()
+        self._started_at = self._shown_at = clock()
         self._width = 0
         self.answered = self.failed = self.skipped = 0
 
-    def tell(self) -> None:
+    def update(self) -> None:
         """Show the counts, unless they were shown just before."""
-        if self._stream is not None and self._clock() - self._told >= (0.1 if self._in_place else 10.0):
+        if self._stream is not None and self._clock() - self._shown_at >= (0.1 if self._in_place else 10.0):
             self._show()
 
     def end(self) -> None:
@@ -36,20 +36,20 @@ class MappingProgress:
 
     def line(self) -> str:
         """Return the current text."""
-        count, passed = self.answered + self.failed, self._clock() - self._begun
-        met, rate = count + self.skipped, count / passed if passed > 0 else 0.0
-        of = "" if self._total is None else f"/{self._total} ({met / max(1, self._total):.0%})"
-        parts = [f"{met}{of}", f"{rate:.1f}/s"]
+        count, elapsed = self.answered + self.failed, self._clock() - self._started_at
+        processed, rate = count + self.skipped, count / elapsed if elapsed > 0 else 0.0
+        total_text = "" if self._total is None else f"/{self._total} ({processed / max(1, self._total):.0%})"
+        parts = [f"{processed}{total_text}", f"{rate:.1f}/s"]
         if self.skipped:
-            parts.append(f"{self.skipped} from before")
+            parts.append(f"{self.skipped} from an earlier run")
         if self.failed:
             parts.append(f"{self.failed} failed")
-        if self._total is not None and rate and met < self._total:
-            parts.append(f"{_spoken((self._total - met) / rate)} left")
+        if self._total is not None and rate and processed < self._total:
+            parts.append(f"{_format_duration((self._total - processed) / rate)} left")
         return ", ".join(parts)
 
     def _show(self) -> None:
-        self._told, line = self._clock(), self.line()
+        self._shown_at, line = self._clock(), self.line()
         self._write("\r" + line.ljust(self._width) if self._in_place else line + "\n")
         self._width = len(line)
 
@@ -59,7 +59,7 @@ class MappingProgress:
             self._stream.flush()
 
 
-def _spoken(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

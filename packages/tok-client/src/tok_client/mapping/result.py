@@ -25,5 +25,5 @@ class MapResult(msgspec.Struct, Generic[P_co, T_co], frozen=True, kw_only=True):
     def result(self) -> T_co:
         """Return the answer; raise the error if there is none."""
         if self.answer is None:
-            raise self.error or ValueError("there is neither an answer nor an error")
+            raise self.error or ValueError("the result has neither an answer nor an error")
         return self.answer

@@ -16,12 +16,12 @@ from tok_client.mapping.output import Output, digest
 from tok_client.mapping.progress import MappingProgress
 from tok_client.mapping.result import MapResult
 from tok_client.mapping.source import Source
-from tok_client.transport import Call, Transport, checked_timeout
+from tok_client.transport import Call, Transport, check_timeout
 
 P = TypeVar("P")
 T = TypeVar("T")
 
-_HELD = 4  # held prompts as a multiple of open requests, so that one slow request does not stall the window
+_HELD_FACTOR = 4  # held prompts as a multiple of open requests, so that one slow request does not stall the window
 
 
 class MapRun(Generic[P, T]):
@@ -47,16 +47,16 @@ class MapRun(Generic[P, T]):
         self._make = make
         self._key = key
         self._options = options
-        self._timeout = timeout if timeout is None else checked_timeout(timeout)
+        self._timeout = timeout if timeout is None else check_timeout(timeout)
         self._open = asyncio.Semaphore(options.concurrency)
-        self._held = asyncio.Semaphore(options.concurrency * _HELD)
+        self._held = asyncio.Semaphore(options.concurrency * _HELD_FACTOR)
         self._progress = MappingProgress(sys.stderr if options.progress else None, self._source.total)
         self._output: Output | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._begun = self._read_all = False
-        self._index = self._place = self._next = 0
-        self._early: dict[int, MapResult[P, T]] = {}  # results by place that wait for earlier ones
+        self._started = self._read_all = False
+        self._index = self._position = self._next_position = 0
+        self._out_of_order: dict[int, MapResult[P, T]] = {}  # results by place that wait for earlier ones
         self._ready: deque[MapResult[P, T]] = deque()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -69,13 +69,13 @@ class MapRun(Generic[P, T]):
         """
         if self.closed:
             return []
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             self._spawn(self._pump())
         while not self._ready and self._failure is None and (self._tasks or not self._read_all):
             self._changed.clear()
             await self._changed.wait()
-        results = self._take()
+        results = self._pop_ready()
         if not results:
             await self.close()
             if self._failure is not None:
@@ -84,7 +84,7 @@ class MapRun(Generic[P, T]):
 
     def abandon(self) -> None:
         """End the run: disconnect and close the output. Call this on the client's event loop."""
-        if self._begun and not self.closed:
+        if self._started and not self.closed:
             self._progress.end()
         self.closed = True
         for task in (*self._tasks, *((self._syncing,) if self._syncing else ())):
@@ -99,7 +99,7 @@ class MapRun(Generic[P, T]):
         self.abandon()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _take(self) -> list[MapResult[P, T]]:
+    def _pop_ready(self) -> list[MapResult[P, T]]:
         results: list[MapResult[P, T]] = []
         while self._ready:
             error = self._ready[0].error
@@ -128,41 +128,41 @@ class MapRun(Generic[P, T]):
             call = self._make(prompt)
         except (ValueError, TypeError) as error:
             await self._held.acquire()
-            self._settle(self._numbered(), MapResult(index=index, prompt=prompt, key=key, error=error))
+            self._add_result(self._take_position(), MapResult(index=index, prompt=prompt, key=key, error=error))
             return
         if self._output is not None and self._output.done.has(index, key, digest(call.body or b"")):
             self._progress.skipped += 1
-            self._progress.tell()
+            self._progress.update()
             return
         await self._held.acquire()
         await self._open.acquire()
-        self._spawn(self._answer(self._numbered(), index, key, prompt, call))
+        self._spawn(self._answer(self._take_position(), index, key, prompt, call))
 
-    async def _answer(self, place: int, index: int, key: str | None, prompt: P, call: Call[T]) -> None:
+    async def _answer(self, position: int, index: int, key: str | None, prompt: P, call: Call[T]) -> None:
         try:
             answer = await self._transport.fetch(call, self._timeout, self._options.max_retries)
         except TokError as error:
-            self._settle(place, MapResult(index=index, prompt=prompt, key=key, error=error))
+            self._add_result(position, MapResult(index=index, prompt=prompt, key=key, error=error))
         else:
             if self._output is not None:
                 self._output.write(index, key, call.body or b"", cast(msgspec.Struct, answer))
-            self._settle(place, MapResult(index=index, prompt=prompt, key=key, answer=answer))
+            self._add_result(position, MapResult(index=index, prompt=prompt, key=key, answer=answer))
         finally:
             self._open.release()
 
-    def _settle(self, place: int, result: MapResult[P, T]) -> None:
+    def _add_result(self, position: int, result: MapResult[P, T]) -> None:
         if result.error is None:
             self._progress.answered += 1
         else:
             self._progress.failed += 1
-        self._progress.tell()
+        self._progress.update()
         if self._options.ordered:
-            self._early[place] = result
+            self._out_of_order[position] = result
         else:
             self._ready.append(result)
-        while self._next in self._early:
-            self._ready.append(self._early.pop(self._next))
-            self._next += 1
+        while self._next_position in self._out_of_order:
+            self._ready.append(self._out_of_order.pop(self._next_position))
+            self._next_position += 1
         self._changed.set()
 
     async def _sync(self, output: Output) -> None:
@@ -173,9 +173,9 @@ class MapRun(Generic[P, T]):
             except OSError as error:
                 self._fail(error)
 
-    def _numbered(self) -> int:
-        self._place += 1
-        return self._place - 1
+    def _take_position(self) -> int:
+        self._position += 1
+        return self._position - 1
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

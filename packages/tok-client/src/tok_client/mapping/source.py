@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 P = TypeVar("P")
 
-_SECONDS = 0.005  # of reading, after which the prompts read so far are returned
+_READ_SECONDS = 0.005  # of reading, after which the prompts read so far are returned
 
 
 class Source(Generic[P]):
@@ -24,21 +24,21 @@ class Source(Generic[P]):
         if isinstance(prompts, str | bytes):
             raise ValueError("prompts is one text; allowed: an iterable of prompts")
         self.total = len(prompts) if isinstance(prompts, Sequence) else None
-        self._later: AsyncIterator[P] | None = None
-        self._now: Iterator[P] | None = None
+        self._async_iterator: AsyncIterator[P] | None = None
+        self._iterator: Iterator[P] | None = None
         if isinstance(prompts, AsyncIterable):
-            self._later = aiter(prompts)
+            self._async_iterator = aiter(prompts)
         else:
-            self._now = iter(prompts)
+            self._iterator = iter(prompts)
 
-    async def take(self, most: int) -> list[P]:
-        """Return the next prompts: 1 to `most`, or none at the end. Raises the errors of the iterable."""
-        if self._later is not None:
-            return [prompt async for prompt in _first(self._later)]
-        assert self._now is not None
+    async def take(self, max_prompts: int) -> list[P]:
+        """Return the next prompts: 1 to `max_prompts`, or none at the end. Raises the errors of the iterable."""
+        if self._async_iterator is not None:
+            return [prompt async for prompt in _first(self._async_iterator)]
+        assert self._iterator is not None
         if self.total is not None:
-            return list(islice(self._now, most))
-        return await asyncio.to_thread(_read, self._now, most)
+            return list(islice(self._iterator, max_prompts))
+        return await asyncio.to_thread(_read, self._iterator, max_prompts)
 
 
 async def _first(prompts: AsyncIterator[P]) -> AsyncIterator[P]:
@@ -48,11 +48,11 @@ async def _first(prompts: AsyncIterator[P]) -> AsyncIterator[P]:
         return
 
 
-def _read(prompts: Iterator[P], most: int) -> list[P]:
-    taken: list[P] = []
-    until = time.monotonic() + _SECONDS
+def _read(prompts: Iterator[P], max_prompts: int) -> list[P]:
+    prompts_read: list[P] = []
+    deadline = time.monotonic() + _READ_SECONDS
     for prompt in prompts:
-        taken.append(prompt)
-        if len(taken) == most or time.monotonic() > until:
+        prompts_read.append(prompt)
+        if len(prompts_read) == max_prompts or time.monotonic() > deadline:
             break
-    return taken
+    return prompts_read

@@ -25,7 +25,7 @@ def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object |
             return msgspec.json.encode(request)
         return msgspec.json.encode({**msgspec.to_builtins(request), **extra})
     except UnicodeEncodeError:
-        raise _surrogate(_at_fault({**params, **(extra or {})})) from None
+        raise _surrogate(_invalid_param({**params, **(extra or {})})) from None
 
 
 def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
@@ -40,18 +40,18 @@ def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
         raise _surrogate(name) from None
 
 
-def query_of(**given: str | int | None) -> str:
+def query_of(**params: str | int | None) -> str:
     """Return the query of a URL with the parameters that are not None, or "". ValueError: a lone surrogate."""
     from urllib.parse import urlencode
 
     try:
-        query = urlencode({name: value for name, value in given.items() if value is not None})
+        query = urlencode({name: value for name, value in params.items() if value is not None})
     except UnicodeEncodeError:
-        raise _surrogate(_at_fault(given)) from None
+        raise _surrogate(_invalid_param(params)) from None
     return f"?{query}" if query else ""
 
 
-def _at_fault(params: Object) -> str:
+def _invalid_param(params: Object) -> str:
     """Return the name of the parameter that is not valid Unicode."""
     for name, value in params.items():
         try:
@@ -63,5 +63,5 @@ def _at_fault(params: Object) -> str:
 
 def _surrogate(name: str) -> ValueError:
     return ValueError(
-        f"{name} has a lone surrogate (half of a UTF-16 pair), which UTF-8 cannot carry; allowed: valid text"
+        f"{name} has a lone surrogate (half of a UTF-16 pair), which UTF-8 cannot encode; allowed: valid text"
     )

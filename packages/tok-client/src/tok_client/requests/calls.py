@@ -113,12 +113,14 @@ def text_of_tokens(tokens: Sequence[int], model: str | None) -> Call[DetokenizeR
 def health() -> Call[HealthReport]:
     """Return the call of `GET /health`. Some servers answer with the status alone, without a body."""
     default = HealthReport(status="ready")
-    return Call(method="GET", path="/health", kind=HealthReport, at_root=True, also=(UNAVAILABLE,), default=default)
+    return Call(
+        method="GET", path="/health", kind=HealthReport, at_root=True, accepted_statuses=(UNAVAILABLE,), default=default
+    )
 
 
 def ready() -> Call[ReadyReport]:
     """Return the call of `GET /ready`."""
-    return Call(method="GET", path="/ready", kind=ReadyReport, at_root=True, also=(UNAVAILABLE,))
+    return Call(method="GET", path="/ready", kind=ReadyReport, at_root=True, accepted_statuses=(UNAVAILABLE,))
 
 
 def version() -> Call[VersionReport]:

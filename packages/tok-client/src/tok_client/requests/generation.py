@@ -40,7 +40,7 @@ class Generation(Generic[A, C]):
     request: Callable[..., msgspec.Struct]
     answer: type[A]
     chunk: type[C]
-    ends: tuple[type, ...] = ()
+    final_types: tuple[type, ...] = ()
     lenient_answer: Callable[[bytes], A] | None = None
     lenient_chunk: Callable[[bytes], C] | None = None
 
@@ -53,7 +53,9 @@ class Generation(Generic[A, C]):
         """Return the call whose answer is streamed."""
         body = body_of(self.request, {**params, "stream": True}, extra)
         lenient = self.lenient_chunk
-        return Call(method="POST", path=self.path, kind=self.chunk, body=body, ends=self.ends, lenient=lenient)
+        return Call(
+            method="POST", path=self.path, kind=self.chunk, body=body, final_types=self.final_types, lenient=lenient
+        )
 
 
 COMPLETION = Generation("/completions", CompletionRequest, Completion, Completion)

@@ -23,39 +23,39 @@ def open_response(data: bytes) -> Response:
 
 def open_event(data: bytes) -> ResponseEvent:
     """Return the event encoded in `data`. Errors: msgspec.MsgspecError, also for an event of unknown type."""
-    found = _object(msgspec.json.decode(data))
-    if "response" in found:
-        response = _object(found["response"])
-        event = _event({**found, "response": {**response, "output": []}})
+    decoded = _object(msgspec.json.decode(data))
+    if "response" in decoded:
+        response = _object(decoded["response"])
+        event = _event({**decoded, "response": {**response, "output": []}})
         return msgspec.structs.replace(event, response=_response(response))
-    if "item" in found:
-        return msgspec.structs.replace(_event({**found, "item": ITEM}), item=_item(found["item"]))
-    if "part" in found:
-        return msgspec.structs.replace(_event({**found, "part": PART}), part=_object(found["part"]))
-    return _event(found)
+    if "item" in decoded:
+        return msgspec.structs.replace(_event({**decoded, "item": ITEM}), item=_item(decoded["item"]))
+    if "part" in decoded:
+        return msgspec.structs.replace(_event({**decoded, "part": PART}), part=_object(decoded["part"]))
+    return _event(decoded)
 
 
-def _response(found: JSONObject) -> Response:
-    items = msgspec.convert(found.get("output", []), list[object])
-    response = _converted({**found, "output": []}, Response)
+def _response(decoded: JSONObject) -> Response:
+    items = msgspec.convert(decoded.get("output", []), list[object])
+    response = _converted({**decoded, "output": []}, Response)
     return msgspec.structs.replace(response, output=[_item(item) for item in items])
 
 
-def _item(found: object) -> AnyItem:
+def _item(decoded: object) -> AnyItem:
     try:
-        return _converted(found, cast("type[OutputItem]", OutputItem))
+        return _converted(decoded, cast("type[OutputItem]", OutputItem))
     except msgspec.ValidationError:
-        return _object(found)
+        return _object(decoded)
 
 
-def _event(found: JSONObject) -> ResponseEvent:
-    return _converted(found, cast("type[ResponseEvent]", ResponseEvent))
+def _event(decoded: JSONObject) -> ResponseEvent:
+    return _converted(decoded, cast("type[ResponseEvent]", ResponseEvent))
 
 
-def _converted(found: object, kind: type[T]) -> T:
+def _converted(decoded: object, kind: type[T]) -> T:
     decoder(kind)  # fills msgspec's cache of type information under a lock, see `tok_client.decoders`
-    return msgspec.convert(found, kind)
+    return msgspec.convert(decoded, kind)
 
 
-def _object(found: object) -> JSONObject:
-    return msgspec.convert(found, JSONObject)
+def _object(decoded: object) -> JSONObject:
+    return msgspec.convert(decoded, JSONObject)

@@ -27,11 +27,11 @@ def upload(
     def form() -> aiohttp.FormData:
         import aiohttp
 
-        made = aiohttp.FormData(quote_fields=False)
+        form_data = aiohttp.FormData(quote_fields=False)
         for field, value in fields.items():
-            made.add_field(field, value)
+            form_data.add_field(field, value)
         opened: IO[bytes] = BytesIO(file) if isinstance(file, bytes) else open(file, "rb")  # noqa: SIM115 - see below
-        made.add_field("file", opened, filename=name, content_type="application/octet-stream")  # which closes it
-        return made
+        form_data.add_field("file", opened, filename=name, content_type="application/octet-stream")  # which closes it
+        return form_data
 
     return Call(method="POST", path="/files", kind=FileObject, form=form)

@@ -24,11 +24,11 @@ class AsyncResource:
         self._transport = transport
 
     async def _generate(
-        self, at: Generation[A, C], params: Object, extra: Object | None, timeout: float | None, *, stream: bool
+        self, endpoint: Generation[A, C], params: Object, extra: Object | None, timeout: float | None, *, stream: bool
     ) -> A | AsyncStream[C]:
         if stream:
-            return await self._transport.stream(at.streamed(params, extra), timeout)
-        return await self._transport.fetch(at.whole(params, extra), timeout)
+            return await self._transport.stream(endpoint.streamed(params, extra), timeout)
+        return await self._transport.fetch(endpoint.whole(params, extra), timeout)
 
     def _map(
         self,
@@ -50,11 +50,11 @@ class Resource:
         self._transport = transport
 
     def _generate(
-        self, at: Generation[A, C], params: Object, extra: Object | None, timeout: float | None, *, stream: bool
+        self, endpoint: Generation[A, C], params: Object, extra: Object | None, timeout: float | None, *, stream: bool
     ) -> A | Stream[C]:
         if stream:
-            return self._transport.stream(at.streamed(params, extra), timeout)
-        return self._transport.fetch(at.whole(params, extra), timeout)
+            return self._transport.stream(endpoint.streamed(params, extra), timeout)
+        return self._transport.fetch(endpoint.whole(params, extra), timeout)
 
     def _map(
         self,

@@ -7,7 +7,7 @@ from tok_client.transport.blocking import BlockingTransport
 from tok_client.transport.call import Call
 from tok_client.transport.loop_thread import LoopThread
 from tok_client.transport.streaming import AsyncStream, Stream
-from tok_client.transport.transport import Transport, checked_timeout
+from tok_client.transport.transport import Transport, check_timeout
 
 __all__ = [
     "AsyncStream",
@@ -17,5 +17,5 @@ __all__ = [
     "LoopThread",
     "Stream",
     "Transport",
-    "checked_timeout",
+    "check_timeout",
 ]

@@ -28,9 +28,9 @@ class Backoff:
 
     def delay(self, retry: int, error: TokError) -> float:
         """Return the seconds to wait before retry number `retry` (from 1) after `error`."""
-        waited = min(self.most, self.first * 2.0 ** min(retry - 1, 60)) * (1 + self.uniform()) / 2
-        asked = error.retry_after if isinstance(error, APIStatusError) else None
-        return max(waited, _seconds(asked, self.clock()) if asked else 0.0)
+        exponential_delay = min(self.most, self.first * 2.0 ** min(retry - 1, 60)) * (1 + self.uniform()) / 2
+        retry_after = error.retry_after if isinstance(error, APIStatusError) else None
+        return max(exponential_delay, _seconds(retry_after, self.clock()) if retry_after else 0.0)
 
 
 def may_retry(error: TokError, *, repeatable: bool = True) -> bool:

@@ -22,12 +22,12 @@ _SIGNAL_SECONDS = 0.5
 class LoopThread:
     """Thread with an event loop that runs coroutines for blocking callers of any number of threads.
 
-    The thread starts at the first call. `last` is awaited when the loop stops: at `stop()`, when this object is
+    The thread starts at the first call. `cleanup` is awaited when the loop stops: at `stop()`, when this object is
     garbage-collected, or at the interpreter's exit.
     """
 
-    def __init__(self, last: Callable[[], Coroutine[object, object, None]]) -> None:
-        self._last = last
+    def __init__(self, cleanup: Callable[[], Coroutine[object, object, None]]) -> None:
+        self._cleanup = cleanup
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -46,7 +46,7 @@ class LoopThread:
         the call, or the process was forked since the first call.
         """
         with self._lock:  # so that `stop` cancels this coroutine, too
-            loop = self._started()
+            loop = self._running_loop()
             future = asyncio.run_coroutine_threadsafe(function(), loop)
         try:
             return _result(future)
@@ -63,14 +63,14 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Cancel all running coroutines, await `last` and end the thread. Idempotent."""
+        """Cancel all running coroutines, await `cleanup` and end the thread. Idempotent."""
         with self._lock:
             self._stopped = True
             finalizer = self._finalizer
         if finalizer is not None:
             finalizer()
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._stopped:
             raise RuntimeError("the client is closed")
         if self._loop is None:
@@ -78,9 +78,9 @@ class LoopThread:
             self._pid = os.getpid()
             thread = threading.Thread(target=_run, args=(self._loop,), name="tok-client", daemon=True)
             thread.start()
-            self._finalizer = weakref.finalize(self, _stop, self._loop, thread, self._pid, self._last)
+            self._finalizer = weakref.finalize(self, _stop, self._loop, thread, self._pid, self._cleanup)
         if self._pid != os.getpid():
-            raise RuntimeError("the client was used before this process was forked; make one in each process")
+            raise RuntimeError("the client was created before this process was forked; create one client per process")
         return self._loop
 
 
@@ -107,21 +107,21 @@ def _stop(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     pid: int,
-    last: Callable[[], Coroutine[object, object, None]],
+    cleanup: Callable[[], Coroutine[object, object, None]],
 ) -> None:
     if pid != os.getpid():  # a forked process has the loop but not its thread
         return
-    asyncio.run_coroutine_threadsafe(_finish(loop, last), loop)
+    asyncio.run_coroutine_threadsafe(_finish(loop, cleanup), loop)
     if threading.current_thread() is not thread:  # the garbage collector may run on any thread
         thread.join(_STOP_SECONDS)
 
 
-async def _finish(loop: asyncio.AbstractEventLoop, last: Callable[[], Coroutine[object, object, None]]) -> None:
+async def _finish(loop: asyncio.AbstractEventLoop, cleanup: Callable[[], Coroutine[object, object, None]]) -> None:
     others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     try:
-        await last()
+        await cleanup()
     finally:
         loop.stop()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar, get_args
 import msgspec
 
 from tok_client.decoders import decoder
-from tok_client.errors import NO_JSON, APIConnectionError, TokError, event_error
+from tok_client.errors import DECODE_ERRORS, APIConnectionError, TokError, event_error
 from tok_client.transport.call import Call
 from tok_client.transport.loop_thread import LoopThread
 from tok_client.transport.sse import ServerSentEvent, SSEDecoder
-from tok_client.transport.translate import translating
+from tok_client.transport.translate import translate_errors
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,10 +43,10 @@ class AsyncStream(Generic[T_co]):
         self._events = SSEDecoder()
         self._chunks = decoder(call.kind)
         self._lenient = call.lenient
-        self._ends = call.ends
-        self._tags = _tags(call.kind) if call.ends else frozenset()
+        self._final_types = call.final_types
+        self._tags = _tags(call.kind) if call.final_types else frozenset()
         self._ready: deque[T_co] = deque()
-        self._done = False  # the last chunk has arrived: [DONE], or a chunk of a type in `ends`
+        self._done = False  # the last chunk has arrived: [DONE], or a chunk of a type in `final_types`
         self._failure: TokError | None = None  # raised after the preceding chunks
         self._closed = False
 
@@ -86,13 +86,13 @@ class AsyncStream(Generic[T_co]):
 
     async def _receive(self) -> bytes:
         try:
-            with translating(self._response.url):
+            with translate_errors(self._response.url):
                 data = await self._response.content.readany()
         except TokError:
             self.abandon()
             raise
         if not data:
-            self._failure = APIConnectionError("the stream broke off before its [DONE]")
+            self._failure = APIConnectionError("the stream ended before its [DONE]")
         return data
 
     def _take(self, data: bytes) -> list[T_co]:
@@ -105,7 +105,7 @@ class AsyncStream(Generic[T_co]):
                 chunk = self._decode(event)
                 if chunk is not None:
                     chunks.append(chunk)
-                if isinstance(chunk, self._ends):
+                if isinstance(chunk, self._final_types):
                     self._done = True
                     break
         except TokError as failure:
@@ -118,8 +118,8 @@ class AsyncStream(Generic[T_co]):
             raise event_error(event.data)
         try:
             return decoded(event.data, self._chunks, self._lenient)
-        except NO_JSON as error:
-            if self._ends and event.event not in self._tags and event.event != "message":
+        except DECODE_ERRORS as error:
+            if self._final_types and event.event not in self._tags and event.event != "message":
                 return None
             raise event_error(event.data) from error
 
@@ -128,7 +128,7 @@ class AsyncStream(Generic[T_co]):
         self._closed = True
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
-                with translating(self._response.url):
+                with translate_errors(self._response.url):
                     while await self._response.content.readany():
                         pass  # bytes after the last chunk are ignored
                     self._response.release()

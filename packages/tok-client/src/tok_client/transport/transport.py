@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakSet
 
 from tok_client.decoders import decoder
-from tok_client.errors import NO_JSON, APIResponseError, TokError, status_error
+from tok_client.errors import DECODE_ERRORS, APIResponseError, TokError, status_error
 from tok_client.transport.backoff import Backoff, may_retry
 from tok_client.transport.call import Call
 from tok_client.transport.streaming import AsyncStream, decoded
-from tok_client.transport.translate import translating
+from tok_client.transport.translate import translate_errors
 from tok_client.transport.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Transport:
         self._base_url = base_url.rstrip("/")
         self._root = self._base_url.removesuffix("/v1")
         self._api_key = api_key
-        self._timeout = checked_timeout(timeout)
+        self._timeout = check_timeout(timeout)
         self._max_retries = max_retries
         self._backoff = backoff
         self._session: aiohttp.ClientSession | None = None
@@ -53,45 +53,45 @@ class Transport:
 
     async def fetch(self, call: Call[T], timeout: float | None = None, max_retries: int | None = None) -> T:
         """Return the whole answer to one call. `max_retries` replaces the client's."""
-        seconds = self._timeout if timeout is None else checked_timeout(timeout)
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
 
-        async def once() -> T:
+        async def attempt() -> T:
             response = await self._open(call, seconds)
-            with translating(response.url):
+            with translate_errors(response.url):
                 content = await response.read()
             return _answer(call, response, content)
 
-        return await self._retrying(call, once, seconds, max_retries)
+        return await self._with_retries(call, attempt, seconds, max_retries)
 
     async def stream(self, call: Call[T], timeout: float | None = None) -> AsyncStream[T]:
         """Return the answer to one call as a stream; once it has begun there is no retry."""
-        seconds = self._timeout if timeout is None else checked_timeout(timeout)
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
 
-        async def once() -> AsyncStream[T]:
+        async def attempt() -> AsyncStream[T]:
             response = await self._open(call, seconds)
             if response.content_type == "text/event-stream":
                 opened = AsyncStream(response, call)
                 self._streams.add(opened)
                 return opened
-            with translating(response.url):
+            with translate_errors(response.url):
                 content = await response.read()
-            message = f"asked for a stream, got {response.content_type}: {content[:200]!r}"
+            message = f"expected a stream, received {response.content_type}: {content[:200]!r}"
             raise APIResponseError(message, body=content)
 
-        return await self._retrying(call, once, seconds)
+        return await self._with_retries(call, attempt, seconds)
 
     async def save(self, call: Call[bytes], path: str | PathLike[str], timeout: float | None = None) -> int:
         """Write the answer to the file `path`, which appears once it is complete. Returns its size in bytes."""
-        seconds = self._timeout if timeout is None else checked_timeout(timeout)
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
 
-        async def once() -> int:
+        async def attempt() -> int:
             response = await self._open(call, seconds)
             try:
                 return await write_whole(path, _pieces(response))
             finally:
                 response.close()  # in case the file could not be written; a no-op after a whole body
 
-        return await self._retrying(call, once, seconds)
+        return await self._with_retries(call, attempt, seconds)
 
     async def close(self) -> None:
         """Close all connections, including those of open streams. Idempotent."""
@@ -102,15 +102,15 @@ class Transport:
         if session is not None:
             await session.close()
 
-    async def _retrying(
-        self, call: Call[T], once: Callable[[], Awaitable[U]], timeout: float, max_retries: int | None = None
+    async def _with_retries(
+        self, call: Call[T], attempt: Callable[[], Awaitable[U]], timeout: float, max_retries: int | None = None
     ) -> U:
-        most = self._max_retries if max_retries is None else max_retries
+        retry_limit = self._max_retries if max_retries is None else max_retries
         for retry in count(1):
             try:
-                return await once()
+                return await attempt()
             except TokError as error:
-                if retry > most or not may_retry(error, repeatable=call.repeatable):
+                if retry > retry_limit or not may_retry(error, repeatable=call.repeatable):
                     raise
                 delay = self._backoff.delay(retry, error)
                 if delay > timeout:  # the server asks for a longer wait than the caller allows
@@ -121,7 +121,7 @@ class Transport:
     async def _open(self, call: Call[T], timeout: float) -> aiohttp.ClientResponse:
         """Send the request once. Returns the response with its body unread.
 
-        Raises for an error status, unless the call allows it in `also`.
+        Raises for an error status, unless the call allows it in `accepted_statuses`.
         """
         import aiohttp
         from yarl import URL
@@ -129,24 +129,24 @@ class Transport:
         limits = aiohttp.ClientTimeout(total=None, connect=timeout, sock_read=timeout)
         headers = {"Content-Type": "application/json"} if call.body is not None else {}
         url = URL((self._root if call.at_root else self._base_url) + call.path, encoded=True)
-        data = _large(call.body) if call.form is None else call.form()
-        with translating(url):
-            response = await self._opened().request(
+        data = _chunked_body(call.body) if call.form is None else call.form()
+        with translate_errors(url):
+            response = await self._get_session().request(
                 call.method, url, data=data, headers=headers, timeout=limits, allow_redirects=False
             )
-            if response.status < 300 or response.status in call.also:
+            if response.status < 300 or response.status in call.accepted_statuses:
                 return response
             content = await response.read()
         raise status_error(response.status, response.headers, content)
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _get_session(self) -> aiohttp.ClientSession:
         if self._closed:
             raise RuntimeError("the client is closed")
         loop = asyncio.get_running_loop()
         if self._session is None:
             self._session, self._loop = _session(self._api_key), loop
         if self._loop is not loop:
-            raise RuntimeError("the client belongs to another event loop; make one in each")
+            raise RuntimeError("the client belongs to another event loop; create one client per event loop")
         return self._session
 
 
@@ -163,20 +163,20 @@ def _session(api_key: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
 
 
-def checked_timeout(timeout: float) -> float:
+def check_timeout(timeout: float) -> float:
     """Return `timeout`. ValueError: it is not allowed."""
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; allowed: seconds above 0, finite")
     return timeout
 
 
-def _large(body: bytes | None) -> bytes | BytesIO | None:
+def _chunked_body(body: bytes | None) -> bytes | BytesIO | None:
     """Return a large body as a file object, which aiohttp writes piece by piece."""
     return BytesIO(body) if body is not None and len(body) > _PIECE else body
 
 
 async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    with translating(response.url):
+    with translate_errors(response.url):
         async for piece in response.content.iter_chunked(_PIECE):
             yield piece
 
@@ -201,6 +201,6 @@ def _decoded(content: bytes, call: Call[T]) -> T:
         return kind(content, "utf-8", "replace")
     try:
         return decoded(content, decoder(kind), call.lenient)
-    except NO_JSON as error:
-        message = f"the answer is no {kind.__name__}: {error}; it begins {content[:200]!r}"
+    except DECODE_ERRORS as error:
+        message = f"the answer is not a {kind.__name__}: {error}; it begins with {content[:200]!r}"
         raise APIResponseError(message, body=content) from error

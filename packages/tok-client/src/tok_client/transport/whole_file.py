@@ -15,21 +15,21 @@ async def write_whole(path: str | PathLike[str], pieces: AsyncIterator[bytes]) -
 
     OSError: the file cannot be written.
     """
-    part = f"{os.fspath(path)}.part"
+    temporary = f"{os.fspath(path)}.part"
     size = 0
     try:
-        with open(part, "wb") as file:
+        with open(temporary, "wb") as file:
             async for piece in pieces:
                 size += await asyncio.to_thread(file.write, piece)
-            await asyncio.to_thread(_settle, file)
-        os.replace(part, path)
+            await asyncio.to_thread(_flush_to_disk, file)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(part)
+            os.unlink(temporary)
         raise
     return size
 
 
-def _settle(file: IO[bytes]) -> None:
+def _flush_to_disk(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

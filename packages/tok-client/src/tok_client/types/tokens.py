@@ -26,8 +26,8 @@ class TokenizeRequest(Wire, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str) == isinstance(self.messages, list):
-            told = "stands beside messages" if isinstance(self.prompt, str) else "is missing, and so is messages"
-            raise ValueError(f"prompt {told}; allowed: one of them")
+            problem = "and messages are both set" if isinstance(self.prompt, str) else "and messages are both missing"
+            raise ValueError(f"prompt {problem}; allowed: one of them")
         if self.messages == []:
             raise ValueError("messages is []; allowed: at least one message")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tok_server.batch.api import BATCH_OPERATIONS, add_batches
-from tok_server.batch.offline import BadInput, Offline, showing
+from tok_server.batch.offline import InvalidInput, OfflineBatch, show_progress
 from tok_server.batch.storage import Totals
 
 __all__ = [
     "BATCH_OPERATIONS",
-    "BadInput",
-    "Offline",
+    "InvalidInput",
+    "OfflineBatch",
     "Totals",
     "add_batches",
-    "showing",
+    "show_progress",
 ]

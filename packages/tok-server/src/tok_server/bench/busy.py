@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from tok_core import TokError
 
-TOP_WORKS, TOP_GAPS, WIDTH = 15, 5, 64
+MAX_LISTED_KERNELS, MAX_LISTED_GAPS, NAME_WIDTH = 15, 5, 64
 HOST = ("HtoD", "DtoH")  # substrings of the names of copies from or to the host
 PEER = "Memcpy PtoP"  # prefix of the names of copies between devices
 
@@ -39,20 +39,20 @@ class Gap:
 class DeviceTime:
     """Device time by kernel: `seconds` from first start to last end, of which `idle` seconds without any kernel.
 
-    `works` and `gaps` are sorted, the largest first.
+    `kernels` and `gaps` are sorted, the largest first.
 
-    exchanging  seconds in which only NCCL kernels and peer-to-peer copies ran, including their waits for other devices.
-                This is a lower bound of the communication time: other kernels, which sum small tensors or signal that
-                memory may be read, also wait for other ranks
+    communication  seconds in which only NCCL kernels and peer-to-peer copies ran, including their waits for other
+                   devices. This is a lower bound of the communication time: other kernels, which sum small tensors or
+                   signal that memory may be read, also wait for other ranks
 
-    A pipeline stage waits for the previous stage inside an NCCL kernel. Without tensor parallelism, `idle + exchanging`
-    is therefore the stage's pipeline bubble.
+    A pipeline stage waits for the previous stage inside an NCCL kernel. Without tensor parallelism, `idle +
+    communication` is therefore the stage's pipeline bubble.
     """
 
     seconds: float
     idle: float
-    exchanging: float
-    works: list[KernelTotal]
+    communication: float
+    kernels: list[KernelTotal]
     gaps: list[Gap]
 
     @property
@@ -61,12 +61,12 @@ class DeviceTime:
         return self.idle / self.seconds if self.seconds else 0.0
 
     @property
-    def exchanging_share(self) -> float:
+    def communication_share(self) -> float:
         """Return the share of the same time in which only communication ran, or waited for other devices."""
-        return self.exchanging / self.seconds if self.seconds else 0.0
+        return self.communication / self.seconds if self.seconds else 0.0
 
 
-def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> DeviceTime:
+def device_time(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> DeviceTime:
     """Summarise K intervals in seconds, given in any order; they may overlap. Errors: ValueError without intervals."""
     if not names:
         raise ValueError("names is empty; allowed: at least one interval")
@@ -82,9 +82,11 @@ def busy(start_K: ArrayLike, end_K: ArrayLike, names: list[str]) -> DeviceTime:
     ]
     gaps.sort(key=lambda gap: -gap.seconds)
     names = [names[i] for i in order]
-    computes = np.array([not _exchanges(name) for name in names])
-    exchanging = 0.0 if computes.all() else max(_covered(start, end) - _covered(start[computes], end[computes]), 0.0)
-    return DeviceTime(float(reached[-1] - start[0]), float(wait.sum()), exchanging, _works(end - start, names), gaps)
+    computes = np.array([not _communicates(name) for name in names])
+    communication = 0.0 if computes.all() else max(_covered(start, end) - _covered(start[computes], end[computes]), 0.0)
+    return DeviceTime(
+        float(reached[-1] - start[0]), float(wait.sum()), communication, _kernel_totals(end - start, names), gaps
+    )
 
 
 def _covered(start_K: np.ndarray, end_K: np.ndarray) -> float:
@@ -95,7 +97,7 @@ def _covered(start_K: np.ndarray, end_K: np.ndarray) -> float:
     return float(reached[-1] - start_K[0] - np.maximum(start_K[1:] - reached[:-1], 0.0).sum())
 
 
-def _exchanges(name: str) -> bool:
+def _communicates(name: str) -> bool:
     """Return whether the kernel is a pure collective or a copy between devices."""
     return "nccl" in name.lower() or name.startswith(PEER)
 
@@ -103,16 +105,16 @@ def _exchanges(name: str) -> bool:
 def _last_to_end(end_K: np.ndarray) -> np.ndarray:
     """Return for each position i the index of the interval in 0..i that ends last."""
     index = np.arange(len(end_K))
-    later = end_K > np.maximum.accumulate(np.concatenate(([-np.inf], end_K[:-1])))
-    found: np.ndarray = np.maximum.accumulate(np.where(later, index, 0))
+    new_maximum = end_K > np.maximum.accumulate(np.concatenate(([-np.inf], end_K[:-1])))
+    found: np.ndarray = np.maximum.accumulate(np.where(new_maximum, index, 0))
     return found
 
 
-def _works(seconds_K: np.ndarray, names: list[str]) -> list[KernelTotal]:
-    kinds, which, calls = np.unique(np.array(names), return_inverse=True, return_counts=True)
-    total = np.bincount(which, weights=seconds_K)
-    works = [KernelTotal(str(kinds[i]), float(total[i]), int(calls[i])) for i in range(len(kinds))]
-    return sorted(works, key=lambda work: -work.seconds)
+def _kernel_totals(seconds_K: np.ndarray, names: list[str]) -> list[KernelTotal]:
+    kinds, kernel_index, calls = np.unique(np.array(names), return_inverse=True, return_counts=True)
+    total = np.bincount(kernel_index, weights=seconds_K)
+    kernels = [KernelTotal(str(kinds[i]), float(total[i]), int(calls[i])) for i in range(len(kinds))]
+    return sorted(kernels, key=lambda kernel: -kernel.seconds)
 
 
 class _Event(msgspec.Struct):
@@ -127,7 +129,7 @@ class _Trace(msgspec.Struct):
     events: list[_Event] = msgspec.field(name="traceEvents")
 
 
-def busy_of_trace(file: Path) -> DeviceTime:
+def trace_device_time(file: Path) -> DeviceTime:
     """Summarise the GPU's work in a trace: kernels, memory sets and copies on or between devices.
 
     A trace without GPU work is summarised by its CPU operators instead, without those called by another operator.
@@ -136,14 +138,14 @@ def busy_of_trace(file: Path) -> DeviceTime:
     try:
         events = msgspec.json.decode(file.read_bytes(), type=_Trace).events
     except (msgspec.DecodeError, OSError) as error:
-        raise TokError(f"{file}: is no trace in Chrome's format ({error})") from error
+        raise TokError(f"{file}: is not a trace in Chrome's format ({error})") from error
     events = [one for one in events if one.ph == "X"]
     chosen = [one for one in events if _computes(one)] or _outermost(events)
     if not chosen:
-        raise TokError(f"{file}: nothing was computed while it was traced")
+        raise TokError(f"{file}: the trace contains no computation")
     first = min(one.ts for one in chosen)
     start = np.array([one.ts - first for one in chosen]) * 1e-6
-    return busy(start, start + np.array([one.dur for one in chosen]) * 1e-6, [one.name for one in chosen])
+    return device_time(start, start + np.array([one.dur for one in chosen]) * 1e-6, [one.name for one in chosen])
 
 
 def _computes(event: _Event) -> bool:
@@ -167,20 +169,21 @@ def describe(found: DeviceTime) -> str:
     """Return a few lines of text: the idle share, the kernels that took longest, and the largest gaps."""
     idle = found.idle_share
     head = f"{found.seconds * 1e3:,.1f} ms: {1 - idle:.1%} busy, {idle:.1%} idle in {len(found.gaps):,} gaps"
-    exchanging = f"{found.exchanging_share:.1%}"
-    head += "" if exchanging == "0.0%" else f"; {exchanging} only exchanging"
-    titles = f"  {'work':<{WIDTH}}{'ms':>10}{'share':>8}{'calls':>9}"
-    works = [_line(work, found.seconds) for work in found.works[:TOP_WORKS]]
-    return "\n".join([head, titles, *works, *map(_gap_line, found.gaps[:TOP_GAPS])])
+    communication = f"{found.communication_share:.1%}"
+    head += "" if communication == "0.0%" else f"; {communication} communication only"
+    titles = f"  {'kernel':<{NAME_WIDTH}}{'ms':>10}{'share':>8}{'calls':>9}"
+    kernels = [_line(kernel, found.seconds) for kernel in found.kernels[:MAX_LISTED_KERNELS]]
+    return "\n".join([head, titles, *kernels, *map(_gap_line, found.gaps[:MAX_LISTED_GAPS])])
 
 
-def _line(work: KernelTotal, seconds: float) -> str:
-    share = work.seconds / seconds if seconds else 0.0
-    return f"  {_short(work.name, WIDTH):<{WIDTH}}{work.seconds * 1e3:>10,.2f}{share:>8.1%}{work.calls:>9,}"
+def _line(kernel: KernelTotal, seconds: float) -> str:
+    share = kernel.seconds / seconds if seconds else 0.0
+    name = _short(kernel.name, NAME_WIDTH)
+    return f"  {name:<{NAME_WIDTH}}{kernel.seconds * 1e3:>10,.2f}{share:>8.1%}{kernel.calls:>9,}"
 
 
 def _gap_line(gap: Gap) -> str:
-    after, before = _short(gap.after, WIDTH // 2), _short(gap.before, WIDTH // 2)
+    after, before = _short(gap.after, NAME_WIDTH // 2), _short(gap.before, NAME_WIDTH // 2)
     return f"  gap of {gap.seconds * 1e3:,.3f} ms at {gap.at * 1e3:,.1f} ms, after {after}, before {before}"
 
 

@@ -97,9 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_manager(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench manager`."""
-    told = "; ".join(f"{name}: {what}" for name, what in MANAGER_WORKLOADS.items())
+    descriptions = "; ".join(f"{name}: {what}" for name, what in MANAGER_WORKLOADS.items())
     add = parser.add_argument
-    add("--workload", required=True, choices=tuple(MANAGER_WORKLOADS), metavar="W", help=told)
+    add("--workload", required=True, choices=tuple(MANAGER_WORKLOADS), metavar="W", help=descriptions)
     add("--sequences", type=int, default=8192, metavar="N", help="sequences running at once (default: %(default)s)")
     add("--stop", metavar="STRING", help="stop string of every request (default: none)")
     add("--step-time", type=float, default=0.0, metavar="MS", help="simulated milliseconds per step (default: 0)")
@@ -109,9 +109,14 @@ def add_manager(parser: argparse.ArgumentParser) -> None:
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench server`."""
-    told = "; ".join(f"{name}: {what}" for name, what in SERVER_SCENARIOS.items())
+    descriptions = "; ".join(f"{name}: {what}" for name, what in SERVER_SCENARIOS.items())
     add = parser.add_argument
-    add("--scenario", choices=tuple(SERVER_SCENARIOS), metavar="S", help=f"scenario to run (default: all). {told}")
+    add(
+        "--scenario",
+        choices=tuple(SERVER_SCENARIOS),
+        metavar="S",
+        help=f"scenario to run (default: all). {descriptions}",
+    )
     add(
         "--rate",
         type=float,
@@ -182,7 +187,7 @@ def add_serve_bench(parser: argparse.ArgumentParser) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--workload", required=True, metavar="W", help="JSONL file of requests, or monkeys, sharegpt or decode")
-    add("--workload-dir", type=Path, metavar="DIR", help="directory of the named workloads, which do not come with tok")
+    add("--workload-dir", type=Path, metavar="DIR", help="directory of the named workloads (they are not part of tok)")
     add("--limit", type=int, metavar="N", help="use only the first N requests")
     add("--n", type=int, metavar="N", help="samples per prompt (default: the workload's)")
     add("--max-tokens", type=int, metavar="N", help="limit answers to N tokens")

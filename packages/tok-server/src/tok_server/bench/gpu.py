@@ -30,8 +30,8 @@ class GpuMemory:
 
 def first_gpu() -> GpuMemory | None:
     """Return the first GPU visible to CUDA programs started from this process; None without a driver or a GPU."""
-    wanted = first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if wanted is None:
+    device = first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if device is None:
         return None
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -40,10 +40,10 @@ def first_gpu() -> GpuMemory | None:
     handle = ctypes.c_void_p()
     if library.nvmlInit_v2() != 0:
         return None
-    if wanted.isdigit():
-        status = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(wanted)), ctypes.byref(handle))
+    if device.isdigit():
+        status = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(device)), ctypes.byref(handle))
     else:
-        status = library.nvmlDeviceGetHandleByUUID(wanted.encode(), ctypes.byref(handle))
+        status = library.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle))
     return GpuMemory(library, handle) if status == 0 else None
 
 

@@ -15,18 +15,18 @@ from tok_core.config import TRACE_WARM_UP
 from tok_core.mesh import RankCoordinates
 from tok_core.runtime import trace_files
 
-LOOK_EVERY = 0.02
+POLL_SECONDS = 0.02
 
 
-def tracing(config: EngineConfig, file: Path, steps: int, of: int) -> EngineConfig:
-    """Return `config` for an engine that traces `steps` steps in the middle of a run of `of` steps.
+def tracing(config: EngineConfig, file: Path, steps: int, total_steps: int) -> EngineConfig:
+    """Return `config` for an engine that traces `steps` steps in the middle of a run of `total_steps` steps.
 
     Errors: InvalidField if the run is too short.
     """
-    most = max((of - TRACE_WARM_UP) // 2, 0)
-    if steps > most:
-        raise InvalidField("trace_steps", steps, f"at most {most}, as the run takes {of} steps")
-    first = max(TRACE_WARM_UP + 1, (of - steps) // 2)
+    max_steps = max((total_steps - TRACE_WARM_UP) // 2, 0)
+    if steps > max_steps:
+        raise InvalidField("trace_steps", steps, f"at most {max_steps}, because the run takes {total_steps} steps")
+    first = max(TRACE_WARM_UP + 1, (total_steps - steps) // 2)
     return msgspec.structs.replace(config, trace=str(file.resolve()), trace_from=first, trace_steps=steps)
 
 
@@ -42,14 +42,14 @@ def run_traced(config: EngineConfig, work: Callable[[Engine], object]) -> dict[R
     with ThreadPoolExecutor(1) as pool:
         with Engine(config) as engine:
             run: Future[object] = pool.submit(work, engine)
-            while not (_all_there(files) or run.done()):
-                time.sleep(LOOK_EVERY)
+            while not (_all_exist(files) or run.done()):
+                time.sleep(POLL_SECONDS)
         with suppress(EngineClosed):
             run.result()
-    if not _all_there(files):
-        raise TokError(f"the run ended before {config.trace_steps} steps were traced from step {config.trace_from} on")
+    if not _all_exist(files):
+        raise TokError(f"the run ended before {config.trace_steps} steps from step {config.trace_from} were traced")
     return files
 
 
-def _all_there(files: dict[RankCoordinates, Path]) -> bool:
+def _all_exist(files: dict[RankCoordinates, Path]) -> bool:
     return all(file.exists() for file in files.values())

@@ -11,45 +11,47 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-Show = Callable[[int, int, int], None]
+ShowProgress = Callable[[int, int, int], None]
 """Update the progress display: requests done, tokens generated, sequences running."""
 
 
 @contextmanager
-def watching(look: Callable[[], None], every: float) -> Iterator[None]:
-    """Call `look` at once, then every `every` seconds from a separate thread, and once more at the end."""
+def call_periodically(function: Callable[[], None], every: float) -> Iterator[None]:
+    """Call `function` at once, then every `every` seconds from a separate thread, and once more at the end."""
     ended = threading.Event()
 
-    def keep_looking() -> None:
+    def run() -> None:
         while not ended.wait(every):
-            look()
+            function()
 
-    look()
-    thread = threading.Thread(target=keep_looking, name="watch", daemon=True)
+    function()
+    thread = threading.Thread(target=run, name="watch", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        look()
+        function()
 
 
-def seldom(action: Callable[[], None], every: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
+def throttled(
+    action: Callable[[], None], every: float, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], None]:
     """Return a function that calls `action` on its first call, and then at most once every `every` seconds."""
     due = -math.inf
 
-    def act() -> None:
+    def call() -> None:
         nonlocal due
         if clock() >= due:
             due = clock() + every
             action()
 
-    return act
+    return call
 
 
 @contextmanager
-def progress_bar(title: str, requests: int) -> Iterator[Show]:
+def progress_bar(title: str, requests: int) -> Iterator[ShowProgress]:
     """Show a progress bar on standard error if that is a terminal."""
     console = Console(stderr=True)
     columns = (

@@ -41,7 +41,7 @@ def _check(options: argparse.Namespace) -> None:
         if count is not None and count < 1:
             raise InvalidField(field, count, "integers from 1")
     if options.kind == "offline" and options.trace_steps is not None and options.trace is None:
-        raise InvalidField("trace_steps", options.trace_steps, "nothing without --trace")
+        raise InvalidField("trace_steps", options.trace_steps, "only together with --trace")
     for field, low in (("wait", "from 0"), ("timeout", "above 0")):
         value = float(getattr(options, field, 1.0))
         if not math.isfinite(value) or value < 0 or (field == "timeout" and value == 0):
@@ -60,8 +60,8 @@ def _workload(options: argparse.Namespace) -> Workload:
     workload = read_workload(
         options.workload, options.workload_dir, limit=options.limit, n=options.n, max_tokens=options.max_tokens
     )
-    given = {name: getattr(options, name) for name in ("temperature", "top_p")}
-    workload = dataclasses.replace(workload, **{name: value for name, value in given.items() if value is not None})
+    overrides = {name: getattr(options, name) for name in ("temperature", "top_p")}
+    workload = dataclasses.replace(workload, **{name: value for name, value in overrides.items() if value is not None})
     SamplingParams(temperature=workload.temperature, top_p=workload.top_p)  # raises InvalidField
     return workload
 
@@ -86,18 +86,20 @@ def _trace(options: argparse.Namespace, workload: Workload, measured: Result) ->
 
     assert measured.steps is not None
     config, steps = _config(options, workload), options.trace_steps or TRACE_STEPS
-    found = trace_offline(config, workload, options.trace, steps=steps, of=measured.steps, text=options.text)
-    for place, one in found.items():
-        head = f"stage {place.stage}, rank {place.rank}: " if len(found) > 1 else ""
-        told = f"{head}{steps} steps traced in {trace_file(options.trace, place)}, {describe(one)}"
-        print(told, file=sys.stderr if options.json else sys.stdout)
+    device_times = trace_offline(
+        config, workload, options.trace, steps=steps, total_steps=measured.steps, text=options.text
+    )
+    for coordinates, one in device_times.items():
+        head = f"stage {coordinates.stage}, rank {coordinates.rank}: " if len(device_times) > 1 else ""
+        line = f"{head}{steps} steps traced in {trace_file(options.trace, coordinates)}, {describe(one)}"
+        print(line, file=sys.stderr if options.json else sys.stdout)
 
 
 def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
     # A workload defines all sampling parameters; the model's generation_config.json must not change them.
     config = msgspec.structs.replace(engine_config(options), generation_config="none")
     if config.max_model_len is None:
-        config = msgspec.structs.replace(config, max_model_len=workload.longest)
+        config = msgspec.structs.replace(config, max_model_len=workload.max_sequence_tokens)
     if options.eos_probability is None:
         return config
     if workload.temperature == 0:

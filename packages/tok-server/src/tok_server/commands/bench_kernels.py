@@ -55,7 +55,7 @@ def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
 
 def show(measured: KernelsMeasured, kernels: Sequence[KernelTime], console: Console) -> None:
     """Print a row per kernel, and the tokens per second that the GEMMs of the largest forward allow."""
-    caption = f"floor: bytes at {measured.bandwidth:.2f} TB/s copied, products at {measured.rate:.0f} TFLOP/s"
+    caption = f"floor: bytes at {measured.bandwidth:.2f} TB/s (copy), GEMMs at {measured.rate:.0f} TFLOP/s"
     rank = f", rank 0 of {measured.tp}" if measured.tp > 1 else ""
     table = Table("kernel", "size", title=f"{measured.device}, {measured.backend}{rank}", caption=caption)
     for heading in ("ms", "floor ms", "of floor"):
@@ -63,10 +63,10 @@ def show(measured: KernelsMeasured, kernels: Sequence[KernelTime], console: Cons
     for one in kernels:
         table.add_row(one.kernel, one.size, f"{one.ms:.3f}", f"{one.floor_ms:.3f}", f"{one.share:.0%}")
     console.print(table)
-    most = _forward(kernels)
-    together = f", {measured.tp} ranks together" if measured.tp > 1 else ""
-    allowed = f"{most.tokens_per_second:,.0f} tokens/s at {most.tokens:,} rows{together}"
-    console.print(f"matrix products alone: {allowed}", highlight=False)
+    forward = _forward(kernels)
+    all_ranks = f", {measured.tp} ranks together" if measured.tp > 1 else ""
+    allowed = f"{forward.tokens_per_second:,.0f} tokens/s at {forward.tokens:,} rows{all_ranks}"
+    console.print(f"GEMMs alone: {allowed}", highlight=False)
 
 
 def _forward(kernels: Sequence[KernelTime]) -> KernelTime:

@@ -20,9 +20,9 @@ def main(options: argparse.Namespace) -> int:
     if not math.isfinite(options.seconds) or options.seconds <= 0:
         raise InvalidField("seconds", options.seconds, "seconds above 0")
     if options.rate is not None and not (math.isfinite(options.rate) and options.rate > 0):
-        raise InvalidField("rate", options.rate, "requests a second, above 0")
+        raise InvalidField("rate", options.rate, "requests per second, above 0")
     if options.rate is not None and options.scenario is None:
-        raise InvalidField("rate", options.rate, "together with --scenario: each has a rate of its own")
+        raise InvalidField("rate", options.rate, "only together with --scenario: each scenario has its own rate")
     from tok_server.bench.server.server import SCENARIOS, run_server, table
 
     names = list(SCENARIOS) if options.scenario is None else [options.scenario]

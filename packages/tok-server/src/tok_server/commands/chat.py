@@ -32,12 +32,12 @@ class ChatBackend(Protocol):
 def main(options: argparse.Namespace) -> int:
     """Run the conversation until the input ends. Errors: InvalidField, TokError."""
     try:
-        talker = _talker(options)
+        backend = _make_backend(options)
     except tok_client.TokError as error:
-        print(f"tok chat: error: {_advised(error)}", file=sys.stderr)
+        print(f"tok chat: error: {_with_advice(error)}", file=sys.stderr)
         return 1
-    with closing(talker):
-        converse(talker, Dialogue(options.system), Terminal())
+    with closing(backend):
+        converse(backend, Dialogue(options.system), Terminal())
     return 0
 
 
@@ -66,7 +66,7 @@ class Terminal:
             self._notes.print(text, style=style, markup=False)
 
 
-def _talker(options: argparse.Namespace) -> LocalChatBackend | RemoteChatBackend:
+def _make_backend(options: argparse.Namespace) -> LocalChatBackend | RemoteChatBackend:
     if options.url is not None:
         _check_remote(options)
         return RemoteChatBackend(options)
@@ -80,53 +80,53 @@ def _check_remote(options: argparse.Namespace) -> None:
     for name in ("device", "dtype"):
         value = getattr(options, name)
         if value != "auto":
-            raise InvalidField(name, value, "auto together with --url: the server has chosen its own")
+            raise InvalidField(name, value, "auto together with --url: the server chooses it")
 
 
-def converse(talker: ChatBackend, dialogue: Dialogue, terminal: Terminal) -> None:
+def converse(backend: ChatBackend, dialogue: Dialogue, terminal: Terminal) -> None:
     """Read lines, answer them and run commands until the input ends."""
     terminal.note(GREETING)
     while True:
         try:
-            said = terminal.read()
-            if said is None or said == EXIT:
+            user_input = terminal.read()
+            if user_input is None or user_input == EXIT:
                 return
-            if said.startswith("/"):
-                terminal.note(dialogue.command(said))
-            elif said:
-                _answer(talker, dialogue, terminal, said)
+            if user_input.startswith("/"):
+                terminal.note(dialogue.command(user_input))
+            elif user_input:
+                _answer(backend, dialogue, terminal, user_input)
         except KeyboardInterrupt:  # no answer was under way, or it had just ended
             terminal.note("\n/exit or Ctrl-D quits")
 
 
-def _answer(talker: ChatBackend, dialogue: Dialogue, terminal: Terminal, said: str) -> None:
+def _answer(backend: ChatBackend, dialogue: Dialogue, terminal: Terminal, user_input: str) -> None:
     """Print the answer as it arrives; Ctrl-C ends it. A question that fails is removed from the dialogue."""
-    dialogue.add("user", said)
+    dialogue.add("user", user_input)
     answer: list[str] = []
     try:
-        with closing(talker.reply(dialogue.messages)) as pieces:
+        with closing(backend.reply(dialogue.messages)) as pieces:
             for piece in pieces:
                 answer.append(piece)
                 terminal.say(piece)
     except KeyboardInterrupt:
         terminal.say(" …")
     except (TokError, tok_client.TokError) as error:
-        dialogue.said.pop()
+        dialogue.turns.pop()
         terminal.say("\n" if answer else "")
-        terminal.note(_advised(error), "red")
+        terminal.note(_with_advice(error), "red")
         return
     terminal.say("\n")
     dialogue.add("assistant", "".join(answer))
 
 
-def _advised(error: Exception) -> str:
+def _with_advice(error: Exception) -> str:
     """Return the error's message with advice."""
     match error:
         case tok_client.AuthenticationError():
-            return f"{error}\ngive the server's key with --api-key"
+            return f"{error}\npass the server's key with --api-key"
         case tok_client.APIConnectionError():
-            return f"{error}\nis a server there? `tok serve` starts one; without --url, `tok chat` loads a model itself"
+            return f"{error}\nno server answers; `tok serve` starts one; without --url, `tok chat` loads a model itself"
         case tok_client.BadRequestError() | InvalidField():
-            return f"{error}\nthe question was taken back; /reset begins a new conversation"
+            return f"{error}\nthe question was removed; /reset starts a new conversation"
         case _:
-            return f"{error}\nthe question was taken back: it can be asked again"
+            return f"{error}\nthe question was removed; ask it again"

@@ -25,18 +25,18 @@ class LocalChatBackend:
 
     def __init__(self, options: argparse.Namespace) -> None:
         config = engine_config(options)
-        given = {} if options.temperature is None else {"temperature": options.temperature}
-        SamplingParams(**given, max_tokens=options.max_tokens)  # raises InvalidField before the model is loaded
+        overrides = {} if options.temperature is None else {"temperature": options.temperature}
+        SamplingParams(**overrides, max_tokens=options.max_tokens)  # raises InvalidField before the model is loaded
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._thread.start()
         self._engine = AsyncEngine(config)
         try:
             self._run(self._engine.start())
-            sampling = {"temperature": CHAT_TEMPERATURE, **self._engine.info.sampling_defaults, **given}
+            sampling = {"temperature": CHAT_TEMPERATURE, **self._engine.info.sampling_defaults, **overrides}
             self._params = SamplingParams(**sampling, max_tokens=options.max_tokens)
             if self._engine.chat_template is None or self._engine.tokenizer is None:
-                raise ModelError(f"model {config.model!r}: has no chat template; it cannot be talked to")
+                raise ModelError(f"model {config.model!r}: has no chat template, which a chat needs")
         except BaseException:
             self.close()
             raise

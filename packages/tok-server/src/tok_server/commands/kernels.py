@@ -26,22 +26,24 @@ def main(options: argparse.Namespace) -> int:
 def show(report: PhaseReport, console: Console) -> None:
     """Print the report."""
     shape = report.shape.as_json()
-    of = f"{report.device}, rank 0 of {report.tp}" if report.tp > 1 else report.device
-    console.print(f"{of}: " + ", ".join(f"{name} {value}" for name, value in shape.items()), highlight=False)
+    device_name = f"{report.device}, rank 0 of {report.tp}" if report.tp > 1 else report.device
+    console.print(f"{device_name}: " + ", ".join(f"{name} {value}" for name, value in shape.items()), highlight=False)
     for phase, kernel in report.fastest.items():
         console.print(f"  {phase:<8} {kernel}", highlight=False)
     if report.measured:
         console.print(_table(report))
-        origin = "known from" if report.known else "measured now, kept in"
+        origin = "cached in" if report.known else "measured now, stored in"
         console.print(f"{origin} {report.directory}", highlight=False, soft_wrap=True)
-    for name, why in report.left_out.items():
-        console.print(f"left out: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    for name, reason in report.left_out.items():
+        console.print(f"unavailable: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
     for launch in report.launches:
-        console.print(f"launch found for {launch}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"tuned launch for {launch}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(report: PhaseReport) -> Table:
-    caption = "milliseconds a layer; steps: sequences × tokens of their own; another than the first must be 5 % faster"
+    caption = (
+        "milliseconds per layer; steps: sequences × tokens; a kernel after the first is chosen only if it is 5 % faster"
+    )
     table = Table("phase", "step", "kernel", caption=caption)
     for heading in ("device", "launch", "plan a step", "cost"):
         table.add_column(heading, justify="right")

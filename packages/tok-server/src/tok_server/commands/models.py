@@ -18,19 +18,19 @@ NONE = "none"
 def main(options: argparse.Namespace) -> int:
     """Print the models. Returns 1 for a directory without weights. Errors: ModelError for an unsupported model."""
     if not options.model:
-        print(_known())
+        print(_supported_models())
         return 0
     return _show(Path(options.model).expanduser())
 
 
-def _known() -> str:
+def _supported_models() -> str:
     from tok_core.models.registry import ARCHITECTURES
 
     names = "\n".join(f"  {name}" for name in ARCHITECTURES)
     return (
-        f"architectures (a local directory or a hub id, safetensors):\n{names}\n"
-        f"demo model, served when none is named:\n  {DEMO_NAME}  {DEMO_MODEL} ({_size(DEMO_MODEL)})\n"
-        "tok models DIRECTORY shows what a model directory holds."
+        f"supported architectures (local directory or hub id, safetensors):\n{names}\n"
+        f"demo model, the default:\n  {DEMO_NAME}  {DEMO_MODEL} ({_size(DEMO_MODEL)})\n"
+        "tok models DIRECTORY describes a model directory."
     )
 
 
@@ -38,22 +38,22 @@ def _show(path: Path) -> int:
     from tok_core.model_config.model_config import read_config
 
     if not path.is_dir():
-        raise ModelError(f"model {str(path)!r}: is no directory; allowed: a model directory")
+        raise ModelError(f"model {str(path)!r}: is not a directory; allowed: a model directory")
     config = read_config(path)
     weights, problem = _weights(path)
     rows = {
         "architecture": config.architecture,
         "layers": config.num_layers,
         "hidden size": config.hidden_size,
-        "heads": f"{config.num_heads}, of keys and values {config.num_kv_heads}, size {config.head_dim}",
+        "heads": f"{config.num_heads}, KV heads {config.num_kv_heads}, size {config.head_dim}",
         "vocabulary": config.vocab_size,
         "context": config.max_positions,
         "stored as": str(config.dtype).removeprefix("torch."),
         "end tokens": ", ".join(map(str, config.eos_token_ids)) or "none",
         "files": _size(path),
         "weights": weights or f"{NONE} ({problem})",
-        "tokenizer": _works(Tokenizer.load, path),
-        "chat template": _works(ChatTemplate.load, path),
+        "tokenizer": _load_status(Tokenizer.load, path),
+        "chat template": _load_status(ChatTemplate.load, path),
     }
     width = max(map(len, rows))
     print("\n".join([str(path), *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
@@ -68,7 +68,7 @@ def _weights(path: Path) -> tuple[str, str]:
         return "", str(error)
 
 
-def _works(load: Callable[[Path], object], path: Path) -> str:
+def _load_status(load: Callable[[Path], object], path: Path) -> str:
     try:
         load(path)
     except ModelError as error:

@@ -21,10 +21,10 @@ def stored_tensors(directory: Path) -> int:
     """Return the number of tensors, having checked that no file is truncated. Errors: ModelError naming the file."""
     from tok_core.models.weights.loading import checkpoint_files
 
-    return sum(map(_tensors_of, checkpoint_files(directory)))
+    return sum(map(_count_tensors, checkpoint_files(directory)))
 
 
-def _tensors_of(file: Path) -> int:
+def _count_tensors(file: Path) -> int:
     """Return the number of tensors in one file.
 
     File format: 8 bytes with the header's length (little-endian), the header (JSON), the tensors.
@@ -34,11 +34,13 @@ def _tensors_of(file: Path) -> int:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = stream.read(length) if length <= size - 8 else b""
-        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries = [msgspec.json.decode(raw, type=_Entry) for name, raw in found.items() if name != "__metadata__"]
+        header_entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries = [
+            msgspec.json.decode(raw, type=_Entry) for name, raw in header_entries.items() if name != "__metadata__"
+        ]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{file}: cannot be read as safetensors: {error}") from error
     end = 8 + length + max((entry.data_offsets[1] for entry in entries), default=0)
     if not entries or size < end:
-        raise ModelError(f"{file}: has {size} bytes and {len(entries)} tensors, which end at byte {end}")
+        raise ModelError(f"{file}: has {size} bytes, but its {len(entries)} tensors end at byte {end}")
     return len(entries)

@@ -11,7 +11,7 @@ import msgspec
 from tok_core import EngineConfig
 from tok_core.config import AdmissionName, BackendName, Device, DType, GenerationConfig, KVCacheDType, LoadFormat
 from tok_server.flags.default_model import model_and_name
-from tok_server.flags.server_flags import add_formats, add_limits, add_server, settings_of
+from tok_server.flags.server_flags import add_formats, add_limits, add_server, make_settings
 from tok_server.settings import Settings
 
 TOK_EXAMPLES = """examples:
@@ -147,10 +147,10 @@ def _add_engine(group: argparse._ActionsContainer) -> None:
         "tokens per step from which GEMMs overlap with TP collectives; 0: never",
         unset="measured",
     )
-    _off(group, "prefix_groups", "disable cascade attention: each sequence reads its shared prefix separately")
+    _disable_flag(group, "prefix_groups", "disable cascade attention: each sequence reads its shared prefix separately")
     text = "admit waiting samples by predicted page use (forecast) or by pages free now (watermark)"
     _choice(group, "admission", AdmissionName, text)
-    _off(group, "cuda_graphs", "launch kernels one by one instead of replaying decode steps as CUDA graphs")
+    _disable_flag(group, "cuda_graphs", "launch kernels one by one instead of replaying decode steps as CUDA graphs")
     _number(group, "run_ahead", "maximum number of steps queued at the worker", unset="enough to keep it busy")
     _number(group, "seed", "seed of the random weights of --load-format dummy")
     _number(
@@ -210,11 +210,11 @@ def _number(
 ) -> None:
     """Add a numeric flag. `unset` describes the default if that is not a number."""
     default = DEFAULTS[field]
-    shown = f"{text} (default: {unset or f'{default:g}'})"
-    group.add_argument(_flag(field), type=kind, default=default, metavar=metavar, help=shown)
+    help_text = f"{text} (default: {unset or f'{default:g}'})"
+    group.add_argument(_flag(field), type=kind, default=default, metavar=metavar, help=help_text)
 
 
-def _off(group: argparse._ActionsContainer, field: str, text: str) -> None:
+def _disable_flag(group: argparse._ActionsContainer, field: str, text: str) -> None:
     group.add_argument(f"--no-{field.replace('_', '-')}", dest=field, action="store_false", help=text)
 
 
@@ -225,11 +225,11 @@ def _flag(field: str) -> str:
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Return the engine configuration from the flags of a command that loads a model. Errors: InvalidField."""
     model, _ = model_and_name(options.model)
-    given = {name: getattr(options, name) for name in ENGINE_FLAGS if hasattr(options, name)}
-    return EngineConfig(model=model, **given)
+    engine_options = {name: getattr(options, name) for name in ENGINE_FLAGS if hasattr(options, name)}
+    return EngineConfig(model=model, **engine_options)
 
 
 def server_settings(options: argparse.Namespace) -> Settings:
     """Return the server settings from the flags of `tok serve`. Errors: InvalidField."""
     _, name = model_and_name(options.model)
-    return settings_of(options, name)
+    return make_settings(options, name)

@@ -16,7 +16,7 @@ BENCH_EXAMPLES = """examples:
   tok bench kernels --model ./my-model --tp 4
 """
 SIZES = ("heads", "kv_heads", "head_dim", "layers")
-SHARED = ("device", "dtype", "backend", "kv_cache_dtype", "page_size", "data_dir", "tp")
+KERNEL_ENGINE_FLAGS = ("device", "dtype", "backend", "kv_cache_dtype", "page_size", "data_dir", "tp")
 """Engine flags that influence which kernels are chosen."""
 
 
@@ -48,4 +48,4 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     tp = "tensor-parallel ranks; only the shard of rank 0 is computed, on one device (default: 1)"
-    add_engine_flags(parser.add_argument_group("engine, as in tok serve"), SHARED, tp=tp)
+    add_engine_flags(parser.add_argument_group("engine, as in tok serve"), KERNEL_ENGINE_FLAGS, tp=tp)

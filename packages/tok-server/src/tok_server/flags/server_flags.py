@@ -15,9 +15,9 @@ from tok_server.settings import Formats, Limits, ReasoningParser, Settings, Tool
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
-API_KEYS = "TOK_API_KEY"
+API_KEYS_VARIABLE = "TOK_API_KEY"
 """Environment variable with API keys, separated by commas."""
-ADMIN_KEY = "TOK_ADMIN_KEY"
+ADMIN_KEY_VARIABLE = "TOK_ADMIN_KEY"
 """Environment variable with the key for /admin/."""
 
 LIMITS = {
@@ -55,7 +55,7 @@ LIMITS = {
     "request_timeout": ("S", "maximum seconds to answer a request"),
     "drain_timeout": ("S", "seconds that open requests get to finish when the server stops"),
 }
-COUNTED = {"N", "BYTES"}
+INTEGER_METAVARS = {"N", "BYTES"}
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Limits)}
 
 
@@ -69,11 +69,11 @@ def add_server(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--port", type=int, default=10210, help="port to listen on (default: %(default)s; 0: any free port)"
     )
-    _several(
+    _repeatable_flag(
         group,
         "--api-key",
         "KEY",
-        f"API key that clients must send; may be repeated (also: ${API_KEYS})",
+        f"API key that clients must send; may be repeated (also: ${API_KEYS_VARIABLE})",
     )
     group.add_argument("--api-key-file", metavar="FILE", help="file with API keys, one per line")
     text = "share cached prefixes between API keys; cached_tokens then reveals what other keys have sent"
@@ -81,13 +81,13 @@ def add_server(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--admin-key",
         metavar="KEY",
-        help=f"key for /admin/, which is not served without it (also: ${ADMIN_KEY})",
+        help=f"key for /admin/, which is not served without it (also: ${ADMIN_KEY_VARIABLE})",
     )
     group.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM); the server then speaks HTTPS")
     group.add_argument("--tls-key", metavar="FILE", help="private key of --tls-cert (PEM; default: same file)")
-    _several(group, "--allow-origin", "URL", "allow web pages of this origin (CORS); may be repeated; *: any")
+    _repeatable_flag(group, "--allow-origin", "URL", "allow web pages of this origin (CORS); may be repeated; *: any")
     text = "accept this name in the Host header; may be repeated; *: any (default: on loopback, only localhost and IPs)"
-    _several(group, "--allowed-host", "NAME", text)
+    _repeatable_flag(group, "--allowed-host", "NAME", text)
     text = "minimum level of log lines (default: %(default)s)"
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help=text)
     group.add_argument(
@@ -115,45 +115,45 @@ def add_limits(group: argparse._ActionsContainer) -> None:
     """Add the flags for limits and timeouts."""
     for name, (metavar, text) in LIMITS.items():
         default = DEFAULTS[name]
-        shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else default
-        kind = int if metavar in COUNTED else float
+        shown_default = "none" if default is None else f"{default:g}" if isinstance(default, float) else default
+        kind = int if metavar in INTEGER_METAVARS else float
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown_default})")
 
 
-def settings_of(options: argparse.Namespace, model_name: str) -> Settings:
+def make_settings(options: argparse.Namespace, model_name: str) -> Settings:
     """Return the settings from the flags of `tok serve` and the environment. Errors: InvalidField."""
-    same = ("host", "port", "data_dir", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
+    same_names = ("host", "port", "data_dir", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
     return Settings(
         model_name=model_name,
         api_keys=_api_keys(options),
-        admin_key=options.admin_key or os.environ.get(ADMIN_KEY) or None,
+        admin_key=options.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None,
         allow_origins=tuple(options.allow_origin or ()),
         allowed_hosts=tuple(options.allowed_host or ()),
         formats=Formats(options.tool_call_parser, options.reasoning_parser),
-        **{name: getattr(options, name) for name in same},
+        **{name: getattr(options, name) for name in same_names},
     )
 
 
-def _several(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
+def _repeatable_flag(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
     group.add_argument(flag, action="append", metavar=metavar, help=text)
 
 
 def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the keys of the flags, the environment and the file, each once."""
     keys = list(options.api_key or ())
-    keys += filter(None, (key.strip() for key in os.environ.get(API_KEYS, "").split(",")))
+    keys += filter(None, (key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",")))
     if options.api_key_file is not None:
-        keys += _keys_of_file(options.api_key_file)
+        keys += _read_key_file(options.api_key_file)
     return tuple(dict.fromkeys(keys))
 
 
-def _keys_of_file(name: str) -> list[str]:
+def _read_key_file(name: str) -> list[str]:
     """Return the keys of a file, one per line; empty lines and lines that begin with # are skipped."""
     try:
         lines = [line.strip() for line in Path(name).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidField("api_key_file", name, f"a text file that can be read ({error})") from error
+        raise InvalidField("api_key_file", name, f"a readable text file ({error})") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:  # with no key at all, the server would serve everyone
         raise InvalidField("api_key_file", name, "a file with at least one key")

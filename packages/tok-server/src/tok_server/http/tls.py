@@ -30,4 +30,4 @@ def _check_readable(field: str, name: str) -> None:
         with open(name, "rb"):
             pass
     except OSError as error:
-        raise InvalidField(field, name, f"a file that can be read ({error.strerror})") from error
+        raise InvalidField(field, name, f"a readable file ({error.strerror})") from error

@@ -36,10 +36,10 @@ class FinalAnswerPattern:
     def find(self, text: str) -> str | None:
         """Return the text's answer in normal form; None if it has none."""
         matches = list(self._pattern.finditer(text))
-        found = matches[-1].group(self._pattern.groups) if matches else None
-        return (normalise(found) or None) if found else None
+        match_text = matches[-1].group(self._pattern.groups) if matches else None
+        return (normalise(match_text) or None) if match_text else None
 
-    def right(self, text: str, answer: str) -> bool:
+    def is_correct(self, text: str, answer: str) -> bool:
         """Return whether the text's answer equals `answer` (in normal form)."""
         return self.find(text) == answer
 
@@ -76,25 +76,25 @@ def read_tasks(file: Path, pattern: FinalAnswerPattern, limit: int | None = None
             if line.strip():
                 tasks.append(_task(line, f"{file}, line {number}", pattern))
     if not tasks:
-        raise ValueError(f"{file}: has no problems")
+        raise ValueError(f"{file}: contains no problems")
     return tasks
 
 
-def _task(line: str, where: str, pattern: FinalAnswerPattern) -> EvalTask:
+def _task(line: str, location: str, pattern: FinalAnswerPattern) -> EvalTask:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
+        raise ValueError(f"{location}: not JSON ({error})") from error
     if not isinstance(entry, dict):
-        raise ValueError(f"{where}: is {line.strip()[:40]!r}; allowed: an object with question and answer")
-    question, answer = (_field(entry, name, where) for name in ("question", "answer"))
+        raise ValueError(f"{location}: is {line.strip()[:40]!r}; allowed: an object with question and answer")
+    question, answer = (_field(entry, name, location) for name in ("question", "answer"))
     return EvalTask(question, pattern.find(answer) or normalise(answer))
 
 
-def _field(entry: dict[str, object], name: str, where: str) -> str:
+def _field(entry: dict[str, object], name: str, location: str) -> str:
     value = entry.get(name)
     if name not in entry:
-        raise ValueError(f"{where}: {name} is missing")
+        raise ValueError(f"{location}: {name} is missing")
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {name} is {value!r}; allowed: a string that is not empty")
+        raise ValueError(f"{location}: {name} is {value!r}; allowed: a string that is not empty")
     return value

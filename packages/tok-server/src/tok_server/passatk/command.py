@@ -87,7 +87,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.seed < 0:
         raise InvalidField("seed", args.seed, "integers from 0")
     if args.prompt_template is not None and "{question}" not in args.prompt_template:
-        raise InvalidField("prompt_template", args.prompt_template, "texts with {question} in them")
+        raise InvalidField("prompt_template", args.prompt_template, "texts that contain {question}")
 
 
 def _run(args: argparse.Namespace, tasks: list[EvalTask], pattern: FinalAnswerPattern) -> int:

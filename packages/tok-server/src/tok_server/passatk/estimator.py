@@ -32,15 +32,15 @@ def estimate_pass_at_k(samples_P: npt.ArrayLike, right_P: npt.ArrayLike, k: int)
     """
     samples, right = np.broadcast_arrays(np.asarray(samples_P, np.int64), np.asarray(right_P, np.int64))
     if k < 1 or (samples < k).any():
-        fewest = int(samples.min(initial=0))
-        raise ValueError(f"k is {k}; allowed: 1 to the number of samples of every problem (fewest: {fewest})")
+        min_samples = int(samples.min(initial=0))
+        raise ValueError(f"k is {k}; allowed: 1 to the number of samples of every problem (fewest: {min_samples})")
     if ((right < 0) | (right > samples)).any():
-        raise ValueError("right: allowed are 0 to the number of samples of the problem")
+        raise ValueError("right is out of range; allowed: 0 to the number of samples of the problem")
     drawn = np.arange(k)
     wrong_left = np.maximum(samples - right, 0)[..., None] - drawn
     ratios = np.maximum(wrong_left, 0) / (samples[..., None] - drawn)
-    found: Float64 = 1.0 - np.prod(ratios, axis=-1)
-    return found
+    estimates: Float64 = 1.0 - np.prod(ratios, axis=-1)
+    return estimates
 
 
 def coverage(

@@ -14,7 +14,7 @@ from tok_server.passatk.answers import EvalTask, FinalAnswerPattern
 from tok_server.passatk.estimator import Coverage, coverage
 from tok_server.passatk.plot import plot_coverage
 
-LADDER = (1, 2, 5, 10, 20, 50, 100)
+TABLE_KS = (1, 2, 5, 10, 20, 50, 100)
 ANSWERS, PLOT = "answers.jsonl", "coverage.png"
 
 Prompter = Callable[[str], str | list[int]]
@@ -63,21 +63,21 @@ def pass_at_k(
             right[index] = _record(lines, index, problems[index], output.outputs, pattern)
             tokens += sum(len(one.token_ids) for one in output.outputs)
     seconds = time.monotonic() - began
-    ladder = ks_up_to(samples)
-    rows = [coverage([samples] * len(right), right, k) for k in _plotted(samples)]
-    plot_coverage(rows, title, out_dir / PLOT, ladder)
-    return Report(samples, right, tokens, seconds, [row for row in rows if row.k in ladder])
+    table = table_ks(samples)
+    rows = [coverage([samples] * len(right), right, k) for k in _plotted_ks(samples)]
+    plot_coverage(rows, title, out_dir / PLOT, table)
+    return Report(samples, right, tokens, seconds, [row for row in rows if row.k in table])
 
 
-def ks_up_to(samples: int) -> list[int]:
+def table_ks(samples: int) -> list[int]:
     """Return the k of the coverage table: the steps of the ladder, and the number of samples."""
-    return sorted({*(k for k in LADDER if k <= samples), samples})
+    return sorted({*(k for k in TABLE_KS if k <= samples), samples})
 
 
-def _plotted(samples: int) -> list[int]:
+def _plotted_ks(samples: int) -> list[int]:
     """Return about twelve k per decade and those of the table, for a smooth curve on a logarithmic axis."""
-    spread = {round(10 ** (step / 12)) for step in range(12 * len(str(samples)))}
-    return sorted({*(k for k in spread if k <= samples), *ks_up_to(samples)})
+    curve_ks = {round(10 ** (step / 12)) for step in range(12 * len(str(samples)))}
+    return sorted({*(k for k in curve_ks if k <= samples), *table_ks(samples)})
 
 
 def _record(

@@ -21,7 +21,7 @@ def read_query(request: web.Request, kind: type[Q]) -> Q:
         if name not in known:
             raise invalid(name[:80], f"{name[:80]!r} is not a parameter of this URL; allowed: {', '.join(known)}")
         if len(request.query.getall(name)) > 1:
-            raise invalid(name, f"{name} is there twice; allowed: once")
+            raise invalid(name, f"{name} is given twice; allowed: once")
     decoder(kind)  # prepares the type under a lock: the conversion is then safe in any thread
     try:
         return msgspec.convert(values, kind, strict=False)

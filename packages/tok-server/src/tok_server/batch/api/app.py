@@ -16,7 +16,7 @@ from tok_server.settings import Settings
 from tok_server.wire import not_served
 
 BATCHES = web.AppKey("BATCHES", BatchService)
-NO_DIRECTORY = "files and batches are kept in a directory: start the server with --data-dir DIR"
+NO_DATA_DIRECTORY = "files and batches need a data directory; start the server with --data-dir DIR"
 
 
 def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -> None:
@@ -43,19 +43,19 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
         paused=lambda: context.draining,
     )
     context.background_requests = lambda: served.background_requests.requests
-    context.metrics.add(BatchCollector(service.figures))
-    app.cleanup_ctx.append(_alive)
+    context.metrics.add(BatchCollector(service.stats))
+    app.cleanup_ctx.append(_service_lifetime)
 
 
-async def _alive(app: web.Application) -> AsyncIterator[None]:
+async def _service_lifetime(app: web.Application) -> AsyncIterator[None]:
     await app[BATCHES].open()
     yield
     await app[BATCHES].close()
 
 
-def batches_of(request: web.Request) -> tuple[BatchService, Context]:
+def batch_service(request: web.Request) -> tuple[BatchService, Context]:
     """Return the server's batch service and context. Errors: ApiError 501 without a data directory."""
     service = request.app.get(BATCHES)
     if service is None:
-        raise not_served(NO_DIRECTORY, "not_configured")
+        raise not_served(NO_DATA_DIRECTORY, "not_configured")
     return service, request.app[CONTEXT]

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 
-class BatchFigures(NamedTuple):
+class BatchStats(NamedTuple):
     """Counts by state.
 
     open      batches that have not ended, by status
@@ -25,19 +25,19 @@ class BatchFigures(NamedTuple):
 
 
 class BatchCollector(Collector):
-    """Prometheus collector that calls `figures` at each scrape."""
+    """Prometheus collector that calls `stats` at each scrape."""
 
-    def __init__(self, figures: Callable[[], BatchFigures]) -> None:
-        self._figures = figures
+    def __init__(self, stats: Callable[[], BatchStats]) -> None:
+        self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
         """Yield four metric families."""
-        found = self._figures()
-        text = "Lines of batches answered since the start, by how."
-        yield _gauge("tok_batches", "Batches that have not ended, by their status.", "status", found.open)
-        yield _counter("tok_batches_ended", "Batches ended since the start, by how.", "status", found.ended)
-        yield _gauge("tok_batch_lines", "Lines of open batches without an answer, by state.", "state", found.lines)
-        yield _counter("tok_batch_lines_answered", text, "result", found.answered)
+        stats = self._stats()
+        text = "Lines of batches answered since the start, by result."
+        yield _gauge("tok_batches", "Batches that have not ended, by their status.", "status", stats.open)
+        yield _counter("tok_batches_ended", "Batches ended since the start, by status.", "status", stats.ended)
+        yield _gauge("tok_batch_lines", "Lines of open batches without an answer, by state.", "state", stats.lines)
+        yield _counter("tok_batch_lines_answered", text, "result", stats.answered)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:

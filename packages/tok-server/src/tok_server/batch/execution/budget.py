@@ -18,7 +18,7 @@ class Budget:
         """Return the number of units that have not been given back."""
         return self._units - self._free
 
-    async def take(self, units: int) -> int:
+    async def acquire(self, units: int) -> int:
         """Wait for `units`, at most the whole budget, and return how many were taken. First come, first served."""
         units = min(units, self._units)
         if not self._waiting and units <= self._free:
@@ -30,18 +30,18 @@ class Budget:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give(units)
+                self.release(units)
             else:
-                self._hand_out()  # skips this cancelled waiter
+                self._wake_waiters()  # skips this cancelled waiter
             raise
         return units
 
-    def give(self, units: int) -> None:
-        """Give back the units that `take` returned."""
+    def release(self, units: int) -> None:
+        """Give back the units that `acquire` returned."""
         self._free += units
-        self._hand_out()
+        self._wake_waiters()
 
-    def _hand_out(self) -> None:
+    def _wake_waiters(self) -> None:
         while self._waiting and self._waiting[0][0] <= self._free:
             units, turn = self._waiting.popleft()
             if turn.cancelled():

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from typing import IO, NamedTuple
 
 from tok_client.types import UNSET, FileObject
-from tok_server.batch.execution.outcome import each_line
-from tok_server.batch.execution.run import LineSource
+from tok_server.batch.execution.line_runner import LineSource
+from tok_server.batch.execution.outcome import for_each_line
 from tok_server.batch.storage import Answers, DataDirectory, StoredJob, Totals, states
 from tok_server.wire import new_id
 
-OUTPUT = "batch_output"
+OUTPUT_PURPOSE = "batch_output"
 
 
 class FinishedBatch(NamedTuple):
@@ -29,7 +29,7 @@ class FinishedBatch(NamedTuple):
 
 
 def finish(
-    job: StoredJob, place: DataDirectory, source: LineSource, now: int, stopped: Callable[[], bool]
+    job: StoredJob, data_directory: DataDirectory, source: LineSource, now: int, stopped: Callable[[], bool]
 ) -> FinishedBatch:
     """Write both files, which the caller publishes. A repeated call writes new files with other ids.
 
@@ -39,39 +39,48 @@ def finish(
         return FinishedBatch(None, None, Totals())
     output, errors = new_id("file"), new_id("file")
     try:
-        totals = _write(job, place, source, output, errors, stopped)
-        return FinishedBatch(_kept(job, place, output, "output", now), _kept(job, place, errors, "error", now), totals)
+        totals = _write(job, data_directory, source, output, errors, stopped)
+        return FinishedBatch(
+            _file_object(job, data_directory, output, "output", now),
+            _file_object(job, data_directory, errors, "error", now),
+            totals,
+        )
     except BaseException:
-        place.blobs.discard(output)
-        place.blobs.discard(errors)
+        data_directory.blobs.discard(output)
+        data_directory.blobs.discard(errors)
         raise
 
 
 def _write(
-    job: StoredJob, place: DataDirectory, source: LineSource, output: str, errors: str, stopped: Callable[[], bool]
+    job: StoredJob,
+    data_directory: DataDirectory,
+    source: LineSource,
+    output: str,
+    errors: str,
+    stopped: Callable[[], bool],
 ) -> Totals:
     with ExitStack() as opened:
-        answers = opened.enter_context(Answers(place.answers(job.batch.id), job.batch.id))
-        streams: list[IO[bytes]] = [opened.enter_context(place.blobs.writing(one)) for one in (output, errors)]
+        answers = opened.enter_context(Answers(data_directory.answers(job.batch.id), job.batch.id))
+        streams: list[IO[bytes]] = [opened.enter_context(data_directory.blobs.writing(one)) for one in (output, errors)]
 
-        def take(text: bytes, failed: bool) -> None:
+        def write_line(text: bytes, failed: bool) -> None:
             streams[failed].write(text + b"\n")
 
-        left = each_line(source, answers, states.missing(job), take, stopped)
+        unanswered = for_each_line(source, answers, states.unanswered_reason(job), write_line, stopped)
         totals = answers.totals()
-    return totals._replace(failed=totals.failed + left)
+    return totals._replace(failed=totals.failed + unanswered)
 
 
-def _kept(job: StoredJob, place: DataDirectory, id: str, what: str, now: int) -> FileObject | None:
-    size = place.blobs.unpublished(id).stat().st_size
+def _file_object(job: StoredJob, data_directory: DataDirectory, id: str, kind: str, now: int) -> FileObject | None:
+    size = data_directory.blobs.unpublished(id).stat().st_size
     if not size:
-        place.blobs.discard(id)
+        data_directory.blobs.discard(id)
         return None
     return FileObject(
         id=id,
         bytes=size,
         created_at=now,
         expires_at=UNSET if job.keep_seconds is None else now + job.keep_seconds,
-        filename=f"{job.batch.id}_{what}.jsonl",
-        purpose=OUTPUT,
+        filename=f"{job.batch.id}_{kind}.jsonl",
+        purpose=OUTPUT_PURPOSE,
     )

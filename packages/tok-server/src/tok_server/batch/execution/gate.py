@@ -6,10 +6,10 @@ import asyncio
 
 from tok_core import AsyncEngine, EngineClosed
 
-LOOK_EVERY = 0.1  # seconds between checks of the engine's health
+CHECK_SECONDS = 0.1  # seconds between checks of the engine's health
 
 
-class Gate:
+class EngineGate:
     """A gate that is open while the engine serves.
 
     until_closed  True: also wait for a failed engine, since an operator may restart it; False: failed is final
@@ -20,7 +20,7 @@ class Gate:
         self._ended = ("closed",) if until_closed else ("closed", "failed")
         self._watcher: asyncio.Task[None] | None = None
 
-    async def passed(self) -> None:
+    async def wait(self) -> None:
         """Wait until the engine serves. Raises EngineClosed once it never will again."""
         if self._open():
             return
@@ -35,7 +35,7 @@ class Gate:
 
     async def _watch(self) -> None:
         while not self._open():
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(CHECK_SECONDS)
 
     def _open(self) -> bool:
         health = self._engine.health()

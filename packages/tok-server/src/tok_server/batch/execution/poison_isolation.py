@@ -6,9 +6,9 @@
 A line that is answered is innocent. A guilty line costs three deaths, as many as a replica survives by default. S
 suspects take about 2 √S times as long as one of them; meanwhile no other line begins.
 
-Requests of waiting clients are suspects, too. A line computed alone therefore waits up to `QUIET` seconds for a moment
-without open client requests. If the engine dies with one of them open nevertheless, nothing is proven. The line is then
-computed once more after a pause, in which other lines continue.
+Requests of waiting clients are suspects, too. A line computed alone therefore waits up to `QUIET_WAIT_SECONDS` for a
+moment without open client requests. If the engine dies with one of them open nevertheless, nothing is proven. The line
+is then computed once more after a pause, in which other lines continue.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ log = logging.getLogger("tok.server")
 
 T = TypeVar("T")
 
-BATCHES = BACKGROUND_PRIORITY - MAX_RELATIVE_PRIORITY  # smallest priority of a batch line's requests
-QUIET = 10.0  # seconds that a line computed alone waits for a moment without open client requests
-PAUSE = 600.0  # seconds; keeps inconclusive deaths rarer than --restart-window allows
-LOOK_EVERY = 0.1  # seconds between checks of `quiet`
+MIN_BATCH_PRIORITY = BACKGROUND_PRIORITY - MAX_RELATIVE_PRIORITY  # smallest priority of a batch line's requests
+QUIET_WAIT_SECONDS = 10.0  # seconds that a line computed alone waits for a moment without open client requests
+RETRY_PAUSE_SECONDS = 600.0  # seconds; keeps inconclusive deaths rarer than --restart-window allows
+CHECK_SECONDS = 0.1  # seconds between checks of `quiet`
 
-FREE, SUSPECTED, ALONE = range(3)
+UNSUSPECTED, SUSPECTED, ALONE = range(3)
 """Stages of a line, by the number of engine deaths at which it was open."""
 
 
@@ -51,72 +51,72 @@ class PoisonIsolation:
         self._quiet = quiet
         self._running = [0, 0, 0]  # lines, by stage
         self._waiting = tuple(deque[asyncio.Future[None]]() for _ in self._running)
-        self._at_once = 1  # how many suspected lines run together
+        self._max_suspected = 1  # how many suspected lines run together
 
-    async def compute(self, once: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `once`, called again after deaths of the engine.
+    async def compute(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `attempt`, called again after deaths of the engine.
 
-        Errors: PoisonRequest; those of `once` except EngineDead.
+        Errors: PoisonRequest; those of `attempt` except EngineDead.
         """
-        how, pause = FREE, 0.0
+        stage, pause = UNSUSPECTED, 0.0
         while True:
             await asyncio.sleep(pause)
-            await self._begin(how)
-            how_begun = how
+            await self._acquire_turn(stage)
+            started_stage = stage
             try:
-                if how == ALONE:
+                if stage == ALONE:
                     await self._await_quiet()
-                return await once()
+                return await attempt()
             except EngineDead as error:
-                beside = error.min_open_priority is not None and error.min_open_priority < BATCHES
-                if how == ALONE and error.min_open_priority is not None and not beside:
+                with_clients = error.min_open_priority is not None and error.min_open_priority < MIN_BATCH_PRIORITY
+                if stage == ALONE and error.min_open_priority is not None and not with_clients:
                     raise PoisonRequest from error
-                log.warning("a line of a batch is computed anew: %s", error)
+                log.warning("computing a batch line again: %s", error)
                 if error.min_open_priority is None:  # the line was not open at the death
-                    pause = LOOK_EVERY
+                    pause = CHECK_SECONDS
                 else:
-                    pause, how = PAUSE if how == ALONE else 0.0, min(how + 1, ALONE)
+                    pause, stage = RETRY_PAUSE_SECONDS if stage == ALONE else 0.0, min(stage + 1, ALONE)
             finally:
-                self._running[how_begun] -= 1
-                self._tell()
+                self._running[started_stage] -= 1
+                self._start_waiting()
 
     async def _await_quiet(self) -> None:
-        until = time.monotonic() + QUIET
-        while not self._quiet() and time.monotonic() < until:
-            await asyncio.sleep(LOOK_EVERY)
+        deadline = time.monotonic() + QUIET_WAIT_SECONDS
+        while not self._quiet() and time.monotonic() < deadline:
+            await asyncio.sleep(CHECK_SECONDS)
 
-    async def _begin(self, how: int) -> None:
-        """Wait until the line may begin at stage `how`."""
-        turn, waiting = asyncio.get_running_loop().create_future(), self._waiting[how]
+    async def _acquire_turn(self, stage: int) -> None:
+        """Wait until the line may begin at stage `stage`."""
+        turn, waiting = asyncio.get_running_loop().create_future(), self._waiting[stage]
         waiting.append(turn)
-        if how == SUSPECTED:
-            self._at_once = max(self._at_once, math.isqrt(len(waiting) + self._running[how]))
-        self._tell()
+        if stage == SUSPECTED:
+            self._max_suspected = max(self._max_suspected, math.isqrt(len(waiting) + self._running[stage]))
+        self._start_waiting()
         try:
             await turn
         except asyncio.CancelledError:
             if turn in waiting:
                 waiting.remove(turn)
             elif not turn.cancelled():
-                self._running[how] -= 1  # the turn had been granted already
-            self._tell()
+                self._running[stage] -= 1  # the turn had been granted already
+            self._start_waiting()
             raise
 
-    def _may_begin(self, how: int) -> bool:
+    def _may_begin(self, stage: int) -> bool:
         free, suspected, alone = self._running
-        if how == ALONE:
+        if stage == ALONE:
             return not (free or suspected or alone)
-        if how == SUSPECTED:
-            return not (free or alone or self._waiting[ALONE]) and suspected < self._at_once
+        if stage == SUSPECTED:
+            return not (free or alone or self._waiting[ALONE]) and suspected < self._max_suspected
         return not (suspected or alone or self._waiting[SUSPECTED] or self._waiting[ALONE])
 
-    def _tell(self) -> None:
+    def _start_waiting(self) -> None:
         """Let all lines begin that may begin now, first come, first served."""
         if not (self._running[SUSPECTED] or self._waiting[SUSPECTED]):
-            self._at_once = 1
-        for how in (ALONE, SUSPECTED, FREE):
-            while self._waiting[how] and self._may_begin(how):
-                turn = self._waiting[how].popleft()
+            self._max_suspected = 1
+        for stage in (ALONE, SUSPECTED, UNSUSPECTED):
+            while self._waiting[stage] and self._may_begin(stage):
+                turn = self._waiting[stage].popleft()
                 if not turn.done():  # else it was cancelled
                     turn.set_result(None)
-                    self._running[how] += 1
+                    self._running[stage] += 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tok_server.batch.offline.offline import BadInput, Offline
-from tok_server.batch.offline.progress import showing
+from tok_server.batch.offline.offline import InvalidInput, OfflineBatch
+from tok_server.batch.offline.progress import show_progress
 
 __all__ = [
-    "BadInput",
-    "Offline",
-    "showing",
+    "InvalidInput",
+    "OfflineBatch",
+    "show_progress",
 ]

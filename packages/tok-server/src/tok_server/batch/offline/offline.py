@@ -17,7 +17,15 @@ from typing import Self, TypeVar
 
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, InvalidField
-from tok_server.batch.execution import BatchResources, Budget, Gate, LineSource, Run, each_line, sample_budget
+from tok_server.batch.execution import (
+    BatchResources,
+    Budget,
+    EngineGate,
+    LineRunner,
+    LineSource,
+    for_each_line,
+    sample_budget,
+)
 from tok_server.batch.offline.resume import successful_answers
 from tok_server.batch.storage import (
     MAX_ERRORS,
@@ -25,7 +33,7 @@ from tok_server.batch.storage import (
     FileLock,
     StoreError,
     Totals,
-    durable,
+    atomic_write,
     remove_database,
     validate,
 )
@@ -38,16 +46,16 @@ AUTO = Formats()
 MAX_LINE_BYTES = Limits().max_body  # bytes of a line, the same as of an HTTP body
 
 
-class BadInput(Exception):
-    """Input with invalid lines. `more`: the list of errors is full, so that there may be others."""
+class InvalidInput(Exception):
+    """Input with invalid lines. `truncated`: the list of errors is full, so that there may be others."""
 
     def __init__(self, errors: list[BatchError]) -> None:
         super().__init__(f"{len(errors)} bad lines")
         self.errors = errors
-        self.more = len(errors) >= MAX_ERRORS
+        self.truncated = len(errors) >= MAX_ERRORS
 
 
-class Offline:
+class OfflineBatch:
     """One file to answer. A context manager that holds the output's lock: call `check`, then `answer`.
 
     model         name of the model: lines may ask for it, or for none
@@ -67,7 +75,7 @@ class Offline:
         self._store = ThreadPoolExecutor(1, "tok-batch-store")
         self._reader = ThreadPoolExecutor(1, "tok-batch-reader")
         self._digest = ""
-        self._run: Run | None = None
+        self._run: LineRunner | None = None
         self.lines = 0
         self._ended = False
 
@@ -78,9 +86,9 @@ class Offline:
 
     def __enter__(self) -> Self:
         if not self._file.is_file():
-            raise InvalidField("file", str(self._file), "a file that is there")
+            raise InvalidField("file", str(self._file), "an existing file")
         if not self._output.parent.is_dir():
-            raise InvalidField("output", str(self._output), "a file in a directory that is there")
+            raise InvalidField("output", str(self._output), "a file in an existing directory")
         self._lock = FileLock(self._lock_path, str(self._output))
         try:
             self._check_output()
@@ -90,13 +98,13 @@ class Offline:
         return self
 
     def _check_output(self) -> None:
-        there, begun = self._output.exists(), self.partial.exists()
+        exists, partial_exists = self._output.exists(), self.partial.exists()
         # Both exist if a run ended between writing the output and deleting the partial answers, or during a retry.
-        if there and not self._retry and not begun:
-            allowed = "a file that is not there yet, or one of the same input with --retry-failed"
+        if exists and not self._retry and not partial_exists:
+            allowed = "a file that does not exist yet, or an output of the same input with --retry-failed"
             raise InvalidField("output", str(self._output), allowed)
-        if self._retry and not there and not begun:
-            raise InvalidField("retry_failed", True, f"nothing while {self._output} is not there")
+        if self._retry and not exists and not partial_exists:
+            raise InvalidField("retry_failed", True, f"only if {self._output} exists")
 
     def __exit__(self, *_: object) -> None:
         self._ended = True
@@ -107,35 +115,35 @@ class Offline:
             self._lock.close()
 
     async def check(self) -> None:
-        """Validate all lines of the input. Errors: BadInput, before any line is run."""
-        look = partial(validate, self._file, ENDPOINTS.keys(), MAX_LINE_BYTES, lambda: self._ended)
-        found = await self._in(self._reader, look)
-        if found.errors:
-            raise BadInput(found.errors)
-        self.lines, self._digest = found.lines, found.digest
+        """Validate all lines of the input. Errors: InvalidInput, before any line is run."""
+        check_lines = partial(validate, self._file, ENDPOINTS.keys(), MAX_LINE_BYTES, lambda: self._ended)
+        result = await self._run_in(self._reader, check_lines)
+        if result.errors:
+            raise InvalidInput(result.errors)
+        self.lines, self._digest = result.lines, result.digest
 
     async def answer(self, engine: AsyncEngine, formats: Formats = AUTO) -> Totals:
         """Answer the remaining lines and write the output. Errors: StoreError, EngineError, OSError, sqlite3.Error."""
         source = LineSource(self._file, self.lines)
-        answers = await self._in(self._store, self._begun)
-        gate = Gate(engine, until_closed=False)
+        answers = await self._run_in(self._store, self._open_answers)
+        gate = EngineGate(engine, until_closed=False)
         try:
             if self._retry and self._output.exists():
-                await self._in(self._store, lambda: self._take_over(answers))
+                await self._run_in(self._store, lambda: self._import_successful(answers))
             budget = Budget(sample_budget(engine.info.max_running))
             served = ServedModel(engine, self._model, formats)
-            self._run = Run(
+            self._run = LineRunner(
                 source, answers, BatchResources(served, budget, gate, self._store, self._reader, self._reader)
             )
             await self._run.run()
-            await self._in(self._store, lambda: self._write(source, answers))
+            await self._run_in(self._store, lambda: self._write(source, answers))
         finally:
             gate.close()
-            await self._in(self._store, answers.close)
-        await self._in(self._store, lambda: remove_database(self.partial))
+            await self._run_in(self._store, answers.close)
+        await self._run_in(self._store, lambda: remove_database(self.partial))
         return self._run.totals
 
-    def _begun(self) -> Answers:
+    def _open_answers(self) -> Answers:
         """Return the answers so far.
 
         To retry failed lines of an output that was written from these very answers, begin without any.
@@ -162,21 +170,21 @@ class Offline:
         try:
             return Answers(self.partial, f"{self._digest} by {self._model}")
         except StoreError as error:
-            raise StoreError(f"{error}; delete it to begin anew, or choose another --output") from error
+            raise StoreError(f"{error}; delete it to start over, or choose another --output") from error
 
-    def _take_over(self, answers: Answers) -> None:
+    def _import_successful(self, answers: Answers) -> None:
         """Store the output's answers to lines that did not fail."""
         for group in successful_answers(self._output, LineSource(self._file, self.lines)):
             answers.add(group)
 
     def _write(self, source: LineSource, answers: Answers) -> None:
-        with durable(self._output) as stream:
+        with atomic_write(self._output) as stream:
 
-            def take(text: bytes, _: bool) -> None:
+            def write_line(text: bytes, _: bool) -> None:
                 stream.write(text + b"\n")
 
-            each_line(source, answers, None, take, lambda: self._ended)
+            for_each_line(source, answers, None, write_line, lambda: self._ended)
 
-    async def _in(self, executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    async def _run_in(self, executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         # If cancelled, the function still runs to its end: computed answers are to be stored.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))

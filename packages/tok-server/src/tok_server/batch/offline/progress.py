@@ -1,4 +1,4 @@
-"""Show an offline batch's progress on standard error: a bar on a terminal, else a line every `TELL_EVERY` seconds."""
+"""Show an offline batch's progress on standard error: a bar on a terminal, else a line every `LINE_SECONDS` seconds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tok_core import AsyncEngine
-from tok_server.batch.offline.offline import Offline
+from tok_server.batch.offline.offline import OfflineBatch
 
-DRAW_EVERY = 0.25  # seconds
-TELL_EVERY = 30.0  # seconds
+BAR_SECONDS = 0.25  # seconds
+LINE_SECONDS = 30.0  # seconds
 
 
-class Pace:
+class BatchProgress:
     """Progress of a run: lines done, their rate since the start, and the time left at that rate."""
 
-    def __init__(self, work: Offline, engine: AsyncEngine) -> None:
-        self._work = work
+    def __init__(self, batch: OfflineBatch, engine: AsyncEngine) -> None:
+        self._work = batch
         self._engine = engine
         self._began = time.monotonic()
         self._lines: int | None = None  # lines done when the run began
         self._tokens = engine.stats()["output_tokens"]
 
-    def look(self) -> tuple[int, str]:
+    def read(self) -> tuple[int, str]:
         """Return the number of lines done, and a text with failures, token rate and time left."""
         totals = self._work.totals
         done = totals.completed + totals.failed
@@ -50,13 +50,13 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def showing(work: Offline, engine: AsyncEngine) -> Iterator[None]:
-    """Show the progress of `work` while the context lasts."""
+def show_progress(batch: OfflineBatch, engine: AsyncEngine) -> Iterator[None]:
+    """Show the progress of `batch` while the context lasts."""
     console = Console(stderr=True)
-    pace = Pace(work, engine)
+    progress = BatchProgress(batch, engine)
     ended = threading.Event()
     show = _bar if console.is_terminal else _lines
-    thread = threading.Thread(target=show, args=(work, pace, console, ended), name="progress", daemon=True)
+    thread = threading.Thread(target=show, args=(batch, progress, console, ended), name="progress", daemon=True)
     thread.start()
     try:
         yield
@@ -65,20 +65,20 @@ def showing(work: Offline, engine: AsyncEngine) -> Iterator[None]:
         thread.join()
 
 
-def _bar(work: Offline, pace: Pace, console: Console, ended: threading.Event) -> None:
+def _bar(batch: OfflineBatch, progress: BatchProgress, console: Console, ended: threading.Event) -> None:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rest]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task("answering", total=work.lines, rest="")
+        task = bar.add_task("answering", total=batch.lines, rest="")
         while True:
             last = ended.is_set()
-            done, rest = pace.look()
+            done, rest = progress.read()
             bar.update(task, completed=done, rest=rest, refresh=True)
             if last:
                 return
-            ended.wait(DRAW_EVERY)
+            ended.wait(BAR_SECONDS)
 
 
-def _lines(work: Offline, pace: Pace, console: Console, ended: threading.Event) -> None:
-    while not ended.wait(TELL_EVERY):
-        done, rest = pace.look()
-        print(f"{done:,} of {work.lines:,} lines, {rest}", file=sys.stderr, flush=True)
+def _lines(batch: OfflineBatch, progress: BatchProgress, console: Console, ended: threading.Event) -> None:
+    while not ended.wait(LINE_SECONDS):
+        done, rest = progress.read()
+        print(f"{done:,} of {batch.lines:,} lines, {rest}", file=sys.stderr, flush=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from tok_client.decoders import decoder
-from tok_server.batch.execution import GROUP, LineSource
-from tok_server.batch.storage import LineAnswer, StoreError, answer_of, parse_line, read_lines
+from tok_server.batch.execution import ANSWERS_PER_GROUP, LineSource
+from tok_server.batch.storage import LineAnswer, StoreError, line_answer, parse_line, read_lines
 
 
 class _Response(msgspec.Struct):
@@ -29,17 +29,17 @@ def successful_answers(output: Path, source: LineSource) -> Iterator[list[LineAn
     with output.open("rb") as answers:
         for line, text in zip(read_lines(source.path), answers, strict=False):
             lines += 1
-            found = _read(text, output, lines)
-            if line.data is None or found.custom_id != parse_line(line.data).custom_id:
-                raise StoreError(f"{output}: its line {lines} is no answer to line {line.number} of {source.path}")
-            if found.response is not None and found.response.status_code == 200:
-                group.append(answer_of(line.row, 200, bytes(found.response.body), text.rstrip(b"\n")))
-            if len(group) >= GROUP:
+            answer = _read(text, output, lines)
+            if line.data is None or answer.custom_id != parse_line(line.data).custom_id:
+                raise StoreError(f"{output}: line {lines} is not an answer to line {line.number} of {source.path}")
+            if answer.response is not None and answer.response.status_code == 200:
+                group.append(line_answer(line.row, 200, bytes(answer.response.body), text.rstrip(b"\n")))
+            if len(group) >= ANSWERS_PER_GROUP:
                 yield group
                 group = []
-        rest = answers.readline()
-    if lines != source.lines or rest:
-        raise StoreError(f"{output}: has another number of lines than {source.path}")
+        extra_line = answers.readline()
+    if lines != source.lines or extra_line:
+        raise StoreError(f"{output}: has a different number of lines than {source.path}")
     yield group
 
 
@@ -47,4 +47,4 @@ def _read(text: bytes, output: Path, number: int) -> _Line:
     try:
         return decoder(_Line).decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"{output}: its line {number} is no answer: {error}") from error
+        raise StoreError(f"{output}: line {number} is not an answer: {error}") from error

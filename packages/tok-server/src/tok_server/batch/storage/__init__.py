@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
-from tok_server.batch.storage.blobs import durable
+from tok_server.batch.storage.blobs import atomic_write
 from tok_server.batch.storage.clock import Clock
 from tok_server.batch.storage.database import StoreError, check_database, is_damage, is_full, remove_database
 from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.lines import (
-    LOOK_EVERY,
+    LINES_PER_STOP_CHECK,
     InputChanged,
     InputLine,
     Stopped,
@@ -17,50 +17,56 @@ from tok_server.batch.storage.lines import (
     read_lines,
 )
 from tok_server.batch.storage.lock import FileLock
-from tok_server.batch.storage.output_lines import FinishedLine, Unanswered, answer_of, unanswered, write
+from tok_server.batch.storage.output_lines import (
+    FinishedLine,
+    UnansweredReason,
+    encode_line_answer,
+    line_answer,
+    unanswered_line,
+)
 from tok_server.batch.storage.quota import Quota, QuotaExceeded
 from tok_server.batch.storage.recovery import check_index, recover
-from tok_server.batch.storage.states import BEFORE_THE_END
-from tok_server.batch.storage.store import ENDED, NOBODY, InUse, Missing, Store, StoredJob
+from tok_server.batch.storage.states import CANCELLABLE_STATUSES
+from tok_server.batch.storage.store import ENDED, NO_OWNER, FileInUse, RecordNotFound, Store, StoredJob
 from tok_server.batch.storage.validation import MAX_ERRORS, check_digest, validate
 
 __all__ = [
-    "BEFORE_THE_END",
+    "CANCELLABLE_STATUSES",
     "ENDED",
-    "LOOK_EVERY",
+    "LINES_PER_STOP_CHECK",
     "MAX_ERRORS",
-    "NOBODY",
+    "NO_OWNER",
     "Answers",
     "Clock",
     "DataDirectory",
+    "FileInUse",
     "FileLock",
     "FinishedLine",
-    "InUse",
     "InputChanged",
     "InputLine",
     "LineAnswer",
-    "Missing",
     "Quota",
     "QuotaExceeded",
+    "RecordNotFound",
     "Stopped",
     "Store",
     "StoreError",
     "StoredJob",
     "Totals",
-    "Unanswered",
-    "answer_of",
+    "UnansweredReason",
+    "atomic_write",
     "check_database",
     "check_digest",
     "check_index",
-    "durable",
+    "encode_line_answer",
     "is_damage",
     "is_full",
+    "line_answer",
     "parse_known_line",
     "parse_line",
     "read_lines",
     "recover",
     "remove_database",
-    "unanswered",
+    "unanswered_line",
     "validate",
-    "write",
 ]

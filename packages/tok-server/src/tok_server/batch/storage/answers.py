@@ -31,7 +31,7 @@ TOTALS = """SELECT count(*) - coalesce(sum(failed), 0), coalesce(sum(failed), 0)
     coalesce(sum(cached_tokens), 0), coalesce(sum(output_tokens), 0), coalesce(sum(reasoning_tokens), 0) FROM answers"""
 
 
-class OtherAnswers(DamagedError):
+class SourceMismatch(DamagedError):
     """A file that holds answers to another input."""
 
 
@@ -62,8 +62,8 @@ class Totals(NamedTuple):
         sums = list(self)
         for one in answers:
             sums[one.failed] += 1
-            for place, tokens in enumerate(one[2:6], 2):
-                sums[place] += tokens
+            for index, tokens in enumerate(one[2:6], 2):
+                sums[index] += tokens
         return Totals(*sums)
 
 
@@ -89,7 +89,7 @@ class Answers:
             if found is None:
                 self._connection.execute("INSERT INTO source VALUES (?)", (source,))
             elif found[0] != source:
-                raise OtherAnswers(f"{path}: holds the answers of another batch ({found[0]}, not {source})")
+                raise SourceMismatch(f"{path}: holds the answers of another batch ({found[0]}, not {source})")
 
     def add(self, answers: Iterable[LineAnswer]) -> list[LineAnswer]:
         """Store the answers in one transaction. Return the new ones: a line that has an answer keeps it."""

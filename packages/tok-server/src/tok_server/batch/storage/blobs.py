@@ -45,7 +45,7 @@ class Blobs:
     @contextmanager
     def writing(self, file_id: str) -> Iterator[IO[bytes]]:
         """Yield a stream to write the content to. At exit the content is synced to disk, ready for `publish`."""
-        with _written(self.unpublished(file_id), PRIVATE_FILE) as stream:
+        with _write_durably(self.unpublished(file_id), PRIVATE_FILE) as stream:
             yield stream
 
     def publish(self, file_id: str) -> None:
@@ -70,22 +70,22 @@ class Blobs:
 
     def entries(self) -> list[tuple[str, Path, bool]]:
         """Return id, path, and whether it is published, of each content; foreign files are skipped."""
-        named = [(path.name.removesuffix(UNFINISHED), path) for path in sorted(self._directory.iterdir())]
-        return [(id, path, path.name == id) for id, path in named if FILE_ID.fullmatch(id) and path.is_file()]
+        entries_by_id = [(path.name.removesuffix(UNFINISHED), path) for path in sorted(self._directory.iterdir())]
+        return [(id, path, path.name == id) for id, path in entries_by_id if FILE_ID.fullmatch(id) and path.is_file()]
 
 
 @contextmanager
-def durable(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Yield a stream. At exit its content replaces `path` atomically; an error leaves `path` untouched."""
     unfinished = path.with_name(path.name + UNFINISHED)
-    with _written(unfinished, 0o666) as stream:
+    with _write_durably(unfinished, 0o666) as stream:
         yield stream
     os.replace(unfinished, path)
     sync_directory(path.parent)
 
 
 @contextmanager
-def _written(path: Path, mode: int) -> Iterator[IO[bytes]]:
+def _write_durably(path: Path, mode: int) -> Iterator[IO[bytes]]:
     """Yield a stream to a new file at `path`. The file is synced to disk at exit, or deleted after an error."""
     try:
         with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """A saved state of the clock.
 
     elapsed  seconds on the clock's scale
@@ -59,7 +59,7 @@ class Clock:
         self._boot = boot()
         self._origin = 0.0
 
-    def start(self, saved: Reading | None) -> None:
+    def start(self, saved: ClockReading | None) -> None:
         """Continue from where the clock was saved; None: begin at the wall clock's time."""
         uptime = self._uptime()
         if saved is None:
@@ -73,7 +73,7 @@ class Clock:
         """Return the seconds on the clock's scale."""
         return self._origin + self._uptime()
 
-    def reading(self) -> Reading:
+    def reading(self) -> ClockReading:
         """Return the state that `start` needs to continue."""
         uptime = self._uptime()
-        return Reading(self._origin + uptime, self._boot, uptime)
+        return ClockReading(self._origin + uptime, self._boot, uptime)

@@ -110,7 +110,7 @@ def make_private(path: Path) -> None:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
+def open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the existing database at `path` so that neither it nor its log changes, and yield the connection.
 
     No other connection may write to it meanwhile. Errors: DamagedError, sqlite3.Error.
@@ -128,7 +128,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 def check_database(path: Path) -> None:
     """Read the whole database at `path`. Errors: DamagedError, sqlite3.Error."""
-    with reading(path) as connection:
+    with open_read_only(path) as connection:
         check_content(connection, path)
 
 

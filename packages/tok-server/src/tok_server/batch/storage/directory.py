@@ -1,4 +1,4 @@
-"""Place: paths of all batch data in a data directory, accessible only to the owner of the process."""
+"""DataDirectory: paths of all batch data in a data directory, accessible only to the owner of the process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DataDirectory:
             self.blobs = Blobs(directory / "files")
             make_directory(self.answers_directory)
         except OSError as error:
-            raise StoreError(f"data directory {directory}: cannot be made: {error.strerror or error}") from error
+            raise StoreError(f"data directory {directory}: cannot be created: {error.strerror or error}") from error
 
     def answers(self, batch_id: str) -> Path:
         """Return the path of a batch's answers, used until the batch ends. Raises ValueError for an invalid id."""
@@ -60,7 +60,7 @@ class DataDirectory:
         path = self.answers(batch_id)
         sides = [path.with_name(path.name + side) for side in SIDE_FILES]
         if moved := [str(self.set_aside(side)) for side in sides if side.exists()]:
-            log.warning("%s: its answers have been moved to %s", batch_id, moved[0])
+            log.warning("%s: moved its answers to %s", batch_id, moved[0])
 
 
 def _make_data_directory(directory: Path, index: Path) -> None:
@@ -68,10 +68,10 @@ def _make_data_directory(directory: Path, index: Path) -> None:
     if not directory.exists():
         make_directory(directory)
         return
-    found = directory.stat()
-    loose = found.st_mode & 0o077
-    ours = index.exists() or not any(directory.iterdir())
-    if loose and ours and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX:
+    status = directory.stat()
+    open_to_others = status.st_mode & 0o077
+    created_by_us = index.exists() or not any(directory.iterdir())
+    if open_to_others and created_by_us and status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX:
         directory.chmod(PRIVATE_DIRECTORY)
-    elif loose:
-        log.warning("data directory %s is open to other users of this machine: chmod 700 %s", directory, directory)
+    elif open_to_others:
+        log.warning("other users of this machine can access data directory %s: run chmod 700 %s", directory, directory)

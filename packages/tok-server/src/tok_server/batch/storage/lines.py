@@ -11,8 +11,8 @@ import msgspec
 from tok_server.batch.storage.database import StoreError
 from tok_server.wire import BadJson, decode
 
-SLICE = 1 << 20  # bytes of a too long line skipped at a time
-LOOK_EVERY = 4096  # lines between checks of `stopped`
+SLICE_BYTES = 1 << 20  # bytes of a too long line skipped at a time
+LINES_PER_STOP_CHECK = 4096  # lines between checks of `stopped`
 
 
 class Stopped(Exception):
@@ -45,22 +45,24 @@ class LineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     body: msgspec.Raw
 
 
-def read_lines(path: Path, most: int | None = None, stopped: Callable[[], bool] = lambda: False) -> Iterator[InputLine]:
+def read_lines(
+    path: Path, max_bytes: int | None = None, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[InputLine]:
     """Yield the lines that are not blank.
 
-    most  maximum bytes of a line; None: unlimited, for a file whose lines have been validated
+    max_bytes  maximum bytes of a line; None: unlimited, for a file whose lines have been validated
 
     Errors: Stopped, OSError.
     """
     row = number = 0
     with path.open("rb") as stream:
-        while data := stream.readline(-1 if most is None else most + 2):
-            if number % LOOK_EVERY == 0 and stopped():  # blank lines count: they take time, too
+        while data := stream.readline(-1 if max_bytes is None else max_bytes + 2):
+            if number % LINES_PER_STOP_CHECK == 0 and stopped():  # blank lines count: they take time, too
                 raise Stopped
             number += 1
             text = data.strip()
-            too_long = most is not None and len(data.rstrip(b"\r\n")) > most
-            while too_long and not data.endswith(b"\n") and (data := stream.readline(SLICE)):
+            too_long = max_bytes is not None and len(data.rstrip(b"\r\n")) > max_bytes
+            while too_long and not data.endswith(b"\n") and (data := stream.readline(SLICE_BYTES)):
                 pass
             if text:
                 yield InputLine(row, number, None if too_long else text)

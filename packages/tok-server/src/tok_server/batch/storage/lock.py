@@ -12,12 +12,12 @@ from tok_server.batch.storage.database import StoreError
 class FileLock:
     """Exclusive lock on `path`, a file made for it, until closed. Errors: StoreError naming the holding process."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        self._descriptor = _locked(path, what)
+    def __init__(self, path: Path, name: str) -> None:
+        self._descriptor = _acquire(path, name)
         # The last holder may have deleted the file at its end: a lock on a deleted file excludes no other process.
-        while not _is_at(self._descriptor, path):
+        while not _is_same_file(self._descriptor, path):
             os.close(self._descriptor)
-            self._descriptor = _locked(path, what)
+            self._descriptor = _acquire(path, name)
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, b"%d\n" % os.getpid())
 
@@ -26,7 +26,7 @@ class FileLock:
         os.close(self._descriptor)
 
 
-def _locked(path: Path, what: str) -> int:
+def _acquire(path: Path, name: str) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -36,11 +36,11 @@ def _locked(path: Path, what: str) -> int:
     except OSError as error:
         holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise StoreError(f"{what} is in use by another tok (process {holder})") from error
+        raise StoreError(f"{name} is in use by another tok process ({holder})") from error
     return descriptor
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

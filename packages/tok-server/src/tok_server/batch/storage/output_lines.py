@@ -18,8 +18,8 @@ MIN_TAIL_DECODED_BYTES = 1 << 20  # bytes of a body beyond which only its end is
 
 log = logging.getLogger("tok.server")
 
-Unanswered = Literal["batch_expired", "batch_cancelled"]
-WHY = {
+UnansweredReason = Literal["batch_expired", "batch_cancelled"]
+UNANSWERED_MESSAGES = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "The batch was cancelled before this request was executed.",
 }
@@ -71,31 +71,31 @@ class _Used(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def write(done: FinishedLine) -> LineAnswer:
+def encode_line_answer(finished: FinishedLine) -> LineAnswer:
     """Return the encoded answer. Takes long for many choices."""
-    body, status = _body(done)
+    body, status = _body(finished)
     response = _Response(status, new_id("req"), msgspec.Raw(body))
-    text = encode(_Line(_line_id(), done.custom_id, response, None))
-    return answer_of(done.line, status, body, text)
+    text = encode(_Line(_line_id(), finished.custom_id, response, None))
+    return line_answer(finished.line, status, body, text)
 
 
-def answer_of(line: int, status: int, body: bytes, text: bytes) -> LineAnswer:
+def line_answer(line: int, status: int, body: bytes, text: bytes) -> LineAnswer:
     """Return the answer whose line of the output is `text`, which contains `body`."""
-    used = _used(body)
-    cached = used.prompt_tokens_details or used.input_tokens_details or _Cached()
-    reasoning = used.completion_tokens_details or used.output_tokens_details or _Reasoning()
+    token_usage = _usage_of(body)
+    cached = token_usage.prompt_tokens_details or token_usage.input_tokens_details or _Cached()
+    reasoning = token_usage.completion_tokens_details or token_usage.output_tokens_details or _Reasoning()
     return LineAnswer(
         line,
         status != 200,
-        used.prompt_tokens or used.input_tokens,
+        token_usage.prompt_tokens or token_usage.input_tokens,
         cached.cached_tokens or 0,
-        used.completion_tokens or used.output_tokens,
+        token_usage.completion_tokens or token_usage.output_tokens,
         reasoning.reasoning_tokens or 0,
         text,
     )
 
 
-def _used(body: bytes) -> _Usage:
+def _usage_of(body: bytes) -> _Usage:
     """Return the usage. A long body is decoded from its usage on: decoding all of it holds the GIL."""
     at = body.rfind(b'"usage":{') if len(body) > MIN_TAIL_DECODED_BYTES else -1
     if at >= 0:
@@ -104,20 +104,20 @@ def _used(body: bytes) -> _Usage:
     return decoder(_Used).decode(body).usage or _Usage()
 
 
-def _body(done: FinishedLine) -> tuple[bytes, int]:
-    if isinstance(done.result, ApiError):
-        return done.result.body(), done.result.status
+def _body(finished: FinishedLine) -> tuple[bytes, int]:
+    if isinstance(finished.result, ApiError):
+        return finished.result.body(), finished.result.status
     try:
-        return done.result(), 200
+        return finished.result(), 200
     except Exception as error:
         failure = internal(new_id("req"))
-        log.error("batch line %r: %s", done.custom_id, failure.message, exc_info=error)
+        log.error("batch line %r: %s", finished.custom_id, failure.message, exc_info=error)
         return failure.body(), failure.status
 
 
-def unanswered(custom_id: str, why: Unanswered) -> bytes:
+def unanswered_line(custom_id: str, reason: UnansweredReason) -> bytes:
     """Return the error file's line for an input line that was never answered."""
-    return encode(_Line(_line_id(), custom_id, None, BatchLineError(code=why, message=WHY[why])))
+    return encode(_Line(_line_id(), custom_id, None, BatchLineError(code=reason, message=UNANSWERED_MESSAGES[reason])))
 
 
 def _line_id() -> str:

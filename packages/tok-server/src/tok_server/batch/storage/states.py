@@ -25,23 +25,23 @@ from tok_client.types import (
     OutputTokensDetails,
 )
 from tok_server.batch.storage.answers import Totals
-from tok_server.batch.storage.output_lines import Unanswered
+from tok_server.batch.storage.output_lines import UnansweredReason
 from tok_server.batch.storage.store import StoredJob
-from tok_server.batch.storage.validation import Validated
+from tok_server.batch.storage.validation import ValidationResult
 
-Early = Literal["cancelled", "expired"]
-BEFORE_THE_END = ("validating", "in_progress")
+EarlyEndReason = Literal["cancelled", "expired"]
+CANCELLABLE_STATUSES = ("validating", "in_progress")
 
 
-def validated(job: StoredJob, found: Validated, now: int) -> StoredJob:
+def validated(job: StoredJob, result: ValidationResult, now: int) -> StoredJob:
     """Start the batch, or fail it with the errors of its input."""
     if job.batch.status != "validating":
         return job
-    if found.errors:
-        errors = BatchErrors(data=found.errors)
+    if result.errors:
+        errors = BatchErrors(data=result.errors)
         return _with(job, status="failed", failed_at=now, errors=errors, request_counts=BatchRequestCounts())
     started = _with(job, status="in_progress", in_progress_at=now)
-    return with_totals(msgspec.structs.replace(started, lines=found.lines, digest=found.digest), Totals())
+    return with_totals(msgspec.structs.replace(started, lines=result.lines, digest=result.digest), Totals())
 
 
 def failed(job: StoredJob, error: BatchError, now: int) -> StoredJob:
@@ -51,11 +51,11 @@ def failed(job: StoredJob, error: BatchError, now: int) -> StoredJob:
     return _with(job, status="failed", failed_at=now, errors=BatchErrors(data=[error]))
 
 
-def end_early(job: StoredJob, how: Early, now: int) -> StoredJob:
+def end_early(job: StoredJob, reason: EarlyEndReason, now: int) -> StoredJob:
     """Begin to end the batch with the lines answered so far."""
-    if job.batch.status not in BEFORE_THE_END:
+    if job.batch.status not in CANCELLABLE_STATUSES:
         return job
-    if how == "cancelled":
+    if reason == "cancelled":
         return _with(job, status="cancelling", cancelling_at=now)
     return msgspec.structs.replace(_with(job, status="finalizing", finalizing_at=now), expired=True)
 
@@ -65,7 +65,7 @@ def answered(job: StoredJob, now: int) -> StoredJob:
     return _with(job, status="finalizing", finalizing_at=now) if job.batch.status == "in_progress" else job
 
 
-def missing(job: StoredJob) -> Unanswered | None:
+def unanswered_reason(job: StoredJob) -> UnansweredReason | None:
     """Return why lines may have no answer; None: every line has one."""
     if job.batch.status == "cancelling":
         return "batch_cancelled"
@@ -89,14 +89,14 @@ def finished(job: StoredJob, totals: Totals, output: str | None, errors: str | N
 def with_totals(job: StoredJob, totals: Totals) -> StoredJob:
     """Return the job with the counts and usage of `totals`."""
     counts = BatchRequestCounts(total=job.lines, completed=totals.completed, failed=totals.failed)
-    used = BatchUsage(
+    token_usage = BatchUsage(
         input_tokens=totals.input_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=totals.cached_tokens),
         output_tokens=totals.output_tokens,
         output_tokens_details=OutputTokensDetails(reasoning_tokens=totals.reasoning_tokens),
         total_tokens=totals.input_tokens + totals.output_tokens,
     )
-    return _with(job, request_counts=counts, usage=used)
+    return _with(job, request_counts=counts, usage=token_usage)
 
 
 def _with(job: StoredJob, **fields: object) -> StoredJob:

@@ -2,7 +2,7 @@
 
 A record is the JSON that clients see, beside the columns that queries use. For one thread.
 
-Each record has an owner: the tenant that created it. An owner sees its own records and those of NOBODY, which were
+Each record has an owner: the tenant that created it. An owner sees its own records and those of NO_OWNER, which were
 created without API keys or by versions without owners. For other owners a record does not exist.
 """
 
@@ -17,12 +17,12 @@ import msgspec
 
 from tok_client.decoders import decoder
 from tok_client.types import Batch, FileObject
-from tok_server.batch.storage.clock import Reading
+from tok_server.batch.storage.clock import ClockReading
 from tok_server.batch.storage.database import StoreError, check_version, open_database, transaction
 
 VERSION = 2
 KNOWN_VERSIONS = (0, 1, VERSION)
-NOBODY = ""
+NO_OWNER = ""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -72,7 +72,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     keep_seconds: int | None = None
     deadline: float | None = None
-    owner: str = NOBODY
+    owner: str = NO_OWNER
     expired: bool = False
 
     @property
@@ -85,10 +85,10 @@ class Page(NamedTuple, Generic[T]):
     """Some records, and whether more follow."""
 
     records: list[T]
-    more: bool
+    has_more: bool
 
 
-class Missing(LookupError):
+class RecordNotFound(LookupError):
     """A record that does not exist; `id` names it."""
 
     def __init__(self, kind: str, id: str) -> None:
@@ -96,7 +96,7 @@ class Missing(LookupError):
         self.id = id
 
 
-class InUse(Exception):
+class FileInUse(Exception):
     """A file that an open batch reads."""
 
 
@@ -115,12 +115,12 @@ class Store:
 
     # Clock
 
-    def clock(self) -> Reading | None:
+    def clock(self) -> ClockReading | None:
         """Return the clock as last saved; None if it never was."""
         row = self._connection.execute("SELECT elapsed, boot, uptime FROM clock").fetchone()
-        return None if row is None else Reading(*row)
+        return None if row is None else ClockReading(*row)
 
-    def save_clock(self, reading: Reading) -> None:
+    def save_clock(self, reading: ClockReading) -> None:
         """Save the clock."""
         with transaction(self._connection):
             self._connection.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", reading)
@@ -143,7 +143,7 @@ class Store:
 
     # Files
 
-    def add_file(self, file: FileObject, owner: str = NOBODY, deadline: float | None = None) -> None:
+    def add_file(self, file: FileObject, owner: str = NO_OWNER, deadline: float | None = None) -> None:
         """Add a file.
 
         deadline  time at which it may be deleted, on the data directory's clock; None: never
@@ -155,31 +155,31 @@ class Store:
         row = (file.id, file.purpose, deadline, owner, msgspec.json.encode(file))
         self._connection.execute("INSERT INTO files (id, purpose, deadline, owner, record) VALUES (?, ?, ?, ?, ?)", row)
 
-    def file(self, id: str, owner: str = NOBODY) -> FileObject:
-        """Return a file. Errors: Missing."""
+    def file(self, id: str, owner: str = NO_OWNER) -> FileObject:
+        """Return a file. Errors: RecordNotFound."""
         query = f"SELECT record FROM files WHERE id = ? AND {VISIBLE}"
         row = self._connection.execute(query, (id, owner)).fetchone()
         if row is None:
-            raise Missing("file", id)
+            raise RecordNotFound("file", id)
         return self._file.decode(row[0])
 
     def files(
-        self, after: str | None, limit: int, *, newest_first: bool, purpose: str | None, owner: str = NOBODY
+        self, after: str | None, limit: int, *, newest_first: bool, purpose: str | None, owner: str = NO_OWNER
     ) -> Page[FileObject]:
-        """Return a page of files in order of creation, beginning after the file `after`. Errors: Missing."""
+        """Return a page of files in order of creation, beginning after the file `after`. Errors: RecordNotFound."""
         where, values = ("AND purpose = ?", (purpose,)) if purpose is not None else ("", ())
-        rows, more = self._page("file", "files", after, limit, newest_first, where, values, owner)
-        return Page([self._file.decode(row) for row in rows], more)
+        rows, has_more = self._page("file", "files", after, limit, newest_first, where, values, owner)
+        return Page([self._file.decode(row) for row in rows], has_more)
 
-    def check_unused(self, id: str, owner: str = NOBODY) -> None:
-        """Raise Missing for a file that does not exist, InUse for one that an open batch reads."""
+    def check_unused(self, id: str, owner: str = NO_OWNER) -> None:
+        """Raise Missing for a file that does not exist, FileInUse for one that an open batch reads."""
         self.file(id, owner)
         user = self._connection.execute("SELECT id FROM batches WHERE open AND input = ?", (id,)).fetchone()
         if user is not None:
-            raise InUse(f"file {id!r} is the input of batch {user[0]!r}, which has not ended")
+            raise FileInUse(f"file {id!r} is the input of batch {user[0]!r}, which has not ended")
 
-    def delete_file(self, id: str, owner: str = NOBODY) -> None:
-        """Delete a file. Errors: Missing, InUse."""
+    def delete_file(self, id: str, owner: str = NO_OWNER) -> None:
+        """Delete a file. Errors: RecordNotFound, FileInUse."""
         with transaction(self._connection):
             self.check_unused(id, owner)
             self._connection.execute("DELETE FROM files WHERE id = ?", (id,))
@@ -201,31 +201,33 @@ class Store:
     # Batches
 
     def add_job(self, job: StoredJob) -> None:
-        """Add a batch. Its input must be a file with purpose "batch" that its owner sees. Errors: Missing."""
+        """Add a batch. Its input must be a file with purpose "batch" that its owner sees. Errors: RecordNotFound."""
         with transaction(self._connection):
             if self.file(job.batch.input_file_id, job.owner).purpose != "batch":
-                raise Missing("file with purpose 'batch' and id", job.batch.input_file_id)
+                raise RecordNotFound("file with purpose 'batch' and id", job.batch.input_file_id)
             row = (job.batch.id, job.batch.input_file_id, job.open, job.owner, msgspec.json.encode(job))
             self._connection.execute("INSERT INTO batches (id, input, open, owner, record) VALUES (?, ?, ?, ?, ?)", row)
 
-    def job(self, id: str, owner: str = NOBODY) -> StoredJob:
-        """Return a batch. Errors: Missing."""
+    def job(self, id: str, owner: str = NO_OWNER) -> StoredJob:
+        """Return a batch. Errors: RecordNotFound."""
         query = f"SELECT record FROM batches WHERE id = ? AND {VISIBLE}"
-        return self._found(id, self._connection.execute(query, (id, owner)).fetchone())
+        return self._decode_job(id, self._connection.execute(query, (id, owner)).fetchone())
 
-    def any_job(self, id: str) -> StoredJob:
-        """Return a batch, whoever owns it. Errors: Missing."""
-        return self._found(id, self._connection.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone())
+    def job_of_any_owner(self, id: str) -> StoredJob:
+        """Return a batch, whoever owns it. Errors: RecordNotFound."""
+        return self._decode_job(
+            id, self._connection.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone()
+        )
 
-    def _found(self, id: str, row: tuple[bytes] | None) -> StoredJob:
+    def _decode_job(self, id: str, row: tuple[bytes] | None) -> StoredJob:
         if row is None:
-            raise Missing("batch", id)
+            raise RecordNotFound("batch", id)
         return self._job.decode(row[0])
 
-    def jobs(self, after: str | None, limit: int, owner: str = NOBODY) -> Page[StoredJob]:
-        """Return a page of batches, newest first, beginning after the batch `after`. Errors: Missing."""
-        rows, more = self._page("batch", "batches", after, limit, True, "", (), owner)
-        return Page([self._job.decode(row) for row in rows], more)
+    def jobs(self, after: str | None, limit: int, owner: str = NO_OWNER) -> Page[StoredJob]:
+        """Return a page of batches, newest first, beginning after the batch `after`. Errors: RecordNotFound."""
+        rows, has_more = self._page("batch", "batches", after, limit, True, "", (), owner)
+        return Page([self._job.decode(row) for row in rows], has_more)
 
     def batch_statuses(self) -> dict[str, str]:
         """Return the status of every batch by its id, whoever owns it."""
@@ -245,9 +247,9 @@ class Store:
         outputs: Sequence[FileObject] = (),
         output_deadline: float | None = None,
     ) -> StoredJob:
-        """Replace a batch by `change(batch)` and add its output files, in one transaction. Errors: Missing."""
+        """Replace a batch by `change(batch)` and add its output files, in one transaction. Errors: RecordNotFound."""
         with transaction(self._connection):
-            job = change(self.any_job(id))
+            job = change(self.job_of_any_owner(id))
             self._update(job)
             for file in outputs:
                 self._add_file(file, job.owner, output_deadline)
@@ -268,15 +270,15 @@ class Store:
         values: tuple[str, ...],
         owner: str,
     ) -> tuple[list[bytes], bool]:
-        """Return at most `limit` records, and whether more follow. Errors: Missing."""
-        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+        """Return at most `limit` records, and whether more follow. Errors: RecordNotFound."""
+        order, comparison = ("DESC", "<") if newest_first else ("ASC", ">")
         where, values = f"{VISIBLE} {where}", (owner, *values)
         if after is not None:
             query = f"SELECT number FROM {table} WHERE id = ? AND {VISIBLE}"
             found = self._connection.execute(query, (after, owner)).fetchone()
             if found is None:
-                raise Missing(kind, after)
-            where, values = f"{where} AND number {beyond} ?", (*values, found[0])
+                raise RecordNotFound(kind, after)
+            where, values = f"{where} AND number {comparison} ?", (*values, found[0])
         query = f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?"
         rows = [record for (record,) in self._connection.execute(query, (*values, limit + 1))]
         return rows[:limit], len(rows) > limit

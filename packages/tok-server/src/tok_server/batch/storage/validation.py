@@ -22,7 +22,7 @@ MAX_CUSTOM_ID_CHARS = 512  # characters of a custom_id
 MAX_LINES = 50_000_000  # blank ones too; digests of all ids are held in memory
 
 
-class Validated(NamedTuple):
+class ValidationResult(NamedTuple):
     """Result of a validation.
 
     lines   number of lines that are not blank
@@ -35,20 +35,22 @@ class Validated(NamedTuple):
     errors: list[BatchError]
 
 
-def validate(path: Path, urls: Collection[str], most: int, stopped: Callable[[], bool] = lambda: False) -> Validated:
-    """Check that each line is a request to one of `urls`, of at most `most` bytes, with a unique custom_id.
+def validate(
+    path: Path, urls: Collection[str], max_line_bytes: int, stopped: Callable[[], bool] = lambda: False
+) -> ValidationResult:
+    """Check that each line is a request to one of `urls`, of at most `max_line_bytes` bytes, with a unique custom_id.
 
     A file of more than `MAX_LINES` lines is an error, and not read further. Memory: 16 bytes per line.
     Errors: Stopped, OSError.
     """
     seen, digest, errors, lines = _Ids(), blake2b(digest_size=16), list[BatchError](), 0
-    for line in read_lines(path, most, stopped):
+    for line in read_lines(path, max_line_bytes, stopped):
         if line.number > MAX_LINES:
             message = f"The file has more than {MAX_LINES} lines."
-            return Validated(lines, digest.hexdigest(), [_error(line, "too_many_lines", message, None)])
+            return ValidationResult(lines, digest.hexdigest(), [_error(line, "too_many_lines", message, None)])
         lines += 1
         digest.update(b"\n" + (line.data or b""))
-        error, custom_id = _check(line, urls, most)
+        error, custom_id = _check(line, urls, max_line_bytes)
         seen.add(custom_id, line.number)
         if error is not None and len(errors) < MAX_ERRORS:
             errors.append(error)
@@ -56,27 +58,27 @@ def validate(path: Path, urls: Collection[str], most: int, stopped: Callable[[],
         errors.append(BatchError(code="empty_file", message="The file has no requests."))
     errors += [_duplicate(number) for number in seen.repeated()]
     errors.sort(key=lambda error: error.line or 0)
-    return Validated(lines, digest.hexdigest(), errors[:MAX_ERRORS])
+    return ValidationResult(lines, digest.hexdigest(), errors[:MAX_ERRORS])
 
 
 def check_digest(path: Path, digest: str, stopped: Callable[[], bool] = lambda: False) -> None:
     """Raise InputChanged if the lines are not those that `validate` read. Errors: Stopped, OSError."""
-    found = blake2b(digest_size=16)
+    digester = blake2b(digest_size=16)
     for line in read_lines(path, stopped=stopped):
-        found.update(b"\n" + (line.data or b""))
-    if found.hexdigest() != digest:
+        digester.update(b"\n" + (line.data or b""))
+    if digester.hexdigest() != digest:
         raise InputChanged(f"the lines of {path.name} are not those that were validated")
 
 
-def _check(line: InputLine, urls: Collection[str], most: int) -> tuple[BatchError | None, str | None]:
+def _check(line: InputLine, urls: Collection[str], max_line_bytes: int) -> tuple[BatchError | None, str | None]:
     """Return the line's error, if any, and the custom_id to compare with others."""
     if line.data is None:
-        return _error(line, "line_too_long", f"The line has more than {most} bytes.", None), None
+        return _error(line, "line_too_long", f"The line has more than {max_line_bytes} bytes.", None), None
     try:
         request = parse_line(line.data)
     except BadJson as error:
         code = "invalid_request" if error.path else "invalid_json_line"
-        return _error(line, code, f"The line is no request: {error}.", error.path), None
+        return _error(line, code, f"The line is not a valid request: {error}.", error.path), None
     return _check_request(line, request, urls), request.custom_id
 
 
@@ -90,7 +92,7 @@ def _check_request(line: InputLine, request: LineRequest, urls: Collection[str])
         allowed = ", ".join(map(repr, sorted(urls)))
         return _error(line, "invalid_url", f"url is {request.url[:80]!r}; allowed: {allowed}.", "url")
     if not bytes(request.body).startswith(b"{"):
-        return _error(line, "invalid_body", "body is no JSON object.", "body")
+        return _error(line, "invalid_body", "body is not a JSON object.", "body")
     return None
 
 
@@ -99,7 +101,7 @@ def _error(line: InputLine, code: str, message: str, param: str | None) -> Batch
 
 
 def _duplicate(number: int) -> BatchError:
-    message = "custom_id is that of an earlier line; allowed: one that no other line has."
+    message = "custom_id is the custom_id of an earlier line; allowed: unique values."
     return BatchError(code="duplicate_custom_id", message=message, line=number, param="custom_id")
 
 

@@ -15,12 +15,12 @@ from tok_server.bench.manager.load import Load
 
 MAX_FILL_FACTOR = 4  # limit on the steps that filling all slots may take, as a multiple of the planned ones
 
-Look = Callable[[], None]
+AfterTurn = Callable[[], None]
 """Callback after every turn of the manager's loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StepCost:
     """The cost of a number of steps.
 
     seconds  CPU time of the manager
@@ -45,7 +45,7 @@ class ManagerDriver:
         self.load = load
         self.simulation = simulation
         self._rng = np.random.default_rng(4)
-        self._given = 0  # samples submitted, without the cancelled ones
+        self._submitted = 0  # samples submitted, without the cancelled ones
         self._open: list[int] = []  # ids of open requests, oldest first; only if the workload replaces some
 
     @property
@@ -53,7 +53,7 @@ class ManagerDriver:
         """Return the number of sequences that have a slot."""
         return self.simulation.manager.stats().sequences_running
 
-    def fill(self, look: Look) -> None:
+    def fill(self, after_turn: AfterTurn) -> None:
         """Run until all slots are taken, then run the workload's warm-up steps.
 
         Filling gives up after MAX_FILL_FACTOR times the planned steps.
@@ -61,31 +61,35 @@ class ManagerDriver:
         ports = self.simulation.ports
         while ports.steps < MAX_FILL_FACTOR * self.load.fill_steps and self.running < self.load.sequences:
             self._turn()
-            look()
-        self.block(self.load.warm_up, look)
+            after_turn()
+        self.block(self.load.warm_up, after_turn)
 
-    def block(self, steps: int, look: Look, clockwork: ManagerProfiler | None = None) -> Block:
+    def block(self, steps: int, after_turn: AfterTurn, profiler: ManagerProfiler | None = None) -> StepCost:
         """Measure the next `steps` steps."""
         last = self.simulation.ports.steps + steps
-        return self._measure(lambda: self.simulation.ports.steps < last, self._turn, look, clockwork)
+        return self._measure(lambda: self.simulation.ports.steps < last, self._turn, after_turn, profiler)
 
-    def start_all(self, look: Look, clockwork: ManagerProfiler | None) -> Block:
+    def start_all(self, after_turn: AfterTurn, profiler: ManagerProfiler | None) -> StepCost:
         """Submit one request per slot at once and measure all steps until as many sequences run."""
         for _ in range(self.load.sequences):
-            self._give()
-        return self._measure(lambda: self.running < self.load.sequences, self.simulation.turn, look, clockwork)
+            self._submit_next()
+        return self._measure(lambda: self.running < self.load.sequences, self.simulation.turn, after_turn, profiler)
 
     def _measure(
-        self, more: Callable[[], bool], turn: Callable[[], float], look: Look, clockwork: ManagerProfiler | None
-    ) -> Block:
+        self,
+        unfinished: Callable[[], bool],
+        turn: Callable[[], float],
+        after_turn: AfterTurn,
+        profiler: ManagerProfiler | None,
+    ) -> StepCost:
         seconds, before = 0.0, self._counts()
-        with nullcontext() if clockwork is None else clockwork.timing(self.simulation.manager):
-            while more():
+        with nullcontext() if profiler is None else profiler.timing(self.simulation.manager):
+            while unfinished():
                 seconds += turn()
-                look()
+                after_turn()
         steps, tokens, *sizes = (new - old for new, old in zip(self._counts(), before, strict=True))
-        parts = {} if clockwork is None else clockwork.seconds
-        return Block(seconds, steps, tokens, self.running, (sizes[0], sizes[1], sizes[2]), parts)
+        parts = {} if profiler is None else profiler.seconds
+        return StepCost(seconds, steps, tokens, self.running, (sizes[0], sizes[1], sizes[2]), parts)
 
     def _counts(self) -> tuple[int, int, int, int, int]:
         ports = self.simulation.ports
@@ -94,21 +98,21 @@ class ManagerDriver:
     def _turn(self) -> float:
         """Replace the samples that ended, then run one turn of the manager's loop. Returns its CPU seconds."""
         self._replace()
-        while self._given - self.simulation.ports.finished < 1.5 * self.load.sequences:
-            self._give()
+        while self._submitted - self.simulation.ports.finished < 1.5 * self.load.sequences:
+            self._submit_next()
         return self.simulation.turn()
 
-    def _give(self) -> None:
+    def _submit_next(self) -> None:
         request = next(self.load.requests)
         self.simulation.submit(request)
-        self._given += request.params.n
-        if self.load.replaced:
+        self._submitted += request.params.n
+        if self.load.replaced_share:
             self._open.append(request.rid)
 
     def _replace(self) -> None:
-        if not self.load.replaced or len(self._open) < self.load.sequences:
+        if not self.load.replaced_share or len(self._open) < self.load.sequences:
             return
-        count = max(1, int(self.load.replaced * self.load.sequences))
-        for place in sorted(self._rng.choice(self.load.sequences, count, replace=False).tolist(), reverse=True):
-            self.simulation.submit(Cancel(self._open.pop(place)))
-        self._given -= count
+        count = max(1, int(self.load.replaced_share * self.load.sequences))
+        for position in sorted(self._rng.choice(self.load.sequences, count, replace=False).tolist(), reverse=True):
+            self.simulation.submit(Cancel(self._open.pop(position)))
+        self._submitted -= count

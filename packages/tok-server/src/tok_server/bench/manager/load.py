@@ -19,9 +19,9 @@ from tok_core.simulation import LengthSampler
 VOCABULARY, END, PAGE = 32_768, 32_767, 16
 PROMPT, SHARED_PROMPT = 512, 704
 MAX_SAMPLE_TOKENS = 1024  # limit on the tokens of a sample
-MEAN = 128.0
-CHURN_PROMPT, CHURN_LONGEST = 32, 8
-HALF, FAMILIES = 500, 64
+MEAN_TOKENS = 128.0
+CHURN_PROMPT, MAX_CHURN_TOKENS = 32, 8
+HALF_PROMPT_TOKENS, SHARED_PREFIXES = 500, 64
 
 Rng = np.random.Generator
 Prompt = NDArray[np.int32]
@@ -31,25 +31,25 @@ Prompt = NDArray[np.int32]
 class Load:
     """A workload for `sequences` sequences.
 
-    requests       endless; the first requests fill all slots, the others follow as sequences end
-    lives          how many tokens a sample generates
-    own_tokens     upper bound of the KV tokens of one sequence, without prefixes shared with others
-    shared_tokens  KV tokens of all shared prefixes together
-    prompt_tokens  tokens computed for a sequence before its first output token, on average
-    fill_steps     steps planned for filling all slots
-    warm_up        steps between filling and the first measurement
-    replaced       share of the sequences that is cancelled and replaced before every step
+    requests        endless; the first requests fill all slots, the others follow as sequences end
+    output_lengths  how many tokens a sample generates
+    own_tokens      upper bound of the KV tokens of one sequence, without prefixes shared with others
+    shared_tokens   KV tokens of all shared prefixes together
+    prompt_tokens   tokens computed for a sequence before its first output token, on average
+    fill_steps      steps planned for filling all slots
+    warm_up         steps between filling and the first measurement
+    replaced_share  share of the sequences that is cancelled and replaced before every step
     """
 
     sequences: int
     requests: Iterator[Submit]
-    lives: LengthSampler
+    output_lengths: LengthSampler
     own_tokens: int
     prompt_tokens: float
     shared_tokens: int = 0
     fill_steps: int = 32
     warm_up: int = 32
-    replaced: float = 0.0
+    replaced_share: float = 0.0
 
     @property
     def info(self) -> EngineInfo:
@@ -80,8 +80,8 @@ def vocabulary() -> list[bytes]:
     letters = rng.integers(97, 123, sum(sizes), np.uint8).tobytes()
     ends = np.cumsum(sizes).tolist()
     words = [
-        (b" " if place % 2 else b"") + letters[end - size : end]
-        for place, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        (b" " if position % 2 else b"") + letters[end - size : end]
+        for position, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
     return [*single, *words, b""]
 
@@ -89,18 +89,18 @@ def vocabulary() -> list[bytes]:
 def decode(sequences: int, stop: tuple[str, ...]) -> Load:
     """Return a load of 512 prompt tokens and 256 output tokens, measured between the last start and the first end."""
     requests = _endless(lambda rng: _ids(rng, PROMPT), SamplingParams(max_tokens=256, ignore_eos=True, stop=stop))
-    return Load(sequences, requests, _for_ever, PROMPT + 256, PROMPT, warm_up=16)
+    return Load(sequences, requests, _endless_length, PROMPT + 256, PROMPT, warm_up=16)
 
 
 def monkeys(sequences: int, stop: tuple[str, ...]) -> Load:
     """Return a load of many samples per prompt with geometric lengths; 64 to 256 prompts are shared at any time."""
-    prompts = live_prompts(sequences)
+    prompts = shared_prompts(sequences)
     samples = _samples(sequences, prompts)
     return Load(
         sequences,
         _sampled(sequences, samples, stop),
-        _geometric,
-        int(2.5 * MEAN),
+        _geometric_lengths,
+        int(2.5 * MEAN_TOKENS),
         SHARED_PROMPT / samples + 1,
         shared_tokens=2 * prompts * SHARED_PROMPT,
         fill_steps=8,
@@ -115,16 +115,16 @@ def sharegpt(sequences: int, stop: tuple[str, ...]) -> Load:
     """
 
     def prompt(rng: Rng) -> Prompt:
-        return _ids(rng, int(_exp_of_normal(rng.random(1), median=130.0, least=4)[0]))
+        return _ids(rng, int(_log_normal_lengths(rng.random(1), median=130.0, minimum=4)[0]))
 
     requests = _endless(prompt, SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop))
-    return Load(sequences, requests, _log_normal, 900, 210, fill_steps=64, warm_up=192)
+    return Load(sequences, requests, _chat_lengths, 900, 210, fill_steps=64, warm_up=192)
 
 
 def churn(sequences: int, stop: tuple[str, ...]) -> Load:
     """Return a load of one sample per prompt, of 1 to 8 tokens, whose length the manager does not know in advance."""
     requests = _endless(lambda rng: _ids(rng, CHURN_PROMPT), SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop))
-    return Load(sequences, requests, _short, 20 * CHURN_PROMPT, CHURN_PROMPT, fill_steps=4, warm_up=48)
+    return Load(sequences, requests, _churn_lengths, 20 * CHURN_PROMPT, CHURN_PROMPT, fill_steps=4, warm_up=48)
 
 
 def regroup(sequences: int, stop: tuple[str, ...]) -> Load:
@@ -135,7 +135,9 @@ def regroup(sequences: int, stop: tuple[str, ...]) -> Load:
         lambda rng: prompts[rng.integers(len(prompts))], SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop)
     )
     shared = SHARED_PROMPT * len(prompts)
-    return Load(sequences, requests, _for_ever, MAX_SAMPLE_TOKENS + 64, 32, shared_tokens=shared, replaced=0.01)
+    return Load(
+        sequences, requests, _endless_length, MAX_SAMPLE_TOKENS + 64, 32, shared_tokens=shared, replaced_share=0.01
+    )
 
 
 def admission(sequences: int, stop: tuple[str, ...]) -> Load:
@@ -144,14 +146,20 @@ def admission(sequences: int, stop: tuple[str, ...]) -> Load:
     The first half of each prompt is one of 64 shared prefixes.
     """
     rng = np.random.default_rng(3)
-    heads = [_ids(rng, HALF) for _ in range(FAMILIES)]
+    heads = [_ids(rng, HALF_PROMPT_TOKENS) for _ in range(SHARED_PREFIXES)]
 
     def prompt(rng: Rng) -> Prompt:
-        return np.concatenate((heads[rng.integers(FAMILIES)], _ids(rng, HALF)))
+        return np.concatenate((heads[rng.integers(SHARED_PREFIXES)], _ids(rng, HALF_PROMPT_TOKENS)))
 
     requests = _endless(prompt, SamplingParams(max_tokens=MAX_SAMPLE_TOKENS, stop=stop))
     return Load(
-        sequences, requests, _for_ever, 2 * MAX_SAMPLE_TOKENS, 2 * HALF, shared_tokens=HALF * FAMILIES, fill_steps=1
+        sequences,
+        requests,
+        _endless_length,
+        2 * MAX_SAMPLE_TOKENS,
+        2 * HALF_PROMPT_TOKENS,
+        shared_tokens=HALF_PROMPT_TOKENS * SHARED_PREFIXES,
+        fill_steps=1,
     )
 
 
@@ -160,7 +168,7 @@ LOADS: dict[str, Callable[[int, tuple[str, ...]], Load]] = {
 }
 
 
-def live_prompts(sequences: int) -> int:
+def shared_prompts(sequences: int) -> int:
     """Return how many prompts the sequences of `monkeys` share."""
     return min(max(sequences // 32, 64), 256)
 
@@ -185,13 +193,13 @@ def _sampled(sequences: int, samples: int, stop: tuple[str, ...]) -> Iterator[Su
     samples.
     """
     rng = np.random.default_rng(0)
-    left, rid = sequences, 0
+    remaining, rid = sequences, 0
     while True:
-        alive = math.exp(-rid * samples / sequences) if left else 1.0
+        alive = math.exp(-rid * samples / sequences) if remaining else 1.0
         n = int(rng.binomial(samples, alive))
-        if left:
-            n = min(n, left) if alive > 1e-3 else left
-            left -= n
+        if remaining:
+            n = min(n, remaining) if alive > 1e-3 else remaining
+            remaining -= n
         if n:
             params = SamplingParams(n=n, max_tokens=MAX_SAMPLE_TOKENS, stop=stop, seed=rid)
             yield Submit(rid, _ids(rng, SHARED_PROMPT), params)
@@ -207,28 +215,28 @@ def _ids(rng: Rng, length: int) -> Prompt:
     return rng.integers(0, END, length, np.int32)
 
 
-def _for_ever(u: NDArray[np.float64]) -> NDArray[np.int64]:
+def _endless_length(u: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.full(len(u), 1 << 40)
 
 
-def _short(u: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return lengths distributed uniformly from 1 to CHURN_LONGEST."""
-    return 1 + (u * CHURN_LONGEST).astype(np.int64)
+def _churn_lengths(u: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return lengths distributed uniformly from 1 to MAX_CHURN_TOKENS."""
+    return 1 + (u * MAX_CHURN_TOKENS).astype(np.int64)
 
 
-def _geometric(u: NDArray[np.float64]) -> NDArray[np.int64]:
-    lives: NDArray[np.int64] = 1 + np.floor(np.log1p(-u) / math.log1p(-1 / MEAN)).astype(np.int64)
-    return lives
+def _geometric_lengths(u: NDArray[np.float64]) -> NDArray[np.int64]:
+    output_lengths: NDArray[np.int64] = 1 + np.floor(np.log1p(-u) / math.log1p(-1 / MEAN_TOKENS)).astype(np.int64)
+    return output_lengths
 
 
-def _log_normal(u: NDArray[np.float64]) -> NDArray[np.int64]:
+def _chat_lengths(u: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return lengths like those of chat answers."""
-    return _exp_of_normal(u, median=120.0, least=1)
+    return _log_normal_lengths(u, median=120.0, minimum=1)
 
 
-def _exp_of_normal(u: NDArray[np.float64], median: float, least: int) -> NDArray[np.int64]:
-    """Return integers from `least` to MAX_SAMPLE_TOKENS, log-normal with σ = 1, at the quantiles `u`, [n]."""
-    return np.clip(median * np.exp(np.interp(u, _SHARES, _SCORES)), least, MAX_SAMPLE_TOKENS).astype(np.int64)
+def _log_normal_lengths(u: NDArray[np.float64], median: float, minimum: int) -> NDArray[np.int64]:
+    """Return integers from `minimum` to MAX_SAMPLE_TOKENS, log-normal with σ = 1, at the quantiles `u`, [n]."""
+    return np.clip(median * np.exp(np.interp(u, _SHARES, _SCORES)), minimum, MAX_SAMPLE_TOKENS).astype(np.int64)
 
 
 _SHARES = ((np.arange(1024) + 0.5) / 1024).tolist()

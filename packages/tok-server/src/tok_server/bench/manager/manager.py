@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 from tok_core.manager import PARTS, ManagerProfiler, Part
 from tok_core.simulation import Simulation
-from tok_server.bench.manager.drive import Block, ManagerDriver
+from tok_server.bench.manager.drive import ManagerDriver, StepCost
 from tok_server.bench.manager.load import LOADS, vocabulary
 from tok_server.bench.manager.result import ManagerResult
-from tok_server.bench.watch import Show, progress_bar, seldom
+from tok_server.bench.watch import ShowProgress, progress_bar, throttled
 
 PAIRS, STEPS = 6, 16  # blocks of each kind, and steps per block
-SHOW_EVERY = 0.1  # seconds between updates of the progress bar
+SHOW_SECONDS = 0.1  # seconds between updates of the progress bar
 ADMISSION = "admission"
 
 
 class Measured(NamedTuple):
     """Plain blocks, profiled blocks, and the share of tokens discarded meanwhile."""
 
-    plain: list[Block]
-    timed: list[Block]
+    plain: list[StepCost]
+    profiled: list[StepCost]
     discarded: float = 0.0
 
 
@@ -31,69 +31,69 @@ def run_manager(name: str, sequences: int, stop: str | None = None, step_seconds
 
     def make() -> ManagerDriver:
         load = LOADS[name](sequences, () if stop is None else (stop,))
-        return ManagerDriver(load, Simulation(load.info, load.lives, vocabulary(), step_seconds))
+        return ManagerDriver(load, Simulation(load.info, load.output_lengths, vocabulary(), step_seconds))
 
-    plain, timed, discarded = _admit(make) if name == ADMISSION else _run_steps(make())
+    plain, profiled, discarded = _run_admission(make) if name == ADMISSION else _run_steps(make())
     started = plain[0].seconds if name == ADMISSION else None
-    to_worker, from_worker, to_engine = (_typical(one.sizes[kind] / one.steps for one in plain) for kind in range(3))
-    ms = _typical((one.seconds / one.steps for one in plain), 1e3)
+    to_worker, from_worker, to_engine = (_median(one.sizes[kind] / one.steps for one in plain) for kind in range(3))
+    ms = _median((one.seconds / one.steps for one in plain), 1e3)
     return ManagerResult(
         engine="tok",
         workload=name,
         sequences=sequences,
-        us_per_token=None if started else _typical((one.seconds / max(one.tokens, 1) for one in plain), 1e6),
+        us_per_token=None if started else _median((one.seconds / max(one.tokens, 1) for one in plain), 1e6),
         ms_per_step=ms,
         input_bytes=round(to_worker),
         output_bytes=round(from_worker),
         progress_bytes=round(to_engine),
         running=round(fmean(one.running for one in plain)),
-        steps=sum(one.steps for one in plain + timed),
+        steps=sum(one.steps for one in plain + profiled),
         discarded_share=round(discarded, 5),
         stop=stop,
         step_time_ms=step_seconds * 1e3 or None,
         us_per_request=started and round(started / sequences * 1e6, 2),
         seconds=started and round(started, 4),
-        **_divided(ms, timed),
+        **_scale_parts(ms, profiled),
     )
 
 
-def _divided(ms: float, timed: list[Block]) -> dict[Part, float]:
+def _scale_parts(ms: float, profiled: list[StepCost]) -> dict[Part, float]:
     """Divide `ms` between the parts. Profiling itself takes time, so profiled blocks only give the parts' shares."""
-    typical = {part: median(one.parts[part] / one.steps for one in timed) for part in PARTS}
-    scale = ms / sum(typical.values())
-    return {part: round(seconds * scale, 4) for part, seconds in typical.items()}
+    medians = {part: median(one.parts[part] / one.steps for one in profiled) for part in PARTS}
+    scale = ms / sum(medians.values())
+    return {part: round(seconds * scale, 4) for part, seconds in medians.items()}
 
 
-def _typical(values: Iterable[float], scale: float = 1.0) -> float:
+def _median(values: Iterable[float], scale: float = 1.0) -> float:
     return round(median(values) * scale, 4)
 
 
-def _run_steps(drive: ManagerDriver) -> Measured:
+def _run_steps(driver: ManagerDriver) -> Measured:
     """Measure plain and profiled blocks in alternation, so that a temporary slowdown of the machine affects both."""
-    load, ports, plain, timed = drive.load, drive.simulation.ports, [], []
+    load, ports, plain, profiled = driver.load, driver.simulation.ports, [], []
     with progress_bar("steps", load.fill_steps + load.warm_up + 2 * PAIRS * STEPS) as show:
-        look = _looking(show, lambda: (ports.steps, ports.tokens, drive.running))
-        drive.fill(look)
-        before = drive.simulation.manager.stats()
+        after_turn = _show_progress(show, lambda: (ports.steps, ports.tokens, driver.running))
+        driver.fill(after_turn)
+        before = driver.simulation.manager.stats()
         for _ in range(PAIRS):
-            plain.append(drive.block(STEPS, look))
-            timed.append(drive.block(STEPS, look, ManagerProfiler()))
-        after = drive.simulation.manager.stats()
+            plain.append(driver.block(STEPS, after_turn))
+            profiled.append(driver.block(STEPS, after_turn, ManagerProfiler()))
+        after = driver.simulation.manager.stats()
     discarded = after.discarded_tokens - before.discarded_tokens
     kept = after.output_tokens - before.output_tokens
-    return Measured(plain, timed, discarded / max(discarded + kept, 1))
+    return Measured(plain, profiled, discarded / max(discarded + kept, 1))
 
 
-def _admit(make: Callable[[], ManagerDriver]) -> Measured:
+def _run_admission(make: Callable[[], ManagerDriver]) -> Measured:
     """Run the workload twice: plain, then profiled."""
     return Measured([_start_all(make(), None)], [_start_all(make(), ManagerProfiler())])
 
 
-def _start_all(drive: ManagerDriver, clockwork: ManagerProfiler | None) -> Block:
-    with progress_bar("started", drive.load.sequences) as show:
-        look = _looking(show, lambda: (drive.running, drive.simulation.ports.tokens, drive.running))
-        return drive.start_all(look, clockwork)
+def _start_all(driver: ManagerDriver, profiler: ManagerProfiler | None) -> StepCost:
+    with progress_bar("started", driver.load.sequences) as show:
+        after_turn = _show_progress(show, lambda: (driver.running, driver.simulation.ports.tokens, driver.running))
+        return driver.start_all(after_turn, profiler)
 
 
-def _looking(show: Show, values: Callable[[], tuple[int, int, int]]) -> Callable[[], None]:
-    return seldom(lambda: show(*values()), SHOW_EVERY)
+def _show_progress(show: ShowProgress, values: Callable[[], tuple[int, int, int]]) -> Callable[[], None]:
+    return throttled(lambda: show(*values()), SHOW_SECONDS)

@@ -66,5 +66,5 @@ def table(result: ManagerResult) -> str:
         ("bytes to the engine", result.progress_bytes),
     ):
         lines.append(f"  {label:<26}{count:>12,d}")
-    lines.append(f"  {'tokens thrown away':<26}{result.discarded_share:>12.2%}")
+    lines.append(f"  {'discarded tokens':<26}{result.discarded_share:>12.2%}")
     return "\n".join(lines)

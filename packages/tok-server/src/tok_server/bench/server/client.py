@@ -3,7 +3,7 @@
 `python -m tok_server.bench.server.client PORT CONNECTIONS WARM_UP SECONDS RATE BODY`. With RATE 0, each connection
 sends its next request as soon as it is answered. Otherwise requests are sent at RATE per second, each over an idle
 connection. The process prints "begin" after the warm-up. At the end it prints a `RequestTally` as JSON. Sockets are
-polled every `LOOK` seconds, which takes little CPU time.
+polled every `POLL_SECONDS` seconds, which takes little CPU time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections import deque
 
 import msgspec
 
-LOOK = 0.002  # seconds between polls of the sockets
+POLL_SECONDS = 0.002  # seconds between polls of the sockets
 MAX_READ_BYTES = 1 << 18
-END = b"0\r\n\r\n"  # last bytes of a chunked body; neither JSON nor events end with them
-BREAK = b"\r\n\r\n"
-LENGTH = b"content-length: "
+BODY_END = b"0\r\n\r\n"  # last bytes of a chunked body; neither JSON nor events end with them
+HEAD_END = b"\r\n\r\n"
+CONTENT_LENGTH = b"content-length: "
 
 
 class RequestTally(msgspec.Struct):
@@ -46,7 +46,7 @@ class ClientConnection:
         self._head = self._end = b""
         self._left: int | None = None  # bytes of the body still to come; None for a chunked body
 
-    def ask(self) -> None:
+    def send(self) -> None:
         """Send the request. It is short enough for the socket buffer, so the call does not block."""
         self._head = self._end = self.status = b""
         self._left = None
@@ -56,22 +56,22 @@ class ClientConnection:
         """Read what has arrived. Returns whether the answer is complete. Errors: OSError if the server has gone."""
         part = self.socket.recv(MAX_READ_BYTES)
         if not part:
-            raise ConnectionError("the server has gone")
+            raise ConnectionError("the server closed the connection")
         if not self.status:
             self._head += part
-            head, found, part = self._head.partition(BREAK)
+            head, found, part = self._head.partition(HEAD_END)
             if not found:
                 return False
             self._begin(head.lower())
         if self._left is not None:
             self._left -= len(part)
             return self._left <= 0
-        self._end = (self._end + part)[-len(END) :]
-        return self._end == END
+        self._end = (self._end + part)[-len(BODY_END) :]
+        return self._end == BODY_END
 
     def _begin(self, head: bytes) -> None:
         self.status = head.partition(b"\r\n")[0]
-        _, found, rest = head.partition(LENGTH)
+        _, found, rest = head.partition(CONTENT_LENGTH)
         if found:
             self._left = int(rest.partition(b"\r\n")[0])
 
@@ -86,8 +86,8 @@ class LoadDriver:
         self._rate = rate
         self._selector = selectors.DefaultSelector()
         self._idle = deque(ClientConnection(port, request) for _ in range(connections))
-        for talk in self._idle:
-            self._selector.register(talk.socket, selectors.EVENT_READ, talk)
+        for connection in self._idle:
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         self._began, self._sent = time.monotonic(), 0
 
     def run(self, seconds: float) -> None:
@@ -95,11 +95,11 @@ class LoadDriver:
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end and self._selector.get_map():
             for _ in range(self._due(now)):
-                self._idle.popleft().ask()
+                self._idle.popleft().send()
                 self._sent += 1
-            for key, _ in self._selector.select(LOOK):
+            for key, _ in self._selector.select(POLL_SECONDS):
                 self._read(key.data)
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         """Close all connections."""
@@ -113,38 +113,38 @@ class LoadDriver:
             return len(self._idle)
         return min(len(self._idle), int((now - self._began) * self._rate) - self._sent)
 
-    def _read(self, talk: ClientConnection) -> None:
+    def _read(self, connection: ClientConnection) -> None:
         try:
-            ended = talk.read()
+            ended = connection.read()
         except OSError:
             self.tally.failures += 1
-            self._selector.unregister(talk.socket)
-            talk.socket.close()
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
             return
         if ended:
-            self.tally.failures += b" 200 " not in talk.status
+            self.tally.failures += b" 200 " not in connection.status
             self.tally.requests += 1
-            self._idle.append(talk)
+            self._idle.append(connection)
 
 
 def drive(port: int, connections: int, warm_up: float, seconds: float, rate: float, body: bytes) -> RequestTally:
     """Send requests for `warm_up` and then `seconds`, print "begin" in between, and return the counts."""
-    all_of_them = LoadDriver(port, connections, rate, body)
-    tally = all_of_them.tally
+    driver = LoadDriver(port, connections, rate, body)
+    tally = driver.tally
     try:
-        all_of_them.run(warm_up)
+        driver.run(warm_up)
         tally.requests, began, cpu = 0, time.monotonic(), time.process_time()
         print("begin", flush=True)
-        all_of_them.run(seconds)
+        driver.run(seconds)
         tally.cpu, tally.seconds = time.process_time() - cpu, time.monotonic() - began
     finally:
-        all_of_them.close()
+        driver.close()
     return tally
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Run the load of the command line; print "begin" after the warm-up and the tally at the end."""
-    port, connections, warm_up, seconds, rate, body = words
+    port, connections, warm_up, seconds, rate, body = arguments
     tally = drive(int(port), int(connections), float(warm_up), float(seconds), float(rate), body.encode())
     print(msgspec.json.encode(tally).decode(), flush=True)
 

@@ -22,9 +22,9 @@ from tok_server.serve import listen
 from tok_server.settings import Settings
 
 MAX_RUNNING = 8192
-STEP = 0.005  # seconds a step: with this many samples, no GPU takes less
-WARM_UP = 1.0  # seconds
-LOOK = 0.002  # seconds between measurements of the event loop's delay
+STEP_SECONDS = 0.005  # seconds a step: with this many samples, no GPU takes less
+WARM_UP_SECONDS = 1.0  # seconds
+DELAY_SAMPLE_SECONDS = 0.002  # seconds between measurements of the event loop's delay
 
 
 class Scenario(NamedTuple):
@@ -37,8 +37,8 @@ class Scenario(NamedTuple):
 
     @property
     def body(self) -> str:
-        asked = {"max_tokens": self.tokens, "n": self.n, "stream": self.stream}
-        return json.dumps({"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "ignore_eos": True, "temperature": 1, **asked})
+        fields = {"max_tokens": self.tokens, "n": self.n, "stream": self.stream}
+        return json.dumps({"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "ignore_eos": True, "temperature": 1, **fields})
 
 
 SCENARIOS = {
@@ -70,18 +70,18 @@ class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
     failures: int
 
 
-class _Watch:
-    """CPU seconds used since creation, and the delays of the event loop in seconds while `look` runs."""
+class _UsageMeter:
+    """CPU seconds used since creation, and the delays of the event loop in seconds while `measure_delays` runs."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.delays: list[float] = []
         self._engine = engine
         self._began, self._server, self._engines = time.monotonic(), time.process_time(), engine.cpu_seconds()
 
-    async def look(self) -> None:
+    async def measure_delays(self) -> None:
         while True:
-            due = time.monotonic() + LOOK
-            await asyncio.sleep(LOOK)
+            due = time.monotonic() + DELAY_SAMPLE_SECONDS
+            await asyncio.sleep(DELAY_SAMPLE_SECONDS)
             self.delays.append(max(time.monotonic() - due, 0.0))
 
     def cores(self) -> tuple[float, float]:
@@ -95,7 +95,7 @@ async def run_server(names: list[str], clients: int, seconds: float, rate: float
 
     rate  requests sent per second; 0: each connection sends its next request once it is answered
     """
-    engine = SimulatedEngine(str(DEMO_MODEL), MAX_RUNNING, step_seconds=STEP)
+    engine = SimulatedEngine(str(DEMO_MODEL), MAX_RUNNING, step_seconds=STEP_SECONDS)
     await engine.start()
     runner = web.AppRunner(make_app(engine, Settings(model_name=DEMO_NAME)), handler_cancellation=True)
     try:
@@ -114,17 +114,19 @@ async def _measure(
     name: str, engine: SimulatedEngine, port: int, clients: int, seconds: float, offered: float
 ) -> ServerResult:
     scenario = SCENARIOS[name]
-    share = -(-scenario.connections // clients), offered / clients
-    asking = [await _client(port, *share, seconds, scenario) for _ in range(clients)]
-    await asyncio.gather(*(_line(one) for one in asking))
-    watch = _Watch(engine)
-    looking = asyncio.create_task(watch.look())
-    tallies = [msgspec.json.decode(line, type=RequestTally) for line in await asyncio.gather(*map(_line, asking))]
-    server_cpu, engine_cpu = watch.cores()
-    looking.cancel()
-    await asyncio.gather(*(one.wait() for one in asking))
+    client_load = -(-scenario.connections // clients), offered / clients
+    client_processes = [await _client(port, *client_load, seconds, scenario) for _ in range(clients)]
+    await asyncio.gather(*(_line(one) for one in client_processes))
+    meter = _UsageMeter(engine)
+    delay_task = asyncio.create_task(meter.measure_delays())
+    tallies = [
+        msgspec.json.decode(line, type=RequestTally) for line in await asyncio.gather(*map(_line, client_processes))
+    ]
+    server_cpu, engine_cpu = meter.cores()
+    delay_task.cancel()
+    await asyncio.gather(*(one.wait() for one in client_processes))
     rate = sum(one.requests / one.seconds for one in tallies)
-    p50, p99 = np.percentile(watch.delays, (50, 99)) * 1e3
+    p50, p99 = np.percentile(meter.delays, (50, 99)) * 1e3
     return ServerResult(
         engine="tok",
         scenario=name,
@@ -141,9 +143,9 @@ async def _measure(
 
 
 async def _client(port: int, connections: int, rate: float, seconds: float, scenario: Scenario) -> Process:
-    words = (str(port), str(connections), str(WARM_UP), str(seconds), str(rate), scenario.body)
+    arguments = (str(port), str(connections), str(WARM_UP_SECONDS), str(seconds), str(rate), scenario.body)
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tok_server.bench.server.client", *words, stdout=PIPE
+        sys.executable, "-m", "tok_server.bench.server.client", *arguments, stdout=PIPE
     )
 
 
@@ -154,7 +156,7 @@ async def _line(client: Process) -> bytes:
 
 def table(results: list[ServerResult]) -> str:
     """Return the results as text."""
-    names = ("scenario", "requests/s", "tokens/s", "late p50 ms", "p99 ms", "server CPU", "engine CPU", "client CPU")
+    names = ("scenario", "requests/s", "tokens/s", "delay p50 ms", "p99 ms", "server CPU", "engine CPU", "client CPU")
     lines = ["".join(f"{name:>13}" for name in names)]
     for one in results:
         rates = f"{one.scenario:>13}{one.requests_per_s:>13,.1f}{one.tokens_per_s:>13,.0f}"

@@ -10,7 +10,7 @@ import msgspec
 
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest
 
-SHOWN = 200  # bytes of an answer quoted in an error
+MAX_QUOTED_BYTES = 200  # bytes of an answer quoted in an error
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Body(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def body(request: WorkloadRequest, workload: Workload, model: str, *, stream: bool) -> bytes:
+def request_body(request: WorkloadRequest, workload: Workload, model: str, *, stream: bool) -> bytes:
     """Return the JSON body of `POST /completions`."""
     fields: dict[str, object] = {
         "model": model,
@@ -71,22 +71,22 @@ def body(request: WorkloadRequest, workload: Workload, model: str, *, stream: bo
     return msgspec.json.encode(fields)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, data: bytes, *, stream: bool) -> BenchAnswer:
+async def send_request(session: aiohttp.ClientSession, url: str, data: bytes, *, stream: bool) -> BenchAnswer:
     """Send one request and read its answer; failures are reported in `error`."""
     answer = BenchAnswer(time.monotonic())
     try:
         async with session.post(url, data=data) as response:
             if response.status != 200:
-                answer.error = f"{response.status} {(await response.read())[:SHOWN]!r}"
+                answer.error = f"{response.status} {(await response.read())[:MAX_QUOTED_BYTES]!r}"
             elif stream:
                 await _read_events(response, answer)
             else:
-                _take(answer, await response.read())
+                _add_body(answer, await response.read())
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended = time.monotonic()
     if answer.error is None and not answer.output_tokens:
-        answer.error = "the answer counts no tokens (usage.completion_tokens)"
+        answer.error = "the answer reports no tokens (usage.completion_tokens)"
     return answer
 
 
@@ -98,17 +98,17 @@ async def _read_events(response: aiohttp.ClientResponse, answer: BenchAnswer) ->
             if event == b"[DONE]":
                 ended = True
             else:
-                _take(answer, event)
+                _add_body(answer, event)
                 if answer.first is None and answer.samples:
                     answer.first = time.monotonic()
     if not ended and answer.error is None:
         answer.error = "the stream ended without [DONE]"
 
 
-def _take(answer: BenchAnswer, data: bytes) -> None:
+def _add_body(answer: BenchAnswer, data: bytes) -> None:
     found = _DECODER.decode(data)
     if found.error is not None:
-        answer.error = msgspec.json.encode(found.error)[:SHOWN].decode(errors="replace")
+        answer.error = msgspec.json.encode(found.error)[:MAX_QUOTED_BYTES].decode(errors="replace")
     for choice in found.choices:
         answer.samples = max(answer.samples, choice.index + 1)
         answer.stopped += choice.finish_reason == "stop"

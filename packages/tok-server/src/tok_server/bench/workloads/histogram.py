@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-MIN_BUCKETS, MOST = 8, 40  # limits on the number of buckets, which grows with the number of values
+MIN_BUCKETS, MAX_BUCKETS = 8, 40  # limits on the number of buckets, which grows with the number of values
 MIN_EDGE_RATIO = 1.25  # minimum ratio of the last edge to the first, for values that are nearly equal
 MIN_SECONDS = 1e-9  # lower bound on values, as 0 has no logarithm
 
@@ -35,7 +35,7 @@ def histogram(seconds: Sequence[float]) -> Histogram | None:
     low, high = float(values.min()), float(values.max())
     if high < low * MIN_EDGE_RATIO:
         low, high = low / MIN_EDGE_RATIO**0.5, high * MIN_EDGE_RATIO**0.5
-    buckets = min(MOST, max(MIN_BUCKETS, round(2 * len(values) ** 0.5)))
+    buckets = min(MAX_BUCKETS, max(MIN_BUCKETS, round(2 * len(values) ** 0.5)))
     edges = np.geomspace(low, high, buckets + 1)
     edges[0], edges[-1] = low, high  # exact, as rounded edges could leave out the smallest or largest value
     counts, _ = np.histogram(values, edges)

@@ -13,17 +13,17 @@ from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
 from tok_core.engine import Prompt
 from tok_core.mesh import RankCoordinates
 from tok_core.messages import EngineInfo
-from tok_server.bench.busy import DeviceTime, busy_of_trace
+from tok_server.bench.busy import DeviceTime, trace_device_time
 from tok_server.bench.gpu import first_gpu
 from tok_server.bench.tracing import run_traced, tracing
-from tok_server.bench.watch import Show, progress_bar, seldom, watching
-from tok_server.bench.workloads.bare import without_tokenizer
-from tok_server.bench.workloads.counted import Counters, since, with_counters
+from tok_server.bench.watch import ShowProgress, call_periodically, progress_bar, throttled
+from tok_server.bench.workloads.counters import Counters, counter_growth, with_counters
 from tok_server.bench.workloads.result import Result, percentile, ratio
 from tok_server.bench.workloads.timeline import timeline
+from tok_server.bench.workloads.without_tokenizer import without_tokenizer
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_up_requests
 
-LOOK_EVERY = 0.02
+OBSERVE_SECONDS = 0.02
 PROGRESS_SECONDS = 0.25
 WARM_UP_TOKENS = 16
 SETTLE_SECONDS = 10.0
@@ -40,28 +40,28 @@ def run_offline(
 
     Errors: those of the engine.
     """
-    with _viewing(config, text) as config:
+    with _model_view(config, text) as config:
         for first in range(0, reps, reps if keep_engine else 1):
             yield from _on_one_engine(config, name, workload, range(first, reps if keep_engine else first + 1))
 
 
 def trace_offline(
-    config: EngineConfig, workload: Workload, file: Path, *, steps: int, of: int, text: bool
+    config: EngineConfig, workload: Workload, file: Path, *, steps: int, total_steps: int, text: bool
 ) -> dict[RankCoordinates, DeviceTime]:
-    """Trace `steps` steps in the middle of one more run, which takes about `of` steps. Returns each worker's summary.
+    """Trace `steps` steps in the middle of one more run, of about `total_steps` steps. Returns each worker's summary.
 
     The trace is written to `file`, and to files beside it for further workers (`tok_core.runtime.trace_file`). A
     separate engine runs it, so that no result includes the cost of tracing. Steps after the traced ones are not run.
     Errors: InvalidField if `steps` is too large; those of the engine.
     """
-    with _viewing(tracing(config, file, steps, of), text) as config:
+    with _model_view(tracing(config, file, steps, total_steps), text) as config:
         prompts, params = _requests(workload.requests, workload)
         files = run_traced(config, lambda engine: engine.generate(prompts, params))
-    return {place: busy_of_trace(of_one) for place, of_one in files.items()}
+    return {coordinates: trace_device_time(file) for coordinates, file in files.items()}
 
 
 @contextmanager
-def _viewing(config: EngineConfig, text: bool) -> Iterator[EngineConfig]:
+def _model_view(config: EngineConfig, text: bool) -> Iterator[EngineConfig]:
     """Yield `config` with a model that has a tokenizer only if `text` is set."""
     view = nullcontext(config.model) if text else without_tokenizer(config.model, config.data_dir)
     with view as model:
@@ -85,30 +85,30 @@ def warm_up(engine: Engine, workload: Workload) -> None:
 
 
 class _RunObserver:
-    """Observations during a run: `moments` are the rows of `timeline`, `outputs` the finished requests."""
+    """Observations during a run: `observations` are the rows of `timeline`, `outputs` the finished requests."""
 
-    def __init__(self, engine: Engine, show: Show) -> None:
+    def __init__(self, engine: Engine, show: ShowProgress) -> None:
         self.outputs: list[RequestOutput] = []
-        self.moments: list[tuple[float, ...]] = []
+        self.observations: list[tuple[float, ...]] = []
         self.gpu = first_gpu() if engine.info.device.startswith("cuda") else None
-        self.before = settled(engine)
+        self.before = settled_counters(engine)
         self.began = time.monotonic()
         self._engine = engine
         self._show = show
-        self._tell_seldom = seldom(self.tell, PROGRESS_SECONDS)
+        self._show_throttled = throttled(self.show_progress, PROGRESS_SECONDS)
 
-    def look(self) -> None:
-        """Append a row of counters to `moments`. It must be cheap: the run shares this interpreter."""
+    def observe(self) -> None:
+        """Append a row of counters to `observations`. It must be cheap: the run shares this interpreter."""
         stats = self._engine.stats()
-        grown = since(self.before, stats)
-        worked = grown("device_seconds") / stats["replicas"]
-        row = (grown("output_tokens"), stats["sequences_running"], worked, grown("computed_tokens"))
-        self.moments.append((time.monotonic() - self.began, *row))
-        self._tell_seldom()
+        growth = counter_growth(self.before, stats)
+        worked = growth("device_seconds") / stats["replicas"]
+        row = (growth("output_tokens"), stats["sequences_running"], worked, growth("computed_tokens"))
+        self.observations.append((time.monotonic() - self.began, *row))
+        self._show_throttled()
 
-    def tell(self) -> None:
+    def show_progress(self) -> None:
         """Update the progress bar and read the GPU's memory use."""
-        _, tokens, running, *_ = self.moments[-1]
+        _, tokens, running, *_ = self.observations[-1]
         self._show(len(self.outputs), int(tokens), int(running))
         if self.gpu is not None:
             self.gpu.sample()
@@ -118,16 +118,16 @@ def measure(engine: Engine, name: str, workload: Workload, rep: int) -> Result:
     """Run one repetition on an otherwise idle engine. Errors: those of the engine."""
     prompts, params = _requests(workload.requests, workload)
     with progress_bar(f"{workload.name} {rep}", len(prompts)) as show:
-        looks = _RunObserver(engine, show)
-        with watching(looks.look, LOOK_EVERY):
-            looks.outputs.extend(output for _, output in engine.stream(prompts, params))
-            seconds = time.monotonic() - looks.began
-        looks.tell()
-    result = _result(engine.info, name, workload, rep, looks, seconds)
-    return with_counters(result, looks.before, settled(engine))
+        observer = _RunObserver(engine, show)
+        with call_periodically(observer.observe, OBSERVE_SECONDS):
+            observer.outputs.extend(output for _, output in engine.stream(prompts, params))
+            seconds = time.monotonic() - observer.began
+        observer.show_progress()
+    result = _result(engine.info, name, workload, rep, observer, seconds)
+    return with_counters(result, observer.before, settled_counters(engine))
 
 
-def settled(engine: Engine) -> Counters:
+def settled_counters(engine: Engine) -> Counters:
     """Return the engine's counters once the steps queued behind the last token have returned."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while engine.stats()["steps_in_flight"] and time.monotonic() < deadline:
@@ -151,8 +151,10 @@ def _requests(requests: list[WorkloadRequest], workload: Workload) -> tuple[list
     return [one.ids for one in requests], params
 
 
-def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _RunObserver, seconds: float) -> Result:
-    outputs, gpu = looks.outputs, looks.gpu
+def _result(
+    info: EngineInfo, name: str, workload: Workload, rep: int, observer: _RunObserver, seconds: float
+) -> Result:
+    outputs, gpu = observer.outputs, observer.gpu
     completions = [one for output in outputs for one in output.outputs]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(one.token_ids) for one in completions)
@@ -190,7 +192,7 @@ def _result(info: EngineInfo, name: str, workload: Workload, rep: int, looks: _R
         max_step_tokens=info.max_step_tokens,
         tp_few_tokens=info.max_all_reduce_tokens,
         tp_async_tokens=info.min_overlap_tokens,
-        timeline=timeline(looks.moments, seconds),
+        timeline=timeline(observer.observations, seconds),
     )
 
 

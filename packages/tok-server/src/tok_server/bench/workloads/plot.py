@@ -15,7 +15,7 @@ from tok_server.bench.workloads.result import Result
 
 _LINES, _TEXT, _GRID = ("#1f5fa8", "#c2571a", "#3a8a4d", "#8a4fa3"), "#333333", "#dddddd"
 TIMES = {"request": "whole request", "first_token": "first token", "per_token": "each token after it"}
-WIDTH, TALL, BUSY_TALL, TIMES_TALL = 8, 5.5, 1.0, 2.4  # inches: figure width, then heights: figure width, then heights
+FIGURE_WIDTH, RUN_HEIGHT, BUSY_HEIGHT, TIMES_HEIGHT = 8, 5.5, 1.0, 2.4  # inches: figure width, then heights
 
 
 def plot_results(results: Sequence[Result], file: Path) -> None:
@@ -23,11 +23,11 @@ def plot_results(results: Sequence[Result], file: Path) -> None:
     if not results:
         raise ValueError("results is empty; allowed: at least one")
     times = {name: found for name in TIMES if any(found := [_histogram(one, name) for one in results])}
-    tall = TALL + BUSY_TALL * any(one.timeline.device_busy is not None for one in results)
-    figure = Figure(figsize=(WIDTH, tall + TIMES_TALL * bool(times)), dpi=150, layout="constrained")
+    height = RUN_HEIGHT + BUSY_HEIGHT * any(one.timeline.device_busy is not None for one in results)
+    figure = Figure(figsize=(FIGURE_WIDTH, height + TIMES_HEIGHT * bool(times)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     if times:
-        above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(tall, TIMES_TALL))[:, 0]
+        above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(height, TIMES_HEIGHT))[:, 0]
         _plot_run(above, results)
         _plot_times(below, results, times)
     else:
@@ -89,12 +89,12 @@ def _percentiles(one: Result, name: str) -> list[float]:
     found = {
         "request": (one.latency_p50_s, one.latency_p99_s),
         "first_token": (one.ttft_p50_s, one.ttft_p99_s),
-        "per_token": (_of_ms(one.per_token_p50_ms), _of_ms(one.per_token_p99_ms)),
+        "per_token": (_ms_to_seconds(one.per_token_p50_ms), _ms_to_seconds(one.per_token_p99_ms)),
     }[name]
     return [at for at in found if at is not None]
 
 
-def _of_ms(milliseconds: float | None) -> float | None:
+def _ms_to_seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 

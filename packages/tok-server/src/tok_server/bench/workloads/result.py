@@ -96,16 +96,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     histograms: Histograms | None = None
 
 
-def percentile(values: Sequence[float], share: float, scale: float = 1.0) -> float | None:
-    """Return the value below which `share` of `values` lie, times `scale`; None if there are no values.
+def percentile(values: Sequence[float], quantile: float, scale: float = 1.0) -> float | None:
+    """Return the value below which `quantile` of `values` lie, times `scale`; None if there are no values.
 
     >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([], 0.5)
     (2.0, None)
     """
     if not values:
         return None
-    place = min(int(len(values) * share), len(values) - 1)
-    return round(sorted(values)[place] * scale, 4)
+    index = min(int(len(values) * quantile), len(values) - 1)
+    return round(sorted(values)[index] * scale, 4)
 
 
 def ratio(part: float, whole: float) -> float:
@@ -149,9 +149,9 @@ def table(results: Sequence[Result]) -> str:
     """Return the results as text, one column per repetition, without rows that are unknown in all repetitions."""
     first = results[0]
     lines = [f"{first.workload} on {first.model}, {first.mode}, {first.engine}"]
-    for label, field, form in ROWS:
+    for label, field, number_format in ROWS:
         values = [getattr(one, field) for one in results]
         if any(value is not None for value in values):
-            cells = ("–" if value is None else format(value, form) for value in values)
+            cells = ("–" if value is None else format(value, number_format) for value in values)
             lines.append(f"  {label:<24}" + "".join(f"{cell:>14}" for cell in cells))
     return "\n".join(lines)

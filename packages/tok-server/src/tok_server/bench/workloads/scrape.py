@@ -7,7 +7,7 @@ import time
 
 import aiohttp
 
-from tok_server.bench.workloads.counted import COUNTED, Counters
+from tok_server.bench.workloads.counters import REQUIRED_COUNTERS, Counters
 
 SETTLE_SECONDS = 2.0
 
@@ -20,8 +20,8 @@ async def counters_of(session: aiohttp.ClientSession, url: str) -> Counters | No
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         page = await _page(session, url)
-        found = {name: page[key] for name in COUNTED if (key := f"tok_{name}_total") in page}
-        if len(found) < len(COUNTED):
+        found = {name: page[key] for name in REQUIRED_COUNTERS if (key := f"tok_{name}_total") in page}
+        if len(found) < len(REQUIRED_COUNTERS):
             return None
         found["replicas"] = page.get("tok_replicas", 1.0)
         if not page.get("tok_steps_in_flight") or time.monotonic() > deadline:

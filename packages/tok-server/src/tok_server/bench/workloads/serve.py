@@ -13,9 +13,9 @@ import aiohttp
 
 from tok_core import TokError
 from tok_server.bench.gpu import first_gpu
-from tok_server.bench.watch import Show, progress_bar, watching
-from tok_server.bench.workloads.answers import BenchAnswer, ask, body
-from tok_server.bench.workloads.counted import with_counters
+from tok_server.bench.watch import ShowProgress, call_periodically, progress_bar
+from tok_server.bench.workloads.answers import BenchAnswer, request_body, send_request
+from tok_server.bench.workloads.counters import with_counters
 from tok_server.bench.workloads.histogram import Histograms, histogram
 from tok_server.bench.workloads.offline import WARM_UP_TOKENS
 from tok_server.bench.workloads.result import Result, percentile, ratio
@@ -23,8 +23,8 @@ from tok_server.bench.workloads.scrape import counters_of
 from tok_server.bench.workloads.timeline import timeline_of_requests
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_up_requests
 
-LOOK_EVERY = 0.25
-LOCAL = ("localhost", "127.0.0.1", "::1")
+OBSERVE_SECONDS = 0.25
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class ServerError(TokError):
@@ -70,12 +70,12 @@ class ServerTarget:
     @property
     def local(self) -> bool:
         """Return whether the server runs on this machine, so that its GPU memory can be read."""
-        return urlsplit(self.url).hostname in LOCAL
+        return urlsplit(self.url).hostname in LOCAL_HOSTS
 
 
 async def run_serve(target: ServerTarget, workload: Workload, reps: int) -> AsyncIterator[Result]:
     """Yield one result per repetition, after a warm-up. Errors: ServerError; the result counts failed requests."""
-    _allow_many_files()
+    _raise_file_limit()
     headers = {"Content-Type": "application/json"}
     if target.api_key is not None:
         headers["Authorization"] = f"Bearer {target.api_key}"
@@ -112,7 +112,7 @@ async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, wor
     while True:
         try:
             model = await _find_model(session, target)
-            answer = (await _fire(session, target, _bodies(probe, workload, model, target), []))[0]
+            answer = (await _send_all(session, target, _bodies(probe, workload, model, target), []))[0]
             if answer.error is None:
                 return model
             raise ServerError(f"{target.base}/completions does not answer: {answer.error}")
@@ -124,7 +124,7 @@ async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, wor
 
 async def _warm_up(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload, model: str) -> None:
     requests = warm_up_requests(workload.requests, max(target.concurrency, workload.requests[0].n), WARM_UP_TOKENS)
-    answers = await _fire(session, target, _bodies(requests, workload, model, target), [])
+    answers = await _send_all(session, target, _bodies(requests, workload, model, target), [])
     errors = [one.error for one in answers if one.error is not None]
     if errors:
         raise ServerError(f"{len(errors)} of {len(answers)} requests failed in the warm-up: {errors[0]}")
@@ -137,7 +137,7 @@ async def _reset(session: aiohttp.ClientSession, target: ServerTarget) -> None:
     try:
         async with session.post(url) as response:
             if response.status != 200:
-                raise ServerError(f"POST {url} gave {response.status}")
+                raise ServerError(f"POST {url} returned {response.status}")
     except aiohttp.ClientError as error:
         raise ServerError(f"POST {url}: {error}") from error
 
@@ -151,17 +151,17 @@ async def _measure(
     before = await counters_of(session, f"{target.host}/metrics")
     with progress_bar(f"{workload.name} {rep}", len(bodies)) as show:
 
-        def look() -> None:
+        def observe() -> None:
             _show(show, answers, len(bodies), target.concurrency)
             if gpu is not None:
                 gpu.sample()
 
-        with watching(look, LOOK_EVERY):
+        with call_periodically(observe, OBSERVE_SECONDS):
             began = time.monotonic()
-            ordered = await _fire(session, target, bodies, answers)
+            ordered = await _send_all(session, target, bodies, answers)
             seconds = time.monotonic() - began
-    known = None if gpu is None else (gpu.name, round(gpu.peak / 2**30, 2))
-    result = _result(target, workload, model, rep, ordered, began, seconds, known)
+    gpu_memory = None if gpu is None else (gpu.name, round(gpu.peak / 2**30, 2))
+    result = _result(target, workload, model, rep, ordered, began, seconds, gpu_memory)
     after = None if before is None else await counters_of(session, f"{target.host}/metrics")
     if before is None or after is None or after["steps"] < before["steps"]:  # not a tok server, or it restarted
         return result
@@ -169,10 +169,10 @@ async def _measure(
 
 
 def _bodies(requests: list[WorkloadRequest], workload: Workload, model: str, target: ServerTarget) -> list[bytes]:
-    return [body(one, workload, model, stream=target.stream) for one in requests]
+    return [request_body(one, workload, model, stream=target.stream) for one in requests]
 
 
-async def _fire(
+async def _send_all(
     session: aiohttp.ClientSession, target: ServerTarget, bodies: list[bytes], done: list[BenchAnswer]
 ) -> list[BenchAnswer]:
     """Return the answers in the order of `bodies`; `done` receives them in the order of completion."""
@@ -180,24 +180,24 @@ async def _fire(
     waiting: Iterator[tuple[int, bytes]] = iter(enumerate(bodies))
     url = f"{target.base}/completions"
 
-    async def work() -> None:
+    async def send_next() -> None:
         for index, data in waiting:
-            answers[index] = await ask(session, url, data, stream=target.stream)
+            answers[index] = await send_request(session, url, data, stream=target.stream)
             done.append(answers[index])
 
-    await asyncio.gather(*(work() for _ in range(min(target.concurrency, len(bodies)))))
+    await asyncio.gather(*(send_next() for _ in range(min(target.concurrency, len(bodies)))))
     return [answers[index] for index in range(len(bodies))]
 
 
-def _show(show: Show, answers: list[BenchAnswer], total: int, concurrency: int) -> None:
+def _show(show: ShowProgress, answers: list[BenchAnswer], total: int, concurrency: int) -> None:
     done = len(answers)
     show(done, sum(one.output_tokens for one in answers[:done]), min(concurrency, total - done))
 
 
-def _allow_many_files() -> None:
+def _raise_file_limit() -> None:
     """Raise the limit of open files, since every open request has a socket."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _result(

@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 
 from tok_server.bench.workloads.result import Timeline
 
-MOST_SPANS, FEWEST_SPANS = 120, 4
-SPAN_SECONDS = 0.25  # shortest span, unless the run is shorter than FEWEST_SPANS spans; holds several steps
+MAX_SPANS, MIN_SPANS = 120, 4
+MIN_SPAN_SECONDS = 0.25  # shortest span, unless the run is shorter than MIN_SPANS spans; holds several steps
 
 
 def timeline(moments_MC: ArrayLike, seconds: float) -> Timeline:
@@ -20,7 +20,7 @@ def timeline(moments_MC: ArrayLike, seconds: float) -> Timeline:
     """
     at, tokens, running, *known = np.asarray(moments_MC, float).T
     at = np.minimum(at, seconds)  # the last observation is made just after the end
-    spans = max(FEWEST_SPANS, min(MOST_SPANS, int(seconds / SPAN_SECONDS)))
+    spans = max(MIN_SPANS, min(MAX_SPANS, int(seconds / MIN_SPAN_SECONDS)))
     edges = np.linspace(0.0, seconds, spans + 1)
     middles = (edges[1:] + edges[:-1]) / 2
     found = Timeline(
@@ -40,11 +40,11 @@ def _rates(edges: np.ndarray, at_M: np.ndarray, total_M: np.ndarray) -> np.ndarr
     """Return the growth per second between the edges.
 
     A counter jumps at the end of each step, so that a span could contain one step too many or too few. Each jump is
-    therefore spread over the time since the previous one. A pause longer than SPAN_SECONDS stays a pause.
+    therefore spread over the time since the previous one. A pause longer than MIN_SPAN_SECONDS stays a pause.
     """
     grew = np.diff(total_M, prepend=-np.inf) > 0
     since = at_M - np.maximum.accumulate(np.where(grew, at_M, 0.0))
-    kept = grew | (since > SPAN_SECONDS)
+    kept = grew | (since > MIN_SPAN_SECONDS)
     kept[-1] = True
     return np.diff(np.interp(edges, at_M[kept], total_M[kept])) / np.diff(edges)
 
@@ -57,9 +57,9 @@ def timeline_of_requests(
     All columns have one entry per request; times are in seconds since the start of the run. A request's samples count
     as running from `started` to `ended`.
     """
-    began, came, done, count, n = (np.asarray(c, float) for c in (started, first, ended, tokens, samples))
-    edges = np.linspace(0.0, seconds, MOST_SPANS + 1)
-    length = np.maximum(done - came, 1e-9)
-    had = [float((np.clip((edge - came) / length, 0.0, 1.0) * count).sum()) for edge in edges]
+    began, first_token, done, count, n = (np.asarray(c, float) for c in (started, first, ended, tokens, samples))
+    edges = np.linspace(0.0, seconds, MAX_SPANS + 1)
+    length = np.maximum(done - first_token, 1e-9)
+    generated = [float((np.clip((edge - first_token) / length, 0.0, 1.0) * count).sum()) for edge in edges]
     open_at = [float(n[(began <= edge) & (edge < done)].sum()) for edge in edges]
-    return timeline(np.column_stack((edges, had, open_at)), seconds)
+    return timeline(np.column_stack((edges, generated, open_at)), seconds)

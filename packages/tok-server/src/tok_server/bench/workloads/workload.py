@@ -19,7 +19,7 @@ from msgspec import Meta
 from tok_core import InvalidField, TokError
 from tok_server.bench.workloads.random_ids import random_ids
 
-NAMES = ("monkeys", "sharegpt", "decode")
+WORKLOAD_NAMES = ("monkeys", "sharegpt", "decode")
 
 
 class WorkloadError(TokError):
@@ -56,7 +56,7 @@ class Workload:
         return sum(len(request.ids) for request in self.requests)
 
     @property
-    def longest(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """Return the largest number of tokens of a prompt and its answer together."""
         return max(len(request.ids) + request.max_tokens for request in self.requests)
 
@@ -102,28 +102,28 @@ def read_workload(
 
     Errors: InvalidField if `source` is no workload; WorkloadError if the file has another form.
     """
-    file = find(source, directory)
+    file = find_file(source, directory)
     meta = _Meta()
     requests: list[WorkloadRequest] = []
-    for where, line in _lines(file):
+    for location, line in _lines(file):
         if line.meta is not None:
             meta = line.meta
         elif limit is None or len(requests) < limit:
-            requests.append(_request(where, line, n, max_tokens))
+            requests.append(_request(location, line, n, max_tokens))
     if not requests:
         raise WorkloadError(f"{file}: has no requests; allowed: at least one")
     return Workload(meta.name or file.stem, meta.temperature, meta.top_p, requests)
 
 
-def find(source: str, directory: Path | None) -> Path:
+def find_file(source: str, directory: Path | None) -> Path:
     """Return the file of a workload. Errors: InvalidField naming the flag that is missing or wrong."""
     if directory is not None and (found := directory / f"{source}.jsonl").is_file():
         return found
-    if source in NAMES:
+    if source in WORKLOAD_NAMES:
         shown = None if directory is None else str(directory)
-        raise InvalidField("workload_dir", shown, f"a directory with {source}.jsonl (it does not come with tok)")
+        raise InvalidField("workload_dir", shown, f"a directory with {source}.jsonl (it is not part of tok)")
     if not Path(source).is_file():
-        raise InvalidField("workload", source, f"{', '.join(NAMES)} or a JSONL file")
+        raise InvalidField("workload", source, f"{', '.join(WORKLOAD_NAMES)} or a JSONL file")
     return Path(source)
 
 
@@ -147,8 +147,8 @@ def _lines(file: Path) -> Iterator[tuple[str, _Line]]:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    where = f"{file}, line {number}"
-                    yield where, _parse(where, line)
+                    location = f"{file}, line {number}"
+                    yield location, _parse(location, line)
     except OSError as error:
         raise WorkloadError(f"{file}: cannot be read ({error})") from error
 
@@ -156,32 +156,32 @@ def _lines(file: Path) -> Iterator[tuple[str, _Line]]:
 _DECODER = msgspec.json.Decoder(_Line)
 
 
-def _parse(where: str, line: bytes) -> _Line:
+def _parse(location: str, line: bytes) -> _Line:
     try:
         return _DECODER.decode(line)
     except msgspec.ValidationError as error:
-        _refuse(where, line, error)
+        _refuse(location, line, error)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{where}: not JSON ({error})") from error
+        raise WorkloadError(f"{location}: not JSON ({error})") from error
 
 
-def _refuse(where: str, line: bytes, error: msgspec.ValidationError) -> NoReturn:
+def _refuse(location: str, line: bytes, error: msgspec.ValidationError) -> NoReturn:
     named = re.search(r"\$\.(\w+)", str(error))
     if named is None:
-        raise WorkloadError(f"{where}: is no JSON object") from error
+        raise WorkloadError(f"{location}: is not a JSON object") from error
     field = named[1]
-    raise WorkloadError(_told(where, field, msgspec.json.decode(line)[field])) from error
+    raise WorkloadError(_field_error(location, field, msgspec.json.decode(line)[field])) from error
 
 
-def _told(where: str, field: str, value: object) -> str:
-    return f"{where}: {InvalidField(field, value, _ALLOWED[field])}"
+def _field_error(location: str, field: str, value: object) -> str:
+    return f"{location}: {InvalidField(field, value, _ALLOWED[field])}"
 
 
-def _request(where: str, line: _Line, n: int | None, max_tokens: int | None) -> WorkloadRequest:
+def _request(location: str, line: _Line, n: int | None, max_tokens: int | None) -> WorkloadRequest:
     if line.max_tokens is None:
-        raise WorkloadError(_told(where, "max_tokens", None))
+        raise WorkloadError(_field_error(location, "max_tokens", None))
     if line.ids is None and line.rand is None:
-        raise WorkloadError(_told(where, "ids", None) + f"; or rand: {_ALLOWED['rand']}")
+        raise WorkloadError(_field_error(location, "ids", None) + f"; or rand: {_ALLOWED['rand']}")
     ids = line.ids if line.ids is not None else random_ids(*line.rand)  # type: ignore[misc]
     length = line.max_tokens if max_tokens is None else min(line.max_tokens, max_tokens)
     return WorkloadRequest(ids, n or line.n, length, line.ignore_eos)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tok_core.model_files import resolve
 from tok_core.runtime import ScratchDirectory
 
-KEPT = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+LINKED_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
     try:
         view = Path(scratch.name) / (path.resolve().name or "model")
         view.mkdir()
-        for pattern in KEPT:
+        for pattern in LINKED_FILES:
             for file in path.glob(pattern):
                 (view / file.name).symlink_to(file.resolve())
         log.setLevel(logging.ERROR)

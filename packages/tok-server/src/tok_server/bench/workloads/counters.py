@@ -10,7 +10,7 @@ from tok_server.bench.workloads.result import Result, ratio
 
 Counters = Mapping[str, float]
 
-COUNTED = (
+REQUIRED_COUNTERS = (
     "steps",
     "preemptions",
     "discarded_tokens",
@@ -24,28 +24,28 @@ COUNTED = (
 """Names of the required counters."""
 
 
-def since(before: Counters, after: Counters) -> Callable[[str], float]:
+def counter_growth(before: Counters, after: Counters) -> Callable[[str], float]:
     """Return a function that gives a counter's growth."""
     return lambda name: after[name] - before[name]
 
 
 def with_counters(result: Result, before: Counters, after: Counters) -> Result:
     """Return `result` with the figures derived from the counters before and after the run."""
-    grown, steps = since(before, after), after["steps"] - before["steps"]
+    growth, steps = counter_growth(before, after), after["steps"] - before["steps"]
     replica_seconds = result.seconds * after.get("replicas", 1)
 
     def mean_ms(part: str) -> float:
-        return round(ratio(grown(f"{part}_seconds"), steps) * 1e3, 3)
+        return round(ratio(growth(f"{part}_seconds"), steps) * 1e3, 3)
 
     return msgspec.structs.replace(
         result,
-        group_rows_share=round(ratio(grown("group_rows"), grown("output_tokens") + grown("discarded_tokens")), 4),
-        preemptions=int(grown("preemptions")),
-        discarded_tokens=int(grown("discarded_tokens")),
-        computed_tokens=int(grown("computed_tokens")) if "computed_tokens" in after else None,  # not in /metrics
+        group_rows_share=round(ratio(growth("group_rows"), growth("output_tokens") + growth("discarded_tokens")), 4),
+        preemptions=int(growth("preemptions")),
+        discarded_tokens=int(growth("discarded_tokens")),
+        computed_tokens=int(growth("computed_tokens")) if "computed_tokens" in after else None,  # not in /metrics
         steps=int(steps),
         # Capped at 1: the counters include steps queued behind the last token, which run after the measured time.
-        gpu_busy_share=round(min(ratio(grown("device_seconds"), replica_seconds), 1.0), 4),
+        gpu_busy_share=round(min(ratio(growth("device_seconds"), replica_seconds), 1.0), 4),
         schedule_ms=mean_ms("schedule"),
         launch_ms=mean_ms("launch"),
         device_ms=mean_ms("device"),
