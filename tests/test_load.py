@@ -117,9 +117,9 @@ async def test_disconnecting_clients_affect_no_other_request(server: Served) -> 
     warm = await leaving_clients.load(server, LEAVING_CONCURRENCY, LEAVING_CONCURRENCY, first_seed=10**6)
     memory = server.memory()
     tally = await leaving_clients.load(server, LEAVING, LEAVING_CONCURRENCY)  # returns once the server is idle
-    assert set(tally.final_types) <= {"whole", "left"}, tally.final_types
-    assert sum(tally.final_types.values()) == LEAVING
-    assert tally.final_types["left"] > 0
+    assert set(tally.ends) <= {"whole", "left"}, tally.ends
+    assert sum(tally.ends.values()) == LEAVING
+    assert tally.ends["left"] > 0
     assert tally.metrics["tok_restarts_total"] == warm.metrics["tok_restarts_total"]
     assert server.memory() < memory + (64 << 20)
 

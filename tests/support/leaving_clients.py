@@ -120,8 +120,8 @@ async def load(server: Served, count: int, concurrency: int, first_seed: int = 0
 
     async def client() -> None:
         for seed in seeds:
-            tally.final_types[await request(server.port, seed)] += 1
-            if sum(tally.final_types.values()) % max(1, count // 10) == 0:
+            tally.ends[await request(server.port, seed)] += 1
+            if sum(tally.ends.values()) % max(1, count // 10) == 0:
                 tally.memory.append(server.memory())
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
@@ -153,7 +153,7 @@ def main() -> None:
         warm = server.memory()
         tally = asyncio.run(load(server, count, concurrency))
         after = server.memory()
-    print(f"{count} requests, {concurrency} at a time: {tally.seconds:.0f} s; {dict(tally.final_types)}")
+    print(f"{count} requests, {concurrency} at a time: {tally.seconds:.0f} s; {dict(tally.ends)}")
     print(f"memory, MiB: {warm >> 20} before; {[one >> 20 for one in tally.memory]} meanwhile; {after >> 20} after")
     print({name: value for name, value in tally.metrics.items() if name in map("tok_{}".format, GAUGES)})
 

@@ -317,7 +317,9 @@ def test_the_steps_traced_are_in_the_middle_of_the_run(tmp_path: Path) -> None:
     assert (config.trace, config.trace_from, config.trace_steps) == (str(tmp_path / "t.json"), 190, 20)
     assert tracing(config, tmp_path / "t.json", 5, 20).trace_from == TRACE_WARM_UP + 1
     for steps, of, most in ((6, 20, 5), (1, 3, 0)):
-        with pytest.raises(InvalidField, match=f"trace_steps is {steps}; allowed: at most {most}, as the run takes"):
+        with pytest.raises(
+            InvalidField, match=f"trace_steps is {steps}; allowed: at most {most}, because the run takes"
+        ):
             tracing(config, tmp_path / "t.json", steps, of)
 
 

@@ -15,7 +15,7 @@ from support.serving import Server
 from tok_core import Completion, RequestOutput, TokenLogprob
 from tok_core.outputs import Timings
 from tok_core.text import Tokenizer
-from tok_server.batch.storage.output_lines import answer_of
+from tok_server.batch.storage.output_lines import line_answer
 from tok_server.openai import embeddings
 from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.chat.serializer import ChatSerializer
@@ -166,5 +166,5 @@ def test_answer_of_finds_the_usage_of_a_long_answer() -> None:
         f'{{{used},{filler},"tools":[{{"parameters":{{"usage":{{"prompt_tokens":9}}}}}}]}}',
         f"{{{used},{filler}}}",
     ):
-        found = answer_of(7, 200, body.encode(), b"")
+        found = line_answer(7, 200, body.encode(), b"")
         assert (found.line, found.input_tokens, found.output_tokens) == (7, 3, 5)

@@ -221,7 +221,7 @@ async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient_server:
         return web.Response(body=bytes(size))
 
     listener = Listener(patient_server.context, web.Server(answer))
-    listener._time = lambda: now[0]
+    listener._loop_time = lambda: now[0]
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket() as client:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # connections inherit it
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
