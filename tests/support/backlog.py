@@ -43,7 +43,7 @@ class LengthWorker:
         self.end = np.zeros(info.max_running, np.int64)
         self.inbox: list[ToManager] = []
         self.queued: deque[StepOutput] = deque()
-        self.tokens = self.recomputed = 0
+        self.tokens = self.prefills = 0
         self.idle = False
 
     def requests(self) -> list[ToManager]:
@@ -57,6 +57,7 @@ class LengthWorker:
         return []
 
     def send(self, step: StepInput) -> None:
+        self.prefills += len(step.prefill_slot) > 0
         new = step.new
         if new is not None:
             self.length[new.slot] = new.length
@@ -83,7 +84,7 @@ class Filled:
 
     Pages count only in turns after which requests wait in the backlog. `pages` counts from the first turn on, when
     memory is empty and no length is known; `pages_settled` counts once a fifth of the tokens are generated. The tail of
-    the run, when no request is left to fill memory, does not count.
+    the run, when no request is left to fill memory, does not count. `prefills` counts steps with a prefill.
     """
 
     pages: float
@@ -91,6 +92,8 @@ class Filled:
     preempted: float
     recomputed: float
     steps: int
+    prefills: int
+    computed: int
 
 
 def fill(
@@ -135,6 +138,8 @@ def fill(
         stats.preemptions / ports.lengths.size,
         (stats.computed_tokens - stats.discarded_tokens + 0.0) / once - 1,
         stats.steps,
+        ports.prefills,
+        stats.computed_tokens - stats.discarded_tokens,
     )
 
 
