@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from support.sequences import Sequences
-from tok_core.mesh import RankCoordinates
+from tok_core.config import RankCoordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, build, load
 from tok_core.parallel.process_groups import ProcessGroups

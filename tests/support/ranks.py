@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from tok_core.mesh import RankCoordinates
+from tok_core.config import RankCoordinates
 from tok_core.parallel.process_groups import ProcessGroups, join
 
 P = ParamSpec("P")

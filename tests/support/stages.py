@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tok_core import EngineConfig, SamplingParams
+from tok_core.config import RankCoordinates
 from tok_core.manager.loop import Manager
-from tok_core.mesh import RankCoordinates
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submit
 from tok_core.model_config.model_config import read_config
 from tok_core.models.registry import build

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from support.sequences import Sequences
 from support.tiny_models import make_model
-from tok_core.mesh import RankCoordinates
+from tok_core.config import RankCoordinates
 from tok_core.model_config import ModelConfig, read_config
 from tok_core.models import CausalLM, load
 from tok_core.models.layers import FeedForward, Linear, Placement, RMSNorm

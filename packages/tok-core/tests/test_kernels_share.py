@@ -9,8 +9,8 @@ import torch
 
 from support.tiny_models import make_model
 from tok_core import EngineConfig
+from tok_core.config import RankCoordinates
 from tok_core.errors import InvalidField
-from tok_core.mesh import RankCoordinates
 from tok_core.model_config.model_config import read_config
 from tok_core.parallel.shard_plan import ShardPlan
 from tok_core.worker.startup.kernel_choice import measure, shapes

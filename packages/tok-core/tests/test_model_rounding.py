@@ -18,7 +18,7 @@ from support.parallel_models import CPU, held_by_ranks, tokens_of
 from support.ranks import run_ranks
 from support.sequences import Sequences
 from support.tiny_models import make_model
-from tok_core.mesh import all_coordinates
+from tok_core.config import all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, build, load
 from tok_core.models.decoder import DecoderLayer

@@ -25,7 +25,7 @@ from support.parallel_models import (
 )
 from support.ranks import run_ranks
 from support.tiny_models import make_model
-from tok_core.mesh import all_coordinates
+from tok_core.config import all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import build
 from tok_kernels import choose

@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from support.stages import carry_out, record
 from support.tiny_models import make_model
 from tok_core import SamplingParams
-from tok_core.mesh import all_coordinates
+from tok_core.config import all_coordinates
 from tok_core.messages import StepInput
 
 STAGES = 3

@@ -10,8 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.errors import InvalidField
-from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.model_config.model_config import ModelConfig
 from tok_core.parallel.shard_plan import ShardPlan, cut, layer_cost, stage_layers
 

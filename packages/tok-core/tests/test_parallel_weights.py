@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from support.tiny_models import make_model
+from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.errors import ModelError
-from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, build, dummy, load
 from tok_core.models.weights.targets import targets

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tok_core import EngineConfig, InvalidField
-from tok_core.config import TRACE_WARM_UP
-from tok_core.mesh import RankCoordinates, all_coordinates
+from tok_core.config import TRACE_WARM_UP, RankCoordinates, all_coordinates
 from tok_core.runtime.trace_paths import trace_files
 from tok_core.worker.trace import Tracer
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.tiny_models import make_model
-from tok_core.mesh import RankCoordinates
+from tok_core.config import RankCoordinates
 from tok_core.model_config.model_config import read_config
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.layers import MLP

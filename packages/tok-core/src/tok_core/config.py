@@ -1,9 +1,10 @@
-"""EngineConfig: the settings of an engine, checked when constructed."""
+"""Settings of an engine, checked when constructed, and coordinates of the workers that its `pp` and `tp` ask for."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import msgspec
@@ -186,6 +187,51 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field, unset in (("trace_from", TRACE_WARM_UP + 1), ("trace_steps", TRACE_STEPS)):
             if self.trace is None and getattr(self, field) != unset:
                 raise InvalidField(field, getattr(self, field), "nothing without trace")
+
+
+class RankCoordinates(msgspec.Struct, frozen=True):
+    """Pipeline stage and tensor-parallel rank of one worker among the `stages` × `ranks` of a replica.
+
+    Workers are numbered stage by stage: `number = stage × ranks + rank`. Worker `number` of replica `i` takes device
+    `i × stages × ranks + number`. The ranks of a stage communicate most and so get neighbouring devices.
+    """
+
+    stage: int = 0
+    stages: int = 1
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def number(self) -> int:
+        """Return the index of the worker within its replica."""
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers of the replica."""
+        return self.stages * self.ranks
+
+    @property
+    def first(self) -> bool:
+        """Return whether the worker belongs to the stage that embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Return whether the worker belongs to the stage that samples tokens."""
+        return self.stage == self.stages - 1
+
+    @property
+    def returns(self) -> bool:
+        """Return whether this is the one worker that sends a step's tokens to the manager."""
+        return self.last and self.rank == 0
+
+
+def all_coordinates(pp: int, tp: int) -> Iterator[RankCoordinates]:
+    """Yield the coordinates of all workers of a replica, in order of `number`."""
+    for stage in range(pp):
+        for rank in range(tp):
+            yield RankCoordinates(stage, pp, rank, tp)
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

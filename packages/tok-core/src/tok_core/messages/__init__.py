@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tok_core.messages.arrays import EMPTY, Float32, Int32, Int64, array
 from tok_core.messages.codec import FromProcess, FromWorker, ToEngine, ToManager, decoder, encode
-from tok_core.messages.processes import Beat, EngineInfo, Failed, ProcessLaunch, Silence
+from tok_core.messages.processes import Beat, EngineInfo, Failed, ProcessLaunch, Rendezvous, Silence
 from tok_core.messages.reports import Embedded, Finished, Progress, Scores, Stats
 from tok_core.messages.requests import Cancel, Submit
 from tok_core.messages.steps import (
@@ -40,6 +40,7 @@ __all__ = [
     "ProcessLaunch",
     "Progress",
     "PromptValues",
+    "Rendezvous",
     "RequestedPromptOutputs",
     "Scores",
     "SharedPages",

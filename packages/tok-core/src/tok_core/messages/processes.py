@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tok_core.config import EngineConfig
-from tok_core.mesh import RankCoordinates, Rendezvous
+from tok_core.config import EngineConfig, RankCoordinates
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
@@ -64,6 +63,17 @@ class Silence(msgspec.Struct, tag=True, frozen=True):
     """Processes of a replica send no heartbeat: `detail` names them. An empty `detail`: all send heartbeats again."""
 
     detail: str
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Address at which workers on hosts without a common file system meet; worker 0 listens there.
+
+    listener  file descriptor of worker 0's listening socket; None for the others
+    """
+
+    host: str
+    port: int
+    listener: int | None = None
 
 
 class ProcessLaunch(msgspec.Struct):

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 
+from tok_core.config import RankCoordinates
 from tok_core.errors import ModelError
-from tok_core.mesh import RankCoordinates
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import Placement

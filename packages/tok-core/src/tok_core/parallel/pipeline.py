@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.mesh import RankCoordinates
+from tok_core.config import MAX_STEPS_AHEAD, RankCoordinates
 from tok_core.messages import StepInput
 from tok_core.parallel.pipeline_tokens import PendingTokens, TokenReceiver, TokenSender
 from tok_core.parallel.process_groups import ProcessGroups

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from tok_core.config import RankCoordinates
 from tok_core.errors import InvalidField
-from tok_core.mesh import RankCoordinates, Rendezvous
+from tok_core.messages import Rendezvous
 
 _TIMEOUT = timedelta(minutes=30)  # the manager's watchdog ends a stuck replica much earlier
 

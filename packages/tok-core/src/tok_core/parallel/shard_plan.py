@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from tok_core.config import RankCoordinates
 from tok_core.errors import InvalidField
-from tok_core.mesh import RankCoordinates
 
 if TYPE_CHECKING:
     from tok_core.model_config import ModelConfig

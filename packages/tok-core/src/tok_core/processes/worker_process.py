@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from tok_core.mesh import RankCoordinates
+from tok_core.config import RankCoordinates
 from tok_core.messages import ProcessLaunch, StepInput
 from tok_core.processes.failure_report import report_failure
 from tok_core.processes.sockets import Receiver, Sender

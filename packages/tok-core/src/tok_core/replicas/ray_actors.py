@@ -13,9 +13,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tok_core.config import EngineConfig
+from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import EngineError
-from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.messages import Failed, ProcessLaunch, encode
 from tok_core.replicas.ray_cluster import await_placement, kind_of_bundle, node_capacity, remove_placement, side_by_side
 from tok_core.replicas.ray_member import ActorLocation, RayManager, RayWorker

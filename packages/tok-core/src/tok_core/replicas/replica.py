@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
-from tok_core.config import EngineConfig
+from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import TokError, to_wire
-from tok_core.mesh import RankCoordinates, all_coordinates
 from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, ProcessLaunch, Silence, ToEngine, ToManager
 from tok_core.processes import FAULTY, Closed, Liveness, LocalPorts, Receiver, Sender, write_launch
 from tok_core.runtime import ScratchDirectory, is_json, keep_lifeline

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tok_core.config import EngineConfig
-from tok_core.mesh import RankCoordinates, all_coordinates
+from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 
 
 def trace_file(file: Path, coordinates: RankCoordinates) -> Path:

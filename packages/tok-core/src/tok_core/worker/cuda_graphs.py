@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.mesh import RankCoordinates
+from tok_core.config import RankCoordinates
 from tok_core.messages import StepInput
 from tok_core.models import CausalLM
 from tok_core.runtime import HEARTBEAT

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tok_core.config import TRACE_WARM_UP, EngineConfig
+from tok_core.config import TRACE_WARM_UP, EngineConfig, RankCoordinates
 from tok_core.errors import InvalidField
-from tok_core.mesh import RankCoordinates
 from tok_core.runtime import trace_files
 
 

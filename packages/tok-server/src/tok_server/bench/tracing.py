@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, TokError
-from tok_core.config import TRACE_WARM_UP
-from tok_core.mesh import RankCoordinates
+from tok_core.config import TRACE_WARM_UP, RankCoordinates
 from tok_core.runtime import trace_files
 
 POLL_SECONDS = 0.02

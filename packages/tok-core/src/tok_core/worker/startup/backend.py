@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tok_core.config import EngineConfig
+from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import InvalidField
-from tok_core.mesh import RankCoordinates
 from tok_core.model_config import ModelConfig
 from tok_kernels import AttentionShape, Backend, choose
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tok_core.config import EngineConfig
+from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import EngineError, InvalidField
-from tok_core.mesh import RankCoordinates
 from tok_core.model_config import read_config
 from tok_core.model_files import resolve
 from tok_core.parallel import ShardPlan

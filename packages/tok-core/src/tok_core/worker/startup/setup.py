@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tok_core.config import EngineConfig
+from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import EngineError, InvalidField
-from tok_core.mesh import RankCoordinates, Rendezvous, all_coordinates
-from tok_core.messages import EngineInfo
+from tok_core.messages import EngineInfo, Rendezvous
 from tok_core.model_config import ModelConfig, read_config, short_prompt
 from tok_core.model_files import Fields
 from tok_core.models import CausalLM, as_stored, build, dummy, load

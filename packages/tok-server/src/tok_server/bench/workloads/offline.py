@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
+from tok_core.config import RankCoordinates
 from tok_core.engine import Prompt
-from tok_core.mesh import RankCoordinates
 from tok_core.messages import EngineInfo
 from tok_server.bench.busy import DeviceTime, trace_device_time
 from tok_server.bench.gpu import first_gpu
