@@ -185,11 +185,13 @@ LIGHT = {
         "import contextlib, tok_server.cli\nwith contextlib.suppress(SystemExit): tok_server.cli.main(['--help'])",
         ("torch", "triton", "transformers"),
     ),
+    "an engine's process": ("import tok_core.engine", ("torch", "triton", "transformers")),
+    "a manager's process": ("import tok_core.processes.manager_process", ("torch", "triton", "transformers")),
 }
 
 
 @pytest.mark.parametrize("case", LIGHT)
-def test_light_entry_points_import_no_heavy_modules(case: str) -> None:
+def test_light_processes_import_no_heavy_modules(case: str) -> None:
     statement, heavy = LIGHT[case]
     report = f"{statement}\nimport sys; print('loaded:', *(m for m in {heavy} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=False)

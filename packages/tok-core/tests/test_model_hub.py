@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from support.tiny_models import make_model
 from tok_core.errors import ModelError
-from tok_core.model_files.hub import resolve
+from tok_core.model_config.hub import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "owner/tiny"

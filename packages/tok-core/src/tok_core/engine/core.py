@@ -35,7 +35,7 @@ from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.grammar import Checker, GrammarLimits, LocalExaminer, process_checker, refuse
 from tok_core.messages import EngineInfo, Int32, Progress
-from tok_core.model_files import resolve
+from tok_core.model_config import resolve
 from tok_core.outputs import Ending, Pooling
 from tok_core.replicas import Health, MakeReplica, Replica, ReplicaSet, Router, RoutingRequest
 from tok_core.sampling_params import Grammar, SamplingParams, seeded

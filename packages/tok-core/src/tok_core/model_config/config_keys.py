@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from tok_core.errors import ModelError
-from tok_core.model_files import Fields
+from tok_core.model_config.fields import Fields
 
 
 def _names(text: str) -> frozenset[str]:

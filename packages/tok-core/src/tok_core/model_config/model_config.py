@@ -10,9 +10,9 @@ import torch
 
 from tok_core.errors import ModelError
 from tok_core.model_config.config_keys import check_keys
+from tok_core.model_config.fields import Fields
 from tok_core.model_config.rope import read_rope
 from tok_core.model_config.windows import read_windows
-from tok_core.model_files import Fields
 from tok_kernels import RopeScaling
 
 # model_type -> the class that computes it, then other names that its checkpoints use.

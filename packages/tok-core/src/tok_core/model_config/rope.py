@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tok_core.errors import ModelError
-from tok_core.model_files import Fields
+from tok_core.model_config.fields import Fields
 from tok_kernels import (
     DynamicScaling,
     LinearScaling,

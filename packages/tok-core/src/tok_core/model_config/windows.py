@@ -5,7 +5,7 @@ With a window of W the token at position p attends to the W positions from p - W
 
 from __future__ import annotations
 
-from tok_core.model_files import Fields
+from tok_core.model_config.fields import Fields
 
 DEFAULT_WINDOW = 4096  # positions; default of transformers for Mistral and Qwen without the key in config.json
 DEFAULT_FULL_LAYERS = 28  # default of transformers for max_window_layers

@@ -17,7 +17,7 @@ import zmq
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.messages import FromWorker, ProcessLaunch, Rendezvous, StepInput, ToManager, decoder
-from tok_core.model_files import resolve
+from tok_core.model_config import resolve
 from tok_core.processes import Receiver, start_beating
 from tok_core.runtime import HEARTBEAT, set_format
 

@@ -11,8 +11,7 @@ import torch
 
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import EngineError, InvalidField
-from tok_core.model_config import read_config
-from tok_core.model_files import resolve
+from tok_core.model_config import read_config, resolve
 from tok_core.parallel import ShardPlan
 from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose

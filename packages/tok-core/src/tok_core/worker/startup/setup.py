@@ -13,8 +13,7 @@ import torch
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import EngineInfo, Rendezvous
-from tok_core.model_config import ModelConfig, read_config, short_prompt
-from tok_core.model_files import Fields
+from tok_core.model_config import Fields, ModelConfig, read_config, short_prompt
 from tok_core.models import CausalLM, as_stored, build, dummy, load
 from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, join
 from tok_core.runtime import HEARTBEAT

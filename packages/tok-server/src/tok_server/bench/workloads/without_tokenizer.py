@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tok_core.model_files import resolve
+from tok_core.model_config import resolve
 from tok_core.runtime import ScratchDirectory
 
 LINKED_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
