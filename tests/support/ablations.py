@@ -13,6 +13,7 @@ import numpy as np
 
 from support.backlog import bimodal, fill, geometric, log_normal
 from support.schedules import engine_info
+from support.simulated_pipeline import L40S, LLAMA_70B, PCIE4, PipelineSimulation, PipelineTimeline
 from tok_core import SamplingParams
 from tok_core.manager.admission import length_model as length_models
 from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
@@ -21,7 +22,6 @@ from tok_core.manager.kv_cache import PrefixTree, RetainedPrompts
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts
 from tok_core.manager.prefix_groups.grouping import MostPagesSaved
 from tok_core.messages import Submit
-from tok_core.simulation.pipeline import L40S, LLAMA_70B, PCIE4, PipelineSimulation, PipelineTimeline
 
 INFO = engine_info(page_size=16, num_pages=4096, max_running=2048, max_step_tokens=8192, max_model_len=8192)
 

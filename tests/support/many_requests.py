@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.schedules import engine_info
 from tok_core import SamplingParams
 from tok_core.messages import Cancel, Submit
-from tok_core.simulation.manager import Simulation
+from tok_server.bench.manager.simulation import Simulation
 
 VOCAB, END = 512, 511
 INFO = msgspec.structs.replace(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tok_core import SamplingParams
 from tok_core.messages import EngineInfo, Submit
-from tok_core.simulation import LengthSampler
+from tok_server.bench.manager.simulation import LengthSampler
 
 VOCABULARY, END, PAGE = 32_768, 32_767, 16
 PROMPT, SHARED_PROMPT = 512, 704

@@ -7,10 +7,10 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from tok_core.manager import PARTS, ManagerProfiler, Part
-from tok_core.simulation import Simulation
 from tok_server.bench.manager.drive import ManagerDriver, StepCost
 from tok_server.bench.manager.load import LOADS, vocabulary
 from tok_server.bench.manager.result import ManagerResult
+from tok_server.bench.manager.simulation import Simulation
 from tok_server.bench.watch import ShowProgress, progress_bar, throttled
 
 PAIRS, STEPS = 6, 16  # blocks of each kind, and steps per block

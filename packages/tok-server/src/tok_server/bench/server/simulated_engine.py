@@ -15,8 +15,8 @@ from tok_core.messages import EngineInfo, Int64, ProcessLaunch, StepInput
 from tok_core.processes import Receiver, Sender, child
 from tok_core.replicas import Death, MakeReplica, ProcessReplica, Replica, Report
 from tok_core.runtime import HEARTBEAT, TURN
-from tok_core.simulation import SimulatedWorker
 from tok_core.text import Tokenizer
+from tok_server.bench.manager.simulation import SimulatedWorker
 
 if TYPE_CHECKING:
     import zmq

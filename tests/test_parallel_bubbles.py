@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tok_core import SamplingParams
-from tok_core.messages import EngineInfo, Int64, Submit
-from tok_core.simulation.pipeline import (
+from support.simulated_pipeline import (
     L40S,
     LLAMA_70B,
     NVLINK,
@@ -20,6 +18,8 @@ from tok_core.simulation.pipeline import (
     PipelineSimulation,
     PipelineTimeline,
 )
+from tok_core import SamplingParams
+from tok_core.messages import EngineInfo, Int64, Submit
 
 CARDS = 8
 PAGES = 34_000  # pages of 16 positions: the memory that weights leave of eight times 48 GB

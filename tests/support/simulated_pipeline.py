@@ -15,7 +15,7 @@ import numpy as np
 from tok_core.config import EngineConfig
 from tok_core.manager import Manager
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, ToManager
-from tok_core.simulation.manager import LengthSampler, SimulatedWorker
+from tok_server.bench.manager.simulation import LengthSampler, SimulatedWorker
 
 
 @dataclass(frozen=True, slots=True)
