@@ -104,24 +104,46 @@ def test_type_checking_imports_are_ignored() -> None:
     assert list(modules_imported(source, {"a", "a.b", "a.c", "a.x"})) == ["a.b", "a.c"]
 
 
+def imports_of_modules(package: str) -> dict[str, set[str]]:
+    """Return the modules that each module of a package imports."""
+    modules = modules_of(package)
+    return {name: set(modules_imported(path.read_text(encoding="utf-8"), modules)) for name, path in modules.items()}
+
+
+def arrows_between_parts(folder: str, imported: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return for each part of `folder`, a module or a subpackage, the other parts of the folder that it imports."""
+    arrows: dict[str, set[str]] = {}
+    for name, targets in imported.items():
+        if name.startswith(f"{folder}."):
+            part = name.removeprefix(f"{folder}.").partition(".")[0]
+            below = {
+                one.removeprefix(f"{folder}.").partition(".")[0] for one in targets if one.startswith(f"{folder}.")
+            }
+            arrows.setdefault(part, set()).update(below - {part})
+    return arrows
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_parts_of_a_folder_have_no_import_cycles(package: str) -> None:
-    modules = modules_of(package)
-    imported = {
-        name: set(modules_imported(path.read_text(encoding="utf-8"), modules)) for name, path in modules.items()
-    }
-    folders = [name for name, path in modules.items() if path.name == "__init__.py"]
+    imported = imports_of_modules(package)
+    folders = [name for name, path in modules_of(package).items() if path.name == "__init__.py"]
     assert folders
     for folder in folders:
-        arrows: dict[str, set[str]] = {}
-        for name, targets in imported.items():
-            if name.startswith(f"{folder}."):
-                part = name.removeprefix(f"{folder}.").partition(".")[0]
-                below = {
-                    one.removeprefix(f"{folder}.").partition(".")[0] for one in targets if one.startswith(f"{folder}.")
-                }
-                arrows.setdefault(part, set()).update(below - {part})
-        TopologicalSorter(arrows).prepare()  # raises CycleError
+        TopologicalSorter(arrows_between_parts(folder, imported)).prepare()  # raises CycleError
+
+
+MAX_CORE_PARTS, MAX_CORE_LAYERS = 16, 9
+
+
+def test_tok_core_has_at_most_16_parts_on_9_import_layers() -> None:
+    arrows = arrows_between_parts("tok_core", imports_of_modules("tok-core"))
+    order, layers = TopologicalSorter(arrows), list[tuple[str, ...]]()
+    order.prepare()
+    while order.is_active():
+        layers.append(order.get_ready())
+        order.done(*layers[-1])
+    assert len(arrows) <= MAX_CORE_PARTS, sorted(arrows)
+    assert len(layers) <= MAX_CORE_LAYERS, layers
 
 
 UNJOINED = ("tok_kernels.", "tok_server.bench")
@@ -186,7 +208,7 @@ LIGHT = {
         ("torch", "triton", "transformers"),
     ),
     "an engine's process": ("import tok_core.engine", ("torch", "triton", "transformers")),
-    "a manager's process": ("import tok_core.processes.manager_process", ("torch", "triton", "transformers")),
+    "a manager's process": ("import tok_core.replicas.processes.manager_process", ("torch", "triton", "transformers")),
 }
 
 

@@ -25,7 +25,7 @@ from tok_server.batch.offline.offline import OfflineBatch
 
 TESTS = Path(__file__).resolve().parents[1]
 LOADED = [
-    "tok_core.processes.manager_process",
+    "tok_core.replicas.processes.manager_process",
     "tok_core.worker.startup.setup",
     "tok_kernels.backends.reference",
     "support.batch_process",

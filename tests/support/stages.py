@@ -17,7 +17,7 @@ from tok_core.models.registry import build
 from tok_core.models.weights.loading import load
 from tok_core.parallel.pipeline import Pipeline
 from tok_core.parallel.process_groups import ProcessGroups
-from tok_core.processes.local_ports import LocalPorts
+from tok_core.replicas.local_ports import LocalPorts
 from tok_core.worker.runner import Runner
 from tok_core.worker.state import WorkerState
 from tok_kernels import choose

@@ -461,7 +461,7 @@ def test_grammar_compilation_imports_neither_torch_nor_transformers(tmp_path: Pa
     end = write_tokenizer(tmp_path, 512) + 1
     code = f"""if True:
         import sys
-        import tok_core.processes.manager_process
+        import tok_core.replicas.processes.manager_process
         from tok_core.sampling_params import Grammar
         from tok_core.grammar.local import loader
 

@@ -19,7 +19,7 @@ from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError, SamplingParams
 from tok_core.engine.requests.request_state import OpenRequest
 from tok_core.messages import Beat, Silence
-from tok_core.processes.liveness import Liveness
+from tok_core.replicas.liveness import Liveness
 from tok_core.replicas.replica import ProcessReplica
 from tok_core.runtime.heartbeat import Heartbeat
 
@@ -224,7 +224,7 @@ async def test_stopped_process_fails_open_requests_and_is_replaced(path: Path) -
 async def test_an_unresponsive_replica_is_restarted_without_a_drain(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_core.processes.liveness.SILENT", 4.0)
+    monkeypatch.setattr("tok_core.replicas.liveness.SILENT", 4.0)
     engine = AsyncEngine(process_config(path, step_timeout=600.0))  # its detection as hung would take ten minutes
     await engine.start()
     try:

@@ -1,4 +1,4 @@
-"""Messages between engine, manager and worker, and their encoding: msgpack with arrays as raw bytes.
+"""Messages between engine, manager and worker, their encoding (msgpack with arrays as raw bytes), and their sockets.
 
 engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
 """
@@ -10,6 +10,7 @@ from tok_core.messages.codec import FromProcess, FromWorker, ToEngine, ToManager
 from tok_core.messages.processes import Beat, EngineInfo, Failed, ProcessLaunch, Rendezvous, Silence
 from tok_core.messages.reports import Embedded, Finished, Progress, Scores, Stats
 from tok_core.messages.requests import Cancel, Submit
+from tok_core.messages.sockets import Receiver, Sender
 from tok_core.messages.steps import (
     MAX_CASCADE_LEVELS,
     GroupLevel,
@@ -40,9 +41,11 @@ __all__ = [
     "ProcessLaunch",
     "Progress",
     "PromptValues",
+    "Receiver",
     "Rendezvous",
     "RequestedPromptOutputs",
     "Scores",
+    "Sender",
     "SharedPages",
     "Silence",
     "Stats",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tok_core.replicas.processes import run_child
 from tok_core.replicas.replica import Death, ProcessReplica, Replica, Report
 from tok_core.replicas.replica_set import Health, MakeReplica, ReplicaEvents, ReplicaSet
 from tok_core.replicas.router import Router, RoutingRequest
@@ -17,4 +18,5 @@ __all__ = [
     "Report",
     "Router",
     "RoutingRequest",
+    "run_child",
 ]

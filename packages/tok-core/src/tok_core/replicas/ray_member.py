@@ -16,9 +16,9 @@ import zmq
 
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import Argument, ModelError, TokError, to_wire
-from tok_core.messages import FromWorker, ProcessLaunch, Rendezvous, StepInput, ToManager, decoder
+from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, StepInput, ToManager, decoder
 from tok_core.model_config import resolve
-from tok_core.processes import Receiver, start_beating
+from tok_core.replicas.processes import start_beating
 from tok_core.runtime import HEARTBEAT, set_format
 
 log = logging.getLogger("tok_core")
@@ -99,7 +99,7 @@ class RayWorker(_Member):
         return ActorLocation(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
 
     def serve(self, launch: ProcessLaunch) -> None:
-        from tok_core.processes.worker_process import run_worker
+        from tok_core.replicas.processes.worker_process import run_worker
 
         if self._listener is not None:
             assert isinstance(launch.rendezvous, Rendezvous)
@@ -124,7 +124,7 @@ class RayManager(_Member):
         return ActorLocation(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
 
     def serve(self, launch: ProcessLaunch) -> None:
-        from tok_core.processes.manager_process import run_manager
+        from tok_core.replicas.processes.manager_process import run_manager
 
         run_manager(self.context, launch, self._requests, self._outputs)
 

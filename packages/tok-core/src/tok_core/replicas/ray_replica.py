@@ -14,8 +14,8 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
-from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Silence, ToManager
-from tok_core.processes import Liveness, Receiver, Sender
+from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Receiver, Sender, Silence, ToManager
+from tok_core.replicas.liveness import Liveness
 from tok_core.replicas.ray_actors import RayActors
 from tok_core.replicas.replica import Death, Report
 

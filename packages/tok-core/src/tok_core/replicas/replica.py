@@ -16,8 +16,21 @@ import zmq
 
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import TokError, to_wire
-from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, ProcessLaunch, Silence, ToEngine, ToManager
-from tok_core.processes import FAULTY, Closed, Liveness, LocalPorts, Receiver, Sender, write_launch
+from tok_core.messages import (
+    Beat,
+    EngineInfo,
+    Failed,
+    FromProcess,
+    ProcessLaunch,
+    Receiver,
+    Sender,
+    Silence,
+    ToEngine,
+    ToManager,
+)
+from tok_core.replicas.liveness import Liveness
+from tok_core.replicas.local_ports import Closed, LocalPorts
+from tok_core.replicas.processes import FAULTY, write_launch
 from tok_core.runtime import ScratchDirectory, is_json, keep_lifeline
 
 log = logging.getLogger("tok_core")
@@ -102,7 +115,7 @@ class ThreadReplica:
     def _serve(self) -> None:
         from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS
         from tok_core.manager.loop import Manager
-        from tok_core.processes.manager_process import load_tokenizer
+        from tok_core.replicas.processes.manager_process import load_tokenizer
         from tok_core.worker.startup.setup import set_up
 
         runner, info = set_up(self._config, self._index)
@@ -134,7 +147,7 @@ class ProcessReplica:
     program   Python code that the children run
     """
 
-    program = "from tok_core.processes.child import main; sys.exit(main())"
+    program = "from tok_core.replicas import run_child; sys.exit(run_child())"
 
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config

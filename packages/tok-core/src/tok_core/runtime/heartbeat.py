@@ -1,7 +1,7 @@
 """Count the turns of this process's main loop, so that the engine can detect a hung process.
 
-`tok_core.processes.child` sends the count from a separate thread, and `tok_core.processes.liveness` evaluates it. A
-stopped process sends nothing. A process whose main loop hangs keeps sending the same count.
+`tok_core.replicas.processes.child` sends the count from a separate thread, and `tok_core.replicas.liveness` evaluates
+it. A stopped process sends nothing. A process whose main loop hangs keeps sending the same count.
 """
 
 from __future__ import annotations

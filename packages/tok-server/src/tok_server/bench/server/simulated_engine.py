@@ -11,9 +11,8 @@ import psutil
 
 from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
-from tok_core.messages import EngineInfo, Int64, ProcessLaunch, StepInput
-from tok_core.processes import Receiver, Sender, child
-from tok_core.replicas import Death, MakeReplica, ProcessReplica, Replica, Report
+from tok_core.messages import EngineInfo, Int64, ProcessLaunch, Receiver, Sender, StepInput
+from tok_core.replicas import Death, MakeReplica, ProcessReplica, Replica, Report, run_child
 from tok_core.runtime import HEARTBEAT, TURN
 from tok_core.text import Tokenizer
 from tok_server.bench.manager.simulation import SimulatedWorker
@@ -62,8 +61,8 @@ class _SimulatedReplica(ProcessReplica):
 
 
 def main(step_seconds: float) -> int:
-    """Run a child process of the engine, like `tok_core.processes.child.main`."""
-    return child.main(partial(_run_worker, step_seconds))
+    """Run a child process of the engine, like `tok_core.replicas.run_child`."""
+    return run_child(partial(_run_worker, step_seconds))
 
 
 def _run_worker(

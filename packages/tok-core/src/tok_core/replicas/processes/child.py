@@ -18,9 +18,8 @@ from typing import IO
 import zmq
 
 from tok_core.errors import TokError
-from tok_core.messages import Beat, FromWorker, ProcessLaunch, StepInput, ToManager, decoder, encode
-from tok_core.processes.failure_report import report_failure
-from tok_core.processes.sockets import Receiver, Sender
+from tok_core.messages import Beat, FromWorker, ProcessLaunch, Receiver, Sender, StepInput, ToManager, decoder, encode
+from tok_core.replicas.processes.failure_report import report_failure
 from tok_core.runtime import HEARTBEAT, set_format
 
 log = logging.getLogger("tok_core")
@@ -49,7 +48,7 @@ def read_launch(stream: IO[bytes]) -> ProcessLaunch:
     return launch
 
 
-def main(work: Work | None = None) -> int:
+def run_child(work: Work | None = None) -> int:
     """Run until the lifeline closes, or report the failure and exit.
 
     work  main loop of a worker; None: `run_worker`
@@ -91,13 +90,13 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: W
         steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.coordinates.number], StepInput)
         if work is not None:
             work(context, launch, steps)
-        from tok_core.processes.worker_process import run_worker
+        from tok_core.replicas.processes.worker_process import run_worker
 
         run_worker(context, launch, launch.coordinates, steps)
     else:
         requests: Receiver[list[ToManager]] = Receiver(context, launch.requests, list[ToManager])
         outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
-        from tok_core.processes.manager_process import run_manager
+        from tok_core.replicas.processes.manager_process import run_manager
 
         run_manager(context, launch, requests, outputs)
 
@@ -106,7 +105,3 @@ def _watch_lifeline() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(ORPHANED)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,7 @@ import logging
 import zmq
 
 from tok_core.errors import TokError, to_wire
-from tok_core.messages import Failed, ProcessLaunch
-from tok_core.processes.sockets import Sender
+from tok_core.messages import Failed, ProcessLaunch, Sender
 
 log = logging.getLogger("tok_core")
 

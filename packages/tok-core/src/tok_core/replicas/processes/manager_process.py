@@ -14,12 +14,13 @@ from tok_core.messages import (
     FromWorker,
     ProcessLaunch,
     Progress,
+    Receiver,
+    Sender,
     StepInput,
     StepOutput,
     ToManager,
     encode,
 )
-from tok_core.processes.sockets import Receiver, Sender
 from tok_core.runtime import settle
 from tok_core.text import Tokenizer
 

@@ -11,9 +11,8 @@ import torch
 import zmq
 
 from tok_core.config import RankCoordinates
-from tok_core.messages import ProcessLaunch, StepInput
-from tok_core.processes.failure_report import report_failure
-from tok_core.processes.sockets import Receiver, Sender
+from tok_core.messages import ProcessLaunch, Receiver, Sender, StepInput
+from tok_core.replicas.processes.failure_report import report_failure
 from tok_core.runtime import HEARTBEAT, TURN, settle
 from tok_core.worker import Launched, set_up
 

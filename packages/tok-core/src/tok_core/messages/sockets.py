@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from tok_core.messages import decoder, encode
+from tok_core.messages.codec import decoder, encode
 
 Message = TypeVar("Message")
 
