@@ -1,4 +1,4 @@
-"""Simulate the manager with a mechanism taken away: `PYTHONPATH=tests python -m support.ablations prompt_stats`."""
+"""Simulate the manager with a mechanism taken away: `PYTHONPATH=tests python -m support.ablations length_model`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from support.schedules import engine_info
 from support.simulated_pipeline import L40S, LLAMA_70B, PCIE4, PipelineSimulation, PipelineTimeline
 from tok_core import SamplingParams
 from tok_core.manager.admission import length_model as length_models
-from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
 from tok_core.manager.batch import Microbatches, TokenBudget
 from tok_core.manager.kv_cache import PrefixTree, RetainedPrompts
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts
@@ -38,15 +37,6 @@ def backlog(lengths: np.ndarray, prompt: int = 100, limit: int = 1024, shared: i
     found = fill(msgspec.structs.replace(INFO, **sizes), lengths, prompt, limit, shared)
     shares = f"pages {found.pages_settled:.1%}, preempted {found.preempted:.1%}, recomputed {found.recomputed:.1%}"
     return f"{shares}, {found.computed:,} tokens, {found.prefills:,} of {found.steps:,} steps with a prefill"
-
-
-def prompt_stats() -> None:
-    """Take the statistics away where a prompt's samples are of similar length, and where all samples are alike."""
-    for n in (8, 64):
-        random, none = np.random.default_rng(1), (PromptLengthStats, "rate", lambda stats, row: np.ones(len(row)))
-        similar = random.lognormal(np.log(90), 1.0, (3520 // n, 1)) * random.lognormal(0, 0.4, (3520 // n, n))
-        for name, lengths in (("similar", np.ceil(similar)), ("alike", geometric(random, 3520).reshape(-1, n))):
-            compare(f"{name}, n = {n}", partial(backlog, lengths.astype(np.int64)), without=none)
 
 
 def length_model() -> None:

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from tok_core.manager.admission import length_model as length_model_module
 from tok_core.manager.admission.length_model import SCALE, SHAPE, LengthModel
-from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
-from tok_core.manager.sequences import SINGLE_SAMPLE
 
 LIMIT = 4000
 
@@ -23,25 +21,24 @@ def finish(
     *,
     cut: np.ndarray | None = None,
     limit: int = LIMIT,
-    length_stats_row: int = SINGLE_SAMPLE,
 ) -> None:
     """Report finished samples that the model has not followed before."""
     count = len(lengths)
     ended = np.ones(count, np.bool_) if cut is None else ~cut
-    model.observe(np.zeros(count, np.int64), lengths, np.full(count, limit), ended, np.full(count, length_stats_row))
+    model.observe(np.zeros(count, np.int64), lengths, np.full(count, limit), ended)
 
 
-def ask(model: LengthModel, generated: int, limit: int, share: float, length_stats_row: int = SINGLE_SAMPLE) -> int:
+def ask(model: LengthModel, generated: int, limit: int, share: float) -> int:
     """Return the further length that `share` of such samples stay below."""
-    columns = np.array([generated]), np.array([limit]), np.array([length_stats_row])
+    columns = np.array([generated]), np.array([limit])
     return int(model.remaining(*columns, np.array([share]))[0])
 
 
-def mean(model: LengthModel, generated: int, limit: int, length_stats_row: int = SINGLE_SAMPLE) -> float:
+def mean(model: LengthModel, generated: int, limit: int) -> float:
     """Return the expected further length."""
     shares = (np.arange(1000) + 0.5) / 1000
     many = np.ones(1000, np.int64)
-    return float(model.remaining(many * generated, many * limit, many * length_stats_row, shares).mean())
+    return float(model.remaining(many * generated, many * limit, shares).mean())
 
 
 def quantile_by_hand(finished: list[tuple[int, bool]], generated: int, limit: int, share: float) -> int:
@@ -85,8 +82,7 @@ def test_predicted_length_is_between_one_token_and_the_remaining_limit(
     model = LengthModel()
     finish(model, np.array([n for n, _ in finished], np.int64), cut=np.array([c for _, c in finished], np.bool_))
     generated, limit = np.array([one[:2] for one in asked], np.int64).reshape(-1, 2).T
-    length_stats_row = np.zeros(len(asked), np.int64)
-    predicted = model.remaining(generated, limit, length_stats_row, np.array([one[2] for one in asked]))
+    predicted = model.remaining(generated, limit, np.array([one[2] for one in asked]))
     assert predicted.dtype == np.int64
     left = np.maximum(limit - generated, 0)
     assert (predicted <= left).all()
@@ -122,7 +118,7 @@ def test_length_model_counts_a_repeatedly_followed_sample_once() -> None:
     finish(once, np.full(300, 70))
     for seen in range(0, 70, 7):
         often.follow(np.full(300, seen), np.full(300, seen + 7), np.full(300, LIMIT))
-    often.observe(np.full(300, 70), np.full(300, 70), np.full(300, LIMIT), np.ones(300, np.bool_), np.zeros(300, int))
+    often.observe(np.full(300, 70), np.full(300, 70), np.full(300, LIMIT), np.ones(300, np.bool_))
     # Each finish fades earlier counts.
     assert mean(often, 0, LIMIT) == pytest.approx(mean(once, 0, LIMIT), rel=0.05)
 
@@ -168,39 +164,6 @@ def test_lengths_are_modelled_per_max_tokens_with_a_common_fallback() -> None:
     assert mean(model, 0, 100) == pytest.approx(20, rel=0.15)
     assert mean(model, 0, 2000) == pytest.approx(700, rel=0.15)
     assert 200 < mean(model, 0, 5000) < 500
-
-
-def test_sample_length_is_predicted_by_finished_samples_of_its_prompt() -> None:
-    model, random = LengthModel(), np.random.default_rng(0)
-    finish(model, random.geometric(1 / 100, 5000))
-    long, short, unknown = (model.prompt_stats.acquire(1000) for _ in range(3))
-    finish(model, random.geometric(1 / 250, 100), length_stats_row=long)
-    finish(model, random.geometric(1 / 20, 100), length_stats_row=short)
-    assert mean(model, 0, LIMIT, long) == pytest.approx(250, rel=0.3)
-    assert mean(model, 0, LIMIT, short) == pytest.approx(20, rel=0.4)
-    assert mean(model, 0, LIMIT, unknown) == mean(model, 0, LIMIT, SINGLE_SAMPLE)
-
-
-def test_long_running_samples_of_a_prompt_raise_its_predicted_length() -> None:
-    model, random = LengthModel(), np.random.default_rng(0)
-    finish(model, random.geometric(1 / 100, 5000))
-    length_stats_row = np.full(50, model.prompt_stats.acquire(50))
-    model.prompt_stats.run(length_stats_row, model.hazard(np.full(50, 200), np.full(50, LIMIT)))
-    assert mean(model, 200, LIMIT, int(length_stats_row[0])) > 3 * mean(model, 200, LIMIT, SINGLE_SAMPLE)
-
-
-def test_released_prompt_stats_row_is_reused_without_its_history() -> None:
-    families = PromptLengthStats()
-    first = [families.acquire(2) for _ in range(5)]
-    assert len({*first, SINGLE_SAMPLE}) == 6
-    families.finish(np.array(first), np.full(5, 50.0), np.ones(5, np.bool_))
-    assert (families.rate(np.array(first)) < 0.5).all()
-    for length_stats_row in first:
-        families.release(length_stats_row)
-    again = [families.acquire(2) for _ in range(5)]
-    assert set(again) <= {*range(1, 8)}
-    assert families.rate(np.array(again)).tolist() == [1.0] * 5
-    assert families.acquire(1) == SINGLE_SAMPLE
 
 
 def test_recently_finished_lengths_weigh_more() -> None:

@@ -222,7 +222,6 @@ class Manager:
         self._cancelled.add(rid)
         if request.left and request.stop_set is not None:  # otherwise its last sample has released it
             self.stops.release(request.stop_set)
-            self.lengths.release(request.length_stats_row)
 
     def _drop_cancelled(self) -> None:
         if self._cancelled:

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from tok_core.manager.grammar import GrammarState, MatcherState
 
 
-SINGLE_SAMPLE: Final = 0
-"""Row of `PromptLengthStats` for all requests of one sample, which have no siblings to learn from."""
-
-
 def sparse_zeros(shape: Sequence[int]) -> Int32:
     """Return an array of int32 zeros that is backed by small memory pages.
 
@@ -82,7 +78,6 @@ class Request:
             "leader",
             "min_length",
             "left",
-            "length_stats_row",
         ),
         *("limit", "params", "parked_matchers", "pooled", "pooling", "preempted", "prompt", "reported", "rid"),
         *("running", "salt", "samples", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
@@ -109,7 +104,6 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.arrival = arrival
-        self.length_stats_row = SINGLE_SAMPLE  # row of `PromptLengthStats`; set when the first of its samples starts
         self.stop_set: int | None = None  # id in `StopSets`; set when the first of its samples starts
         self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
         never = params.ignore_eos and not params.stop and not params.stop_token_ids
@@ -177,7 +171,6 @@ class SequenceTable:
     min_length         tokens that it has at least when it ends, unless it is cancelled
     min_total          number of tokens up to which only `limit` ends it
     eos_from_position  first sampled position at which an EOS id ends it; position p holds the (p + 1)-th token
-    length_stats_row   row of `PromptLengthStats`, the same for all samples of a prompt
     followed           output tokens that the length model has counted
     pages              int32 [S, P], page ids; the first `num_shared` belong to the prefix tree down to `node`, the
                        others to the slot
@@ -228,7 +221,6 @@ class SequenceTable:
         self.num_shared = np.zeros(slots, np.int32)
         self.node = np.zeros(slots, np.int32)
         self.stop_set = np.zeros(slots, np.int32)
-        self.length_stats_row = np.zeros(slots, np.int64)
         self.followed = np.zeros(slots, np.int32)
         self.filters = np.zeros(slots, np.bool_)
         self.penalises = np.zeros(slots, np.bool_)
@@ -310,7 +302,6 @@ class SequenceTable:
         self.eos_from_position[slots] = NEVER if params.ignore_eos else min_total
         self.num_pages[slots] = self.num_shared[slots] = 0
         self.stop_set[slots] = request.stop_set
-        self.length_stats_row[slots] = request.length_stats_row
         self.followed[slots] = len(tokens) - prompt_len
         self.filters[slots] = params.filters and params.temperature > 0
         self.penalises[slots] = params.penalises

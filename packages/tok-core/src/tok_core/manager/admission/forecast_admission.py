@@ -54,7 +54,6 @@ class Samples(NamedTuple):
     prompt: Int64
     limit: Int64
     min_length: Int64
-    length_stats_row: Int64
     shared: Int64
 
 
@@ -168,12 +167,11 @@ class ForecastAdmission:
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
         columns = table.prompt_len, table.limit, table.min_length
         prompt, limit, min_length = (column[slots].astype(np.int64) for column in columns)
-        length_stats_row = table.length_stats_row[slots]
         if reserved:
             each, shared = self._with_forks(slots, reserved, length, shared)
             length, prompt, limit = (np.repeat(column, each) for column in (length, prompt, limit))
-            min_length, length_stats_row = np.repeat(min_length, each), np.repeat(length_stats_row, each)
-        return Samples(length, prompt, limit, min_length, length_stats_row, shared)
+            min_length = np.repeat(min_length, each)
+        return Samples(length, prompt, limit, min_length, shared)
 
     def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
         """Return the predicted demand of the samples, each counted `times` times.
@@ -186,8 +184,8 @@ class ForecastAdmission:
         return Demand(samples.length, remaining, samples.shared, samples.limit - samples.length)
 
     def _remaining(self, samples: Samples, shares: Float64) -> Int64:
-        length, prompt, limit, min_length, length_stats_row, _ = samples
-        remaining = self.lengths.remaining(length - prompt, limit - prompt, length_stats_row, shares)
+        length, prompt, limit, min_length, _ = samples
+        remaining = self.lengths.remaining(length - prompt, limit - prompt, shares)
         surely: Int64 = np.maximum(remaining, min_length - length)
         return surely
 
@@ -202,7 +200,7 @@ class ForecastAdmission:
         samples = Samples(*rows[entry].T)
         return samples.length, self._remaining(samples, _shares(0, TYPICAL_SAMPLES)), samples.shared
 
-    def _row(self, pending: Pending) -> tuple[int, int, int, int, int, int]:
+    def _row(self, pending: Pending) -> tuple[int, int, int, int, int]:
         """Return the values that `Samples` has of each of these samples: the known ones, then its shared pages."""
         try:
             return *_known(pending), self._shared(pending)
@@ -238,7 +236,6 @@ class ForecastAdmission:
         seen, generated, most = table.followed[slots].astype(np.int64), known - prompt, limit - prompt
         self.lengths.follow(seen, generated, most)
         table.followed[slots] = generated
-        self.lengths.run(generated, most, table.length_stats_row[slots])
 
     def _candidates(self, turns: Iterable[StartTurn], room: int, budget: int) -> tuple[Samples, list[StartTurn]]:
         """Return the samples whose turn it is, and their turns.
@@ -260,16 +257,16 @@ class ForecastAdmission:
             budget -= computed
             if room < 0 or budget <= 0:
                 break
-        counts, firsts, *columns = np.array(rows, np.int64).reshape(-1, 8).T
+        counts, firsts, *columns = np.array(rows, np.int64).reshape(-1, 7).T
         found = Samples(*(np.repeat(column, counts) for column in columns))
         found.shared[np.cumsum(counts) - counts] = firsts
         return found, chosen
 
 
-def _known(pending: Pending) -> tuple[int, int, int, int, int]:
+def _known(pending: Pending) -> tuple[int, int, int, int]:
     """Return what is known of its samples, in the order of the first columns of `Samples`."""
     request = pending.request
-    return len(pending.tokens), len(request.prompt), request.limit, request.min_length, request.length_stats_row
+    return len(pending.tokens), len(request.prompt), request.limit, request.min_length
 
 
 def _shares(first: int, count: int) -> Float64:

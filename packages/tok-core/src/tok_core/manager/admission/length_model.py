@@ -14,7 +14,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.manager.admission.prompt_length_stats import PromptLengthStats
 from tok_core.messages import Int64
 
 Float64 = NDArray[np.float64]
@@ -30,13 +29,9 @@ CERTAIN = 1 - 1e-9  # largest probability to end in a bucket: survival is never 
 
 
 class LengthModel:
-    """Model of the remaining lengths of samples.
-
-    Its size is fixed, except for `prompt_stats`: a row for each open request of several samples.
-    """
+    """Model of the remaining lengths of samples; its size is fixed."""
 
     def __init__(self) -> None:
-        self.prompt_stats = PromptLengthStats()
         self.finished = 0  # samples, since the start
         self._edges = _edges()
         self._knots = self._edges.astype(np.float64) - 1
@@ -46,32 +41,11 @@ class LengthModel:
         self._guess = 1 - ((SCALE + self._knots[:-1]) / (SCALE + self._knots[1:])) ** SHAPE
         self._curves: dict[int, Float64] = {}
 
-    def acquire(self, samples: int) -> int:
-        """Return the row of `prompt_stats` for a request of so many samples, to be released when it ends."""
-        return self.prompt_stats.acquire(samples)
-
-    def release(self, length_stats_row: int) -> None:
-        """Release the row of a request whose samples have all ended or were cancelled."""
-        self.prompt_stats.release(length_stats_row)
-
-    def run(self, generated: Int64, limit: Int64, length_stats_row: Int64) -> None:
-        """Replace the running samples by these, which have `generated` tokens of at most `limit`; int64 [n] each."""
-        self.prompt_stats.run(length_stats_row, self.hazard(generated, limit))
-
-    def observe(
-        self,
-        seen: Int64,
-        lengths: Int64,
-        limit: Int64,
-        ended: NDArray[np.bool_],
-        length_stats_row: Int64,
-    ) -> None:
+    def observe(self, seen: Int64, lengths: Int64, limit: Int64, ended: NDArray[np.bool_]) -> None:
         """Learn from samples that have finished with `lengths` of at most `limit` tokens; all arrays are [n].
 
-        `seen`: tokens already counted by `follow`. `ended`: bool, not cut off by the limit. `length_stats_row`: as in
-        `prompt_stats`.
+        `seen`: tokens already counted by `follow`. `ended`: bool, not cut off by the limit.
         """
-        self.prompt_stats.finish(length_stats_row, self.hazard(lengths, limit), ended)
         self.finished += len(lengths)
         fade = 0.5 ** (len(lengths) / HALF_LIFE)
         self._ended *= fade
@@ -92,28 +66,19 @@ class LengthModel:
         self._came[-1] += came.sum(axis=0)
         self._curves = {}
 
-    def hazard(self, generated: Int64, limit: Int64) -> Float64:
-        """Return −log of the probability to outlive `generated` tokens, [n]: the expected number of ends by then."""
-        found = np.zeros(len(generated))
-        for rows, curve in self._by_curve(limit):
-            found[rows] = -np.log(np.interp(generated[rows], self._knots, curve))
-        return found
-
-    def remaining(self, generated: Int64, limit: Int64, length_stats_row: Int64, share: Float64) -> Int64:
+    def remaining(self, generated: Int64, limit: Int64, share: Float64) -> Int64:
         """Return the quantile `share` of each sample's remaining tokens, int64 [n].
 
         generated, limit  tokens so far and at most, int64 [n]
-        length_stats_row  as in `prompt_stats`: one factor per prompt on the rate at which its samples end
         share             float64 [n], in [0, 1). Shares spread evenly over many samples give their mean use of memory
 
         The result is between 1 and limit − generated, or 0 if that is 0 or less.
         """
         left = np.maximum(limit - generated, 0)
         further = left.copy()
-        rarity = (1 - share) ** (1 / self.prompt_stats.rate(length_stats_row))
         for rows, curve in self._by_curve(limit):
             alive = np.interp(generated[rows], self._knots, curve)
-            until = np.interp(alive * rarity[rows], curve[::-1], self._knots[::-1])
+            until = np.interp(alive * (1 - share[rows]), curve[::-1], self._knots[::-1])
             further[rows] = np.ceil(until - generated[rows])
         bounded: Int64 = np.minimum(np.maximum(further, 1), left)
         return bounded

@@ -6,7 +6,6 @@ from collections import deque
 
 import numpy as np
 
-from tok_core.manager.admission.length_model import LengthModel
 from tok_core.manager.admission.waiting_queue import WaitingQueue
 from tok_core.manager.kv_cache import Paging, RetainedPrompt, RetainedPrompts
 from tok_core.manager.sequences import Pending, Request, SequenceTable
@@ -27,11 +26,10 @@ class SequenceStarter:
     already: a fork copies the last page and no more.
     """
 
-    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets, lengths: LengthModel) -> None:
+    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets) -> None:
         self.table = table
         self.paging = paging
         self.stops = stops
-        self.lengths = lengths
         self.retained_prompts = RetainedPrompts(paging)
         self.waiting = WaitingQueue()
         self.pending_forks: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
@@ -44,7 +42,6 @@ class SequenceStarter:
         samples, request = pending.samples, pending.request
         if request.stop_set is None:
             request.stop_set = self.stops.acquire(request.params)
-            request.length_stats_row = self.lengths.acquire(request.params.n)
         sample = samples.popleft()
         slot = self.table.claim_one(request, sample, pending.tokens)
         if pending.fresh:

@@ -244,7 +244,7 @@ class OutputProcessor:
         prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
         columns = (table.followed[slots], known - prompt, limit - prompt)
         seen, lengths, limits = (column.astype(np.int64) for column in columns)
-        self.lengths.observe(seen, lengths, limits, ended, table.length_stats_row[slots])
+        self.lengths.observe(seen, lengths, limits, ended)
 
     def _finished(
         self, slot: int, rid: int, sample: int, tokens: int, token: int, kind: int, full: bool
@@ -277,7 +277,6 @@ class OutputProcessor:
             if request.left == 0:
                 assert request.stop_set is not None
                 self.stops.release(request.stop_set)
-                self.lengths.release(request.length_stats_row)
                 self.requests_finished += 1
                 self.reclaimer.close(request)
         self.reclaimer.release(slots)
