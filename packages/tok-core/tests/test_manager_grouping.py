@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Node
 from tok_core.manager.prefix_groups import branch_points, grouping
-from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices
+from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, read_cost
 from tok_core.manager.prefix_groups.grouping import Grouping, Groups, MostPagesSaved
 from tok_core.messages import Int32, Int64
 
@@ -39,8 +40,10 @@ class Rows:
         self.node_ids = np.array([node.id for node in self.nodes], np.int32)
         self.slots = np.arange(len(prompts))[::-1] * 3
 
-    def groups(self, member: float = 1, group: float = 0, level: float = 0) -> Groups:
-        return MostPagesSaved(CascadeCosts(member, group, level)).find(self.tree, self.node_ids, self.slots)
+    def groups(self, member: float = 1, group: float = 0, level: float = 0, compute_bound: float = math.inf) -> Groups:
+        return MostPagesSaved(CascadeCosts(member, group, level, compute_bound)).find(
+            self.tree, self.node_ids, self.slots
+        )
 
 
 def tokens(prompt: tuple[int, ...]) -> Int32:
@@ -54,9 +57,12 @@ def rows(most: int, deepest: int = 8) -> st.SearchStrategy[Rows]:
 
 
 def costs(members: Sequence[float], levels: Sequence[float]) -> st.SearchStrategy[CascadeCosts]:
-    """Draw costs of members, groups and levels; as multiples of a quarter, their sums are exact."""
+    """Draw costs; as multiples of a quarter, and with powers of two as compute-bound rows, their sums are exact."""
     group = st.integers(0, 16).map(lambda quarters: quarters / 4)
-    return st.builds(CascadeCosts, st.sampled_from(members), st.just(0.0) | group, st.sampled_from(levels))
+    compute_bound = st.sampled_from([math.inf, 4, 16])
+    return st.builds(
+        CascadeCosts, st.sampled_from(members), st.just(0.0) | group, st.sampled_from(levels), compute_bound
+    )
 
 
 @dataclass
@@ -81,7 +87,29 @@ def listed(made: Rows, groups: Groups) -> list[Group]:
 def saving(made: Rows, groups: Groups, cost: CascadeCosts) -> float:
     """Return the page reads that groups save, less the costs of members and groups."""
     found = listed(made, groups)
-    return sum((len(g.rows) - 1) * (g.end - g.start) - cost.member * len(g.rows) - cost.group for g in found)
+    pages = {tuple(made.paths[g.rows[0]][: g.end]): g for g in found}
+    return sum(
+        group_saving(len(g.rows), sharing(made, own), above(own, pages), g.start, g.end, cost)
+        for own, g in pages.items()
+    )
+
+
+def sharing(made: Rows, pages: tuple[int, ...]) -> int:
+    return sum(tuple(path[: len(pages)]) == pages for path in made.paths)
+
+
+def above(own: tuple[int, ...], pages: Iterable[tuple[int, ...]]) -> int:
+    """Return how many pages the deepest group above reads, which the rows would be in without their own group."""
+    return max((len(other) for other in pages if len(other) < len(own) and own[: len(other)] == other), default=0)
+
+
+def group_saving(members: int, below: int, end: int, start: int, here: int, cost: CascadeCosts) -> float:
+    """Return what a group of pages from `start` to `here` saves; pages before `end` are also read by the group above.
+
+    `below`: rows that share all of the pages, whether members or not.
+    """
+    read = (here - end) * read_cost(below, cost) + end - start
+    return members * ((here - start) * read_cost(1, cost) - cost.member) - read - cost.group
 
 
 def best_saving(made: Rows, levels: int, cost: CascadeCosts) -> float:
@@ -112,8 +140,13 @@ def saved_by(made: Rows, start: dict[int, int | None], levels: int, cost: Cascad
                 links, at = links + 1, start[node.id]
         if at or links > levels:  # no group ends where this one begins, or too many levels
             return 0.0
-    groups = [(members[i], made.tree.node(i).depth - begin) for i, begin in start.items() if begin is not None]
-    return sum(m * pages - pages - cost.member * m - cost.group for m, pages in groups if m)
+    found = 0.0
+    for i, begin in start.items():
+        if begin is not None and members[i]:
+            own = made.tree.node(i)
+            end = max((node.depth for node in path_of(own)[1:] if start.get(node.id) is not None), default=0)
+            found += group_saving(members[i], count(made, own), end, begin, own.depth, cost)
+    return found
 
 
 def count(made: Rows, node: Node) -> int:
@@ -192,7 +225,7 @@ def test_prefix_group_that_saves_less_than_its_cost_is_not_made() -> None:
         (1024, 2, 16, 4, [(1, 16)]),
         (256, 4, 128, 8, [(1, 128)]),
         (1024, 8, 64, 64, [(1, 64), (128, 128)]),
-        (1024, 2, 0, 23, []),
+        (1024, 2, 0, 22, []),
         (1024, 2, 0, 25, [(512, 25)]),
     ],
 )
@@ -202,6 +235,17 @@ def test_default_costs_make_no_small_groups_of_short_questions(
     made = Rows([(*range(system), *([1000 + row // fan] * question)) for row in range(count)])
     levels = MostPagesSaved().find(made.tree, made.node_ids, made.slots).levels
     assert [(len(level.start), int(level.kv_end.max()) // PAGE) for level in levels] == shape
+
+
+@pytest.mark.parametrize(
+    ("prompts", "common", "samples", "levels"), [(256, 256, 32, 1), (512, 256, 8, 2), (64, 1024, 32, 2)]
+)
+def test_a_level_is_added_only_if_its_reads_would_not_hide_behind_matmuls(
+    prompts: int, common: int, samples: int, levels: int
+) -> None:
+    questions = [(*range(common), *([10_000 + i] * 32)) for i in range(prompts)]
+    made = Rows([questions[row % prompts] for row in range(prompts * samples)])
+    assert len(MostPagesSaved().find(made.tree, made.node_ids, made.slots).levels) == levels
 
 
 def test_system_prompt_examples_and_questions_make_three_cascade_levels() -> None:

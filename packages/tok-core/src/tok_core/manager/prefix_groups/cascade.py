@@ -15,6 +15,7 @@ k − 1 branches between it and the root.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import combinations
 from math import comb
@@ -35,18 +36,24 @@ class CascadeCosts(NamedTuple):
     member  per row of a group: its partial result is written, and both partial results are read again
     group   per group: work blocks of its own, however few pages they read
     level   per level after the first, in a step: more kernels in every layer, and no CUDA graph
+    compute_bound_rows  rows of a group whose matmuls take as long as reading its pages once. A group of r rows hides
+                        the share r / compute_bound_rows of each read behind its matmuls
     """
 
     member: float
     group: float
     level: float
+    compute_bound_rows: float = math.inf
 
 
-COSTS = CascadeCosts(member=2, group=20, level=4096)
+COSTS = CascadeCosts(member=2, group=20, level=4096, compute_bound_rows=40)
 """Measured on an H200: decode attention of one layer, pages of 16 tokens, 256 to 8192 rows with 16 or more common
 pages, in no group, in one level and in two. A least-squares fit of the relative error gives 1.7 pages per member, 19
 per group and 2800 per level with the Triton kernels, where a page takes 0.0068 µs; 3.6, 21 and 2900 with FlashInfer's.
 The CUDA graph that further levels lose comes on top of these.
+
+compute_bound_rows: 700 TFLOP/s over 4.5 TB/s are 156 operations per byte. With 4 query heads per key head, bfloat16
+keys and values take 4 operations per byte and row. docs/ablations.md has the figures with and without this term.
 """
 
 
@@ -78,6 +85,11 @@ def best_cascade(branches: BranchPoints, levels: int, costs: CascadeCosts) -> Ca
         eldest = np.append(True, above[1:] != above[:-1]).nonzero()[0]
         below[above[eldest]] = np.add.reduceat(saved, eldest)
     return CascadePlan(float(below[0, 0]), _follow(branches, paths, decided[::-1], levels))
+
+
+def read_cost(rows: Int64 | int, costs: CascadeCosts) -> Float64:
+    """Return the share of a page's read that matmuls do not hide, for groups of so many rows; float64 as `rows`."""
+    return np.maximum(0.0, 1 - rows / costs.compute_bound_rows)
 
 
 def choices(branches: BranchPoints, levels: int) -> int:
@@ -141,7 +153,9 @@ def _decide(
     own = slice(first, first + len(path))
     rows, depth = branches.rows[own, None, None], branches.depth[path]
     here, start, end = depth[:, -1, None, None], depth[:, options.start], depth[:, options.end]
-    own_gain = rows * (here - end - costs.member * options.more) - (here - start) - costs.group
+    # Rows that leave a group raise what the group does not hide: pages read again are counted as not hidden at all.
+    pages = (here - end) * (rows * read_cost(1, costs) - read_cost(rows, costs)) - (end - start)
+    own_gain = pages - rows * costs.member * options.more - costs.group
     with_it = own_gain + below[:, options.to] + options.bar
     without = below[:, options.same]
     best = with_it.max(2)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tok_core.manager.kv_cache import PrefixTree
 from tok_core.manager.prefix_groups.branch_points import BranchPoints, find_branch_points
-from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices
+from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, read_cost
 from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64
 
 MAX_GROUPING_CHOICES = 1 << 17
@@ -165,7 +165,8 @@ def _shrink_level(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
 
 def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
     """Return the chain of each branch, in as many levels as pay off."""
-    all_shared = float(((branches.rows - 1) * (branches.depth - branches.depth[branches.up])).sum())
+    pages = branches.depth - branches.depth[branches.up]
+    all_shared = float(((branches.rows * read_cost(1, costs) - read_cost(branches.rows, costs)) * pages).sum())
     best = best_cascade(branches, 1, costs)
     for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.level) - 2)):
         if all_shared - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
