@@ -160,9 +160,10 @@ def facade_of(importer: str, module: str) -> str:
 
 
 def test_facade_of_a_module_is_its_first_package_outside_the_importer() -> None:
-    assert facade_of("tok_core.engine", "tok_core.manager.batch.run_ahead") == "tok_core.manager"
-    assert facade_of("tok_core.manager", "tok_core.manager.batch.run_ahead") == "tok_core.manager.batch"
-    assert facade_of("tok_core.manager.batch", "tok_core.manager.batch.run_ahead") == "tok_core.manager.batch.run_ahead"
+    reclaimer = "tok_core.manager.scheduling.reclaimer"
+    assert facade_of("tok_core.engine", reclaimer) == "tok_core.manager"
+    assert facade_of("tok_core.manager", reclaimer) == "tok_core.manager.scheduling"
+    assert facade_of("tok_core.manager.scheduling", reclaimer) == reclaimer
     assert facade_of("tok_server.http", "tok_core.text.tokenizer") == "tok_core.text"
 
 

@@ -16,10 +16,10 @@ from support.schedules import engine_info
 from support.simulated_pipeline import L40S, LLAMA_70B, PCIE4, PipelineSimulation, PipelineTimeline
 from tok_core import SamplingParams
 from tok_core.manager.admission import length_model as length_models
-from tok_core.manager.batch import Microbatches, TokenBudget
 from tok_core.manager.kv_cache import PrefixTree, RetainedPrompts
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts
 from tok_core.manager.prefix_groups.grouping import MostPagesSaved
+from tok_core.manager.scheduling import Microbatches, TokenBudget
 from tok_core.messages import Submit
 
 INFO = engine_info(page_size=16, num_pages=4096, max_running=2048, max_step_tokens=8192, max_model_len=8192)

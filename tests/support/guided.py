@@ -19,7 +19,7 @@ from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.processes import WorkerLost
 from tok_core.grammar.worker_processes.worker import COMPILING, IDLE
 from tok_core.manager.loop import Manager
-from tok_core.manager.sequences import Request
+from tok_core.manager.requests import Request
 from tok_core.messages import EngineInfo, StepInput, StepOutput
 from tok_core.sampling_params import Grammar
 

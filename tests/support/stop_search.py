@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tok_core.manager.stops.stop_sets import StopHit
+from tok_core.manager.stops import StopHit
 
 
 def whole_text_search(

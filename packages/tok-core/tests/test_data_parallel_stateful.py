@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.replicas import replica_of, simulated_core
 from support.schedules import VOCAB, engine_info, expected
 from tok_core import EngineDead, SamplingParams
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.open_requests import OpenRequest
 
 REPLICAS = 3
 INFO = engine_info(num_pages=400, max_running=160, max_step_tokens=256)

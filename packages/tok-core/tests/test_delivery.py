@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tok_core.engine.delivery import _grouped
+from tok_core.engine.output_router import _grouped
 
 
 @settings(max_examples=100, deadline=None)

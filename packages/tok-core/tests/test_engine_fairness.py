@@ -14,7 +14,7 @@ from support.engines import cpu_engine, manager_of, random_prompts
 from support.patience import wait_until
 from support.tiny_models import make_model, reference_greedy
 from tok_core import Engine, RequestOutput, SamplingParams
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.open_requests import OpenRequest
 from tok_core.manager.admission.fair_shares import QUANTUM
 from tok_core.sampling_params import Grammar
 

@@ -17,7 +17,7 @@ from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, InvalidField, SamplingParams
 from tok_core.engine.core import EngineCore
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.open_requests import OpenRequest
 from tok_core.errors import EngineClosed, EngineDead, EngineError
 from tok_core.grammar.checker import Checker, GrammarLimits, LocalExaminer
 from tok_core.messages import array

@@ -18,10 +18,10 @@ from support.engines import assert_all_given_back, manager_of, random_prompts
 from support.patience import PATIENCE
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig, SamplingParams
+from tok_core.engine.generation_requests import StreamedRequest
+from tok_core.engine.open_requests import OpenRequest, StreamedTokens
 from tok_core.engine.request_stream import WOKEN, Mailbox, RequestStream
-from tok_core.engine.requests.request_state import OpenRequest, StreamedTokens
-from tok_core.engine.requests.streamed_request import StreamedRequest
-from tok_core.manager.outputs.output_processor import NOTHING
+from tok_core.manager.output_processor import NOTHING
 from tok_core.messages import Finished, Progress, Stats, Submit, ToEngine, ToManager
 from tok_core.replicas.replica import Death, Report, ThreadReplica
 from tok_core.text import Tokenizer

@@ -17,7 +17,7 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError, SamplingParams
-from tok_core.engine.requests.request_state import OpenRequest
+from tok_core.engine.open_requests import OpenRequest
 from tok_core.messages import Beat, Silence
 from tok_core.replicas.liveness import Liveness
 from tok_core.replicas.replica import ProcessReplica

@@ -10,7 +10,9 @@ from support.backlog import Lengths, LengthWorker, bimodal, fill, geometric, log
 from support.schedules import engine_info, make_manager, submit
 from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.admission.forecast import admissible
-from tok_core.manager.admission.page_watermark import (
+from tok_core.manager.admission.page_reserves import (
+    CURVE_STEPS,
+    FULL_SHARE,
     INITIAL_SEQUENCES,
     MAX_PAGE_SHARE,
     MAX_SEQUENCES,
@@ -18,9 +20,10 @@ from tok_core.manager.admission.page_watermark import (
     NEAR_STEPS,
     RECOMPUTED_SHARE,
     SEQUENCES_STEP,
+    STREAM_SHARE,
     PageWatermark,
+    StaggeredAdmission,
 )
-from tok_core.manager.admission.staggered_admission import CURVE_STEPS, FULL_SHARE, STREAM_SHARE, StaggeredAdmission
 from tok_core.manager.loop import Manager
 from tok_core.messages import Int64
 

@@ -17,16 +17,16 @@ from tok_core import SamplingParams
 from tok_core.grammar.local import LocalWorker, LocalWorkers
 from tok_core.grammar.matchers import FollowResult, MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.worker import IDLE
+from tok_core.manager import prompt_outputs
 from tok_core.manager.admission import forecast_admission
 from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
-from tok_core.manager.batch import prompt_outputs
-from tok_core.manager.batch.batch_builder import BatchBuilder
 from tok_core.manager.faults import FaultyRequest
 from tok_core.manager.grammar.grammar_manager import GrammarManager
 from tok_core.manager.grammar.grammar_state import GrammarWorker
 from tok_core.manager.loop import Manager
-from tok_core.manager.scheduling.chunked_prefill import ChunkedPrefill
+from tok_core.manager.scheduling.batch_builder import BatchBuilder
+from tok_core.manager.scheduling.prefill import ChunkedPrefill
 from tok_core.manager.sequences import NEVER, State
 from tok_core.messages import Cancel, StepInput, ToManager
 from tok_core.sampling_params import Grammar

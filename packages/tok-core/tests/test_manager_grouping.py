@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Node
-from tok_core.manager.prefix_groups import branch_points, grouping
+from tok_core.manager.prefix_groups import cascade, grouping
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, read_cost
 from tok_core.manager.prefix_groups.grouping import Grouping, Groups, MostPagesSaved
 from tok_core.messages import Int32, Int64
@@ -163,14 +163,14 @@ def path_of(node: Node) -> list[Node]:
 @settings(max_examples=60)
 @given(rows(most=6, deepest=5), st.integers(1, 3), costs([0, 0.25, 1, 2.5], [0]))
 def test_best_cascade_saves_as_much_as_an_exhaustive_search(made: Rows, levels: int, cost: CascadeCosts) -> None:
-    found = best_cascade(branch_points.find_branch_points(made.tree, np.bincount(made.node_ids)), levels, cost)
+    found = best_cascade(cascade.find_branch_points(made.tree, np.bincount(made.node_ids)), levels, cost)
     assert found.saved == best_saving(made, levels, cost)
 
 
 @given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20]))
 def test_most_pages_saved_saves_what_best_cascade_computed(made: Rows, cost: CascadeCosts) -> None:
     groups = made.groups(*cost)
-    meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
+    meeting = cascade.find_branch_points(made.tree, np.bincount(made.node_ids))
     promised = [best_cascade(meeting, levels, cost).saved for levels in (1, 2, 3)]
     assert saving(made, groups, cost) == pytest.approx(promised[max(0, len(groups.levels) - 1)])
     for more, less in zip(promised[1 : len(groups.levels)], promised, strict=False):
@@ -294,8 +294,8 @@ def chain_of_holders(count: int) -> tuple[PrefixTree, Int64]:
 
 def test_deep_chain_of_branch_points_is_grouped_from_few_of_its_nodes() -> None:
     tree, counts = chain_of_holders(3000)
-    meeting = branch_points.find_branch_points(tree, counts)
-    assert len(meeting.up) <= branch_points.MAX_EXACT_HEIGHT + 1
+    meeting = cascade.find_branch_points(tree, counts)
+    assert len(meeting.up) <= cascade.MAX_EXACT_HEIGHT + 1
     pages = 3000 * 3001 / 2
     one, three = (best_cascade(meeting, levels, CascadeCosts(1, 0, 0)).saved for levels in (1, 3))
     assert one > 0.45 * pages  # a square below a diagonal covers half of the area
@@ -313,9 +313,9 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
         prompts.append((*longer, *rng.integers(0, 99, rng.integers(1, 4)).tolist()))
     made = Rows(prompts)
     counts = np.bincount(made.node_ids)
-    found = branch_points.find_branch_points(made.tree, counts)
-    monkeypatch.setattr(branch_points, "MAX_EXACT_HEIGHT", 1000)
-    every = branch_points.find_branch_points(made.tree, counts)
+    found = cascade.find_branch_points(made.tree, counts)
+    monkeypatch.setattr(cascade, "MAX_EXACT_HEIGHT", 1000)
+    every = cascade.find_branch_points(made.tree, counts)
     assert len(found.level) - 2 <= 16 < len(every.level) - 2
     for cost in (CascadeCosts(1, 0, 0), COSTS):
         assert best_cascade(found, 1, cost).saved >= 0.95 * best_cascade(every, 1, cost).saved
@@ -324,7 +324,7 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
 def test_nested_levels_are_searched_only_with_few_grouping_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Rows([(*range(40), *range(100 * row, 100 * row + 20)) for row in (1, 2, 3, 4)] * 3)
     assert len(made.groups(0.1).levels) == 2
-    meeting = branch_points.find_branch_points(made.tree, np.bincount(made.node_ids))
+    meeting = cascade.find_branch_points(made.tree, np.bincount(made.node_ids))
     assert choices(meeting, 2) == 2 * (1 * 1 + 4 * 2)  # one node with no chain above; four with none or that node
     monkeypatch.setattr(grouping, "MAX_GROUPING_CHOICES", 17)
     assert len(made.groups(0.1).levels) == 1

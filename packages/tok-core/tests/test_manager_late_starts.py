@@ -12,7 +12,7 @@ from support.simulated_worker import collect
 from tok_core import SamplingParams
 from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
-from tok_core.manager.sequences import Pending, Request
+from tok_core.manager.requests import Pending, Request
 from tok_core.messages import EMPTY, Cancel, Progress, StepInput
 
 PROMPT = [i * 7 % 4 for i in range(40)]

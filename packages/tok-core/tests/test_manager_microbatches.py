@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from support.schedules import drive, engine_info, make_manager, submit
 from tok_core import SamplingParams
 from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.manager.batch.microbatches import CONTEXT, SLACK, SPARE, Microbatches
-from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS, RunAhead
-from tok_core.manager.batch.token_budget import MIN_STEP_TOKENS, TokenBudget
+from tok_core.manager.scheduling.steps_in_flight import (
+    CONTEXT,
+    MIN_QUEUED_STEPS,
+    MIN_STEP_TOKENS,
+    SLACK,
+    SPARE,
+    Microbatches,
+    RunAhead,
+    TokenBudget,
+)
 from tok_core.manager.sequences import SequenceTable, State
 
 FOR_EVER = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)

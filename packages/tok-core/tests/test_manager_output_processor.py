@@ -11,7 +11,7 @@ from support.simulated_worker import SimulatedPorts, collect, next_token
 from support.stop_search import whole_text_search
 from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.loop import Manager
-from tok_core.manager.stops.stop_sets import StopHit
+from tok_core.manager.stops import StopHit
 from tok_core.messages import Int32
 
 # Half of the tokens spell few letters, so that stop strings match often; some have no bytes at all.

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_core.manager.kv_cache.page_allocator import PageAllocator
-from tok_core.manager.kv_cache.page_copies import PageCopies
+from tok_core.manager.kv_cache.page_allocator import PageAllocator, PageCopies
 
 
 def pages(*ids: int) -> np.ndarray:

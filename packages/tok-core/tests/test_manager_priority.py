@@ -21,10 +21,10 @@ from support.schedules import (
 )
 from support.simulated_worker import collect
 from tok_core import InvalidField, SamplingParams
-from tok_core.manager.admission.waiting_queue import WaitingQueue
 from tok_core.manager.kv_cache.preemption import LeastWorkLost
 from tok_core.manager.loop import Manager
-from tok_core.manager.sequences import Pending, Request, State
+from tok_core.manager.requests import Pending, Request, WaitingQueue
+from tok_core.manager.sequences import State
 from tok_core.messages import Progress
 
 

@@ -10,8 +10,8 @@ import pytest
 from support.schedules import drive, engine_info, make_manager, submit
 from support.simulated_worker import SimulatedPorts
 from tok_core import EngineConfig, InvalidField, SamplingParams
-from tok_core.manager.batch.run_ahead import MAX_QUEUED_STEPS, MIN_QUEUED_STEPS, RunAhead
 from tok_core.manager.loop import PATIENCE, Manager
+from tok_core.manager.scheduling.steps_in_flight import MAX_QUEUED_STEPS, MIN_QUEUED_STEPS, RunAhead
 
 
 def after(fixed: int | None, *seconds: float) -> int:

@@ -16,8 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from support.stop_search import whole_text_search
 from tok_core.errors import InvalidField
-from tok_core.manager.stops.stop_prefilter import TokenRows
-from tok_core.manager.stops.stop_sets import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets
+from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets, TokenRows
 from tok_core.sampling_params import SamplingParams
 from tok_core.text import Detokeniser, Tokenizer
 from tok_core.text.pieces import piece_decoder

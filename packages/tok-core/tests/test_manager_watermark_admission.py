@@ -11,7 +11,7 @@ from support.schedules import assert_all_given_back, drive, engine_info, expecte
 from support.simulated_worker import SimulatedPorts, collect
 from support.tiny_models import make_model
 from tok_core import EngineConfig, SamplingParams
-from tok_core.manager.admission.watermark_admission import WATERMARK, WatermarkAdmission
+from tok_core.manager.admission.policies import WATERMARK, WatermarkAdmission
 from tok_core.manager.loop import Manager
 from tok_core.messages import EngineInfo
 

@@ -20,20 +20,18 @@ from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, EngineDead, EngineError, SamplingParams
+from tok_core.engine.embedding import EmbedRequest
+from tok_core.engine.generation_requests import StreamedRequest, UnstreamedRequest
+from tok_core.engine.open_requests import OpenRequest, PromptLogprobs
 from tok_core.engine.request_stream import RequestStream
-from tok_core.engine.requests.embedding import EmbedRequest
-from tok_core.engine.requests.prompt_logprobs import PromptLogprobs
-from tok_core.engine.requests.request_state import OpenRequest
-from tok_core.engine.requests.streamed_request import StreamedRequest
-from tok_core.engine.requests.unstreamed_request import UnstreamedRequest
 from tok_core.manager.admission import forecast_admission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
 from tok_core.manager.kv_cache.paging import Paging
 from tok_core.manager.loop import Manager
-from tok_core.manager.outputs.output_processor import OutputProcessor
-from tok_core.manager.outputs.prompt_output_processor import PromptOutputProcessor
+from tok_core.manager.output_processor import OutputProcessor
+from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling.scheduler import Scheduler
-from tok_core.manager.stops.stop_sets import StopSets
+from tok_core.manager.stops import StopSets
 from tok_core.messages import Submit, ToManager
 from tok_core.replicas.replica import ProcessReplica
 from tok_core.text.detokenise import Detokeniser

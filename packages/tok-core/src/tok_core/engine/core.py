@@ -20,17 +20,10 @@ import msgspec
 from tok_core.config import EngineConfig
 from tok_core.engine.checks import check_request, check_tenant, salt_of
 from tok_core.engine.dispatcher import Dispatcher
-from tok_core.engine.open_requests import OpenRequests
+from tok_core.engine.embedding import EmbedRequest
+from tok_core.engine.generation_requests import StreamedRequest, UnstreamedRequest
+from tok_core.engine.open_requests import OpenRequest, OpenRequests, Sink, notify, reported_error
 from tok_core.engine.output_router import OutputRouter
-from tok_core.engine.requests import (
-    EmbedRequest,
-    OpenRequest,
-    Sink,
-    StreamedRequest,
-    UnstreamedRequest,
-    notify,
-    reported_error,
-)
 from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.grammar import Checker, GrammarLimits, LocalExaminer, process_checker, refuse

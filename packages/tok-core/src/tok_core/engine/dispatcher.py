@@ -6,11 +6,13 @@ import logging
 import threading
 from collections.abc import Sequence
 
+import msgspec
+import numpy as np
+
 from tok_core.engine.checks import least_room
-from tok_core.engine.open_requests import OpenRequests
-from tok_core.engine.requests import OpenRequest, RequestPart, notify, reported_error, request_parts
+from tok_core.engine.open_requests import OpenRequest, OpenRequests, RequestPart, notify, reported_error
 from tok_core.errors import EngineClosed, EngineDead
-from tok_core.messages import Cancel, EngineInfo, Int32, array
+from tok_core.messages import Cancel, EngineInfo, Int32, Progress, Submit, array
 from tok_core.replicas import ReplicaSet, Router, RoutingRequest
 
 log = logging.getLogger("tok_core")
@@ -107,7 +109,7 @@ class Dispatcher:
         with self._lock:
             self.remove([request])
             for index, part in enumerate(request.parts):
-                self._replica_set.send(part.replica, Cancel(request_parts.number(request.rid, index)))
+                self._replica_set.send(part.replica, Cancel(part_number(request.rid, index)))
 
     def computes(self, replica: int) -> bool:
         """Return whether the replica has any sample left to compute."""
@@ -138,9 +140,11 @@ class Dispatcher:
             self._send(request, index, asked.tokens, later=later)
 
     def _send(self, request: OpenRequest, index: int, tokens: Int32, *, later: bool = False) -> None:
-        part = request.parts[index]
-        caller = request.tenant, request.salt
-        message = request_parts.submit(request.rid, index, part, tokens, request.params, request.pooling, *caller)
+        part, params = request.parts[index], request.params
+        if len(part.samples) != params.n:
+            params = msgspec.structs.replace(params, n=len(part.samples))
+        number, first, caller = part_number(request.rid, index), part.samples.start, (request.tenant, request.salt)
+        message = Submit(number, tokens, params, first, request.pooling, *caller)
         self._replica_set.send(part.replica, message, later=later)
 
     def _rescue(self, request: OpenRequest, replica: int, error: EngineDead) -> bool:
@@ -180,3 +184,26 @@ class Dispatcher:
                 request.parts[index] = RequestPart(*share, again=True)
                 self._send(request, index, asked.tokens)
             return True
+
+
+REQUEST_BITS = 40  # bits of a part's number that hold the number of its request
+REQUEST_MASK = (1 << REQUEST_BITS) - 1
+
+
+def part_number(rid: int, index: int) -> int:
+    """Return the number by which managers know part `index` of a request: `rid | index << REQUEST_BITS`.
+
+    The index is needed since one replica may have two parts of a request, after another replica died.
+    """
+    return rid | index << REQUEST_BITS
+
+
+def number_by_request(progress: Progress) -> Progress:
+    """Return a manager's report with the numbers of parts replaced by those of their requests."""
+    for one in (*progress.finished, *progress.prompt_outputs()):
+        one.rid &= REQUEST_MASK
+    failed = [(rid & REQUEST_MASK, reason) for rid, reason in progress.failed]
+    refused = [(rid & REQUEST_MASK, allowed) for rid, allowed in progress.refused]
+    cached = [(rid, tokens) for rid, tokens in progress.cached if rid <= REQUEST_MASK]  # only the count of part 0
+    rids = progress.rid & np.int64(REQUEST_MASK)
+    return msgspec.structs.replace(progress, rid=rids, cached=cached, failed=failed, refused=refused)

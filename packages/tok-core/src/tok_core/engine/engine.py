@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tok_core.config import EngineConfig
 from tok_core.engine.checks import salt_of
 from tok_core.engine.core import EngineCore
-from tok_core.engine.embedder import Embedder
-from tok_core.engine.progress_bar import ProgressBar, progress_bar
+from tok_core.engine.embedding import Embedder
+from tok_core.engine.open_requests import OpenRequest
 from tok_core.engine.request_stream import Mailbox, RequestStream
-from tok_core.engine.requests import OpenRequest
 from tok_core.errors import InvalidField
 from tok_core.grammar import refuse
 from tok_core.messages import EngineInfo
-from tok_core.outputs import EmbeddingOutput, Pooling, RequestOutput
+from tok_core.outputs import Delta, EmbeddingOutput, Pooling, RequestOutput
 from tok_core.replicas import Health, MakeReplica
 from tok_core.sampling_params import Grammar, SamplingParams
 from tok_core.text import ChatTemplate, Tokenizer
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams]
-
+AdvanceBar = Callable[[list[Delta]], None]  # takes the new deltas of one request
 SENT = 64  # prompts of a list that are sent together
 
 
@@ -179,7 +183,7 @@ class Engine(_Base):
         for grammar in {one.grammar for one in each if one.grammar is not None}:
             refuse(grammar, self._core.verdict(grammar).result())
         arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
-        with progress_bar(progress, sum(one.n for one in each)) as bar:
+        with _progress_bar(progress, sum(one.n for one in each)) as advance_bar:
             index: dict[int, int] = {}
             try:
                 for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
@@ -188,18 +192,21 @@ class Engine(_Base):
                         prompt, one, None, arrived.put, stream=False, later=later, cache_salt=cache_salt
                     )
                     index[request.rid] = i
-                yield from self._collect(index, arrived, bar)
+                yield from self._collect(index, arrived, advance_bar)
             finally:
                 self._core.abort_all(index)
 
     def _collect(
-        self, index: dict[int, int], arrived: queue.SimpleQueue[Sequence[OpenRequest]], bar: ProgressBar
+        self,
+        index: dict[int, int],
+        arrived: queue.SimpleQueue[Sequence[OpenRequest]],
+        advance_bar: AdvanceBar,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield each request when it is done, and remove it from `index`."""
         while index:
             for request in arrived.get():
                 ended = request.ended()  # read before `take`, which then returns everything left
-                bar.advance(request.take())
+                advance_bar(request.take())
                 if request.error is not None:
                     raise request.error
                 if ended and request.rid in index:
@@ -310,3 +317,32 @@ def _one_each(params: Params | None, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise InvalidField("params", f"{len(params)} of them", f"one, or one for each of {count} prompts")
     return list(params)
+
+
+@contextmanager
+def _progress_bar(shown: bool, samples: int) -> Iterator[AdvanceBar]:
+    """Show finished samples, tokens per second and time left on standard error, if `shown`.
+
+    Yield a function that takes the new deltas of one request.
+    """
+    if not shown:
+        yield lambda deltas: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:,.0f} tok/s"),
+        TimeRemainingColumn(),
+    )
+    tokens, began = 0, time.monotonic()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("generating", total=samples, rate=0)
+
+        def advance(deltas: list[Delta]) -> None:
+            nonlocal tokens
+            tokens += sum(len(delta.token_ids) for delta in deltas)
+            done = sum(delta.finish_reason is not None for delta in deltas)
+            bar.update(task, advance=done, rate=tokens / max(time.monotonic() - began, 1e-9))
+
+        yield advance

@@ -1,12 +1,231 @@
-"""OpenRequests: look up the requests of an engine that have not ended, by number and by id."""
+"""State of open requests, from submission to the last token, with the deltas that their owners have not taken yet."""
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Iterable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import NamedTuple
 
-from tok_core.engine.requests import OpenRequest
-from tok_core.errors import InvalidField
+import numpy as np
+from numpy.typing import NDArray
+
+from tok_core.engine.token_store import FinishedTexts
+from tok_core.errors import EngineClosed, InvalidField, RequestFailed, TokError
+from tok_core.messages import Embedded, Finished, Float32, Int32, Progress, Scores
+from tok_core.outputs import Completion, Delta, Ending, Pooling, RequestOutput, Timings, TokenLogprob
+from tok_core.sampling_params import SamplingParams
+
+
+class RequestPart(NamedTuple):
+    """Samples of a request that one replica computes. `again`: they were dispatched again after a replica died."""
+
+    replica: int
+    samples: range
+    again: bool = False
+
+
+Sink = Callable[[Sequence["OpenRequest"]], None]
+
+
+class StreamedTokens(NamedTuple):
+    """Tokens of a report for the requests that receive each token, as columns with a request's tokens side by side.
+
+    samples  index of each token's sample
+    rows     row of each token in the report
+    bounds   by rid, the range [first, end) of the request's tokens
+    whole    by rid, ids and texts of the samples of unstreamed requests that end with the report
+    """
+
+    samples: list[int]
+    tokens: list[int]
+    rows: list[int]
+    bounds: dict[int, tuple[int, int]]
+    whole: Mapping[int, FinishedTexts] = {}
+
+
+class PromptLogprobs:
+    """Log-probabilities of a `prompt`'s tokens, with the `top` most likely ones at each. Chunks may arrive twice."""
+
+    def __init__(self, prompt: list[int], top: int) -> None:
+        self._prompt = prompt
+        self._logprob: Float32 = np.zeros(len(prompt), np.float32)
+        self._top_token: Int32 = np.zeros((len(prompt), top), np.int32)
+        self._top_logprob: Float32 = np.zeros((len(prompt), top), np.float32)
+        self._there: NDArray[np.bool_] = np.zeros(len(prompt), np.bool_)
+        self._there[0] = True  # the first token has no log-probability, since no token precedes it
+        self._whole: list[TokenLogprob | None] | None = None
+
+    def take(self, scores: Scores) -> None:
+        """Store the scores of one chunk."""
+        at, top = slice(scores.first, scores.first + len(scores.logprob)), self._top_token.shape[1]
+        self._logprob[at] = scores.logprob
+        self._top_token[at] = scores.top_token[:, :top]
+        self._top_logprob[at] = scores.top_logprob[:, :top]
+        self._there[at] = True
+
+    def whole(self) -> list[TokenLogprob | None] | None:
+        """Return one entry per token, the first being None; return None while any is missing. The list is cached."""
+        if self._whole is None and self._there.all():
+            tops = zip(self._top_token.tolist(), self._top_logprob.tolist(), strict=True)
+            rows = zip(self._prompt, self._logprob.tolist(), tops, strict=True)
+            self._whole = [TokenLogprob(token, one, tuple(zip(*top, strict=True))) for token, one, top in rows]
+            self._whole[0] = None
+        return self._whole
+
+
+class OpenRequest(ABC):
+    """One request from submission to its last token. `sink` is called, on any thread, when `take` has something.
+
+    parts       samples that each replica computes; changed under the engine's lock
+    lock        held while the request changes
+    error       set if the engine cannot go on with the request
+    each_token  receive each token, not only the ends of samples
+    notified    whether the owner has been notified and has not called `take` since: further reports notify it only if
+                the request has ended
+    flooded     whether more tokens wait to be taken than allowed; each further report notifies the owner then
+    pooling     how to pool the prompt's embedding, for embedding requests
+    tenant      an opaque name of the caller; "" if unknown
+    salt        as in `Submit`
+    """
+
+    each_token: bool
+    pooling: Pooling | None = None
+    tenant: str = ""
+    salt: bytes = b""
+
+    def __init__(self, rid: int, request_id: str, prompt: list[int], params: SamplingParams, sink: Sink) -> None:
+        self.rid = rid
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.sink = sink
+        self.parts: list[RequestPart] = []
+        self.cached_tokens = 0
+        self.output_tokens = 0  # tokens reported so far
+        self.timings = Timings(submitted=time.monotonic())
+        self.error: TokError | None = None
+        self.notified = False
+        self.flooded = False
+        self.lock = threading.RLock()
+        self._left = params.n
+        self._deltas: list[Delta] = []
+        wanted = params.prompt_logprobs
+        self._prompt_logprobs = None if wanted is None else PromptLogprobs(prompt, wanted)
+
+    def ended(self) -> bool:
+        """Return whether all samples have ended or the request has failed."""
+        return self._left == 0 or self.error is not None
+
+    def take(self) -> list[Delta]:
+        """Return the deltas since the last call, in order. If `ended` was true before, no more follow.
+
+        Sets `error` if tokens cannot be detokenised. The owner then has to abort the request.
+        """
+        with self.lock:
+            self.notified = self.flooded = False
+            deltas, self._deltas = self._deltas, []
+            return deltas
+
+    def begin(self, now: float) -> None:
+        """Note the arrival of a first token."""
+        if self.timings.first_token is None:
+            self.timings.first_token = now
+
+    def add_prompt_output(self, output: Scores | Embedded) -> None:
+        """Store a report's prompt log-probabilities or embedding. Called before `advance` with the same report."""
+        if self._prompt_logprobs is not None and isinstance(output, Scores):
+            self._prompt_logprobs.take(output)
+
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Return the prompt's log-probabilities, if requested and complete: no later than the first token."""
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.whole()
+
+    @abstractmethod
+    def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
+        """Store a report: its tokens, if `each_token`, and the ends of samples, by index."""
+
+    @abstractmethod
+    def runs(self, samples: range) -> bool:
+        """Return whether any of these samples has not ended."""
+
+    @abstractmethod
+    def restart(self, samples: range) -> bool:
+        """Drop the tokens of these samples before they are computed again.
+
+        Returns False if that is too late, since their owner may have been notified of some of their output.
+        """
+
+    @abstractmethod
+    def abort(self, reason: Ending) -> None:
+        """End every sample that still runs, and release its withheld text."""
+
+    def fail(self, error: TokError) -> None:
+        """End the request with an error."""
+        self.error = error
+
+    def free(self) -> None:  # noqa: B027  # most hold little
+        """Free the log-probabilities of an aborted request in portions; run in a thread."""
+
+    def output(self) -> RequestOutput:
+        """Return the whole request, which must have ended without error."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt,
+            outputs=self._completions(),
+            cached_tokens=self.cached_tokens,
+            timings=self.timings,
+            prompt_logprobs=self.prompt_logprobs(),
+        )
+
+    @abstractmethod
+    def _completions(self) -> list[Completion]:
+        """Return the samples, all of which have ended, in order of index."""
+
+    def _count_end(self) -> None:
+        if self._left == 1:
+            self.timings.finished = time.monotonic()
+        self._left -= 1
+
+
+def token_logprob(params: SamplingParams, token: int, row: int, progress: Progress) -> TokenLogprob:
+    """Return the log-probability of the token in `row`, with as many most likely tokens as the request asks for.
+
+    Tokens that a grammar rules out are left out, even if fewer remain.
+    """
+    count = params.logprobs
+    top = zip(progress.top_token[row, :count].tolist(), progress.top_logprob[row, :count].tolist(), strict=True)
+    if params.grammar is not None:
+        top = ((other, logprob) for other, logprob in top if logprob > -math.inf)  # type: ignore[assignment]
+    return TokenLogprob(token, float(progress.logprob[row]), tuple(top))
+
+
+log = logging.getLogger("tok_core")
+
+
+def notify(requests: Sequence[OpenRequest]) -> None:
+    """Call each sink once with its requests. An exception in one sink is logged and does not affect others."""
+    by_sink: dict[Sink, list[OpenRequest]] = {}
+    for request in requests:
+        by_sink.setdefault(request.sink, []).append(request)
+    for sink, owned in by_sink.items():
+        try:
+            sink(owned)
+        except Exception:
+            log.exception("the callback of %d requests failed, %s one of them", len(owned), owned[0].request_id)
+
+
+def reported_error(error: Exception) -> TokError:
+    """Return the error to report to the owner of a request that failed with `error`."""
+    if isinstance(error, TokError):
+        return error
+    if isinstance(error, CancelledError):
+        return EngineClosed("the engine was closed")
+    return RequestFailed(f"the request cannot be computed: {type(error).__name__}: {error}")
 
 
 class OpenRequests:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 from tok_core.engine.core import EngineCore
-from tok_core.engine.requests import OpenRequest, StreamedRequest
+from tok_core.engine.generation_requests import StreamedRequest
+from tok_core.engine.open_requests import OpenRequest
 from tok_core.outputs import Delta, Ending, RequestOutput, TokenLogprob
 from tok_core.sampling_params import SamplingParams
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tok_core.manager.batch import MIN_QUEUED_STEPS
+from tok_core.manager.faults import LOOK, MIN_IDLE_LOOKS
 from tok_core.manager.loop import Manager
 from tok_core.manager.profiler import PARTS, ManagerProfiler, Part
-from tok_core.manager.watchdog import LOOK, MIN_IDLE_LOOKS
+from tok_core.manager.scheduling import MIN_QUEUED_STEPS
 
 __all__ = [
     "LOOK",

@@ -13,15 +13,14 @@ import msgspec
 from tok_core.config import EngineConfig
 from tok_core.grammar import LocalWorkers, loader
 from tok_core.manager.admission import LengthModel
-from tok_core.manager.batch import RunAhead
-from tok_core.manager.faults import Faults
+from tok_core.manager.faults import Faults, Watchdog
 from tok_core.manager.grammar import GrammarManager, GrammarWorkers
 from tok_core.manager.kv_cache import Paging
-from tok_core.manager.outputs import NOTHING, OutputProcessor, Reported, merge_reports
-from tok_core.manager.scheduling import Scheduler
-from tok_core.manager.sequences import Request, SequenceTable
+from tok_core.manager.output_processor import NOTHING, OutputProcessor, Reported, merge_reports
+from tok_core.manager.requests import Request
+from tok_core.manager.scheduling import RunAhead, Scheduler
+from tok_core.manager.sequences import SequenceTable
 from tok_core.manager.stops import StopSets
-from tok_core.manager.watchdog import Watchdog
 from tok_core.messages import (
     Cancel,
     EngineInfo,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tok_core.manager.accounts import Account
-from tok_core.messages import Float32, Int32, Int64
-from tok_core.outputs import Pooling
+from tok_core.manager.requests import Request
+from tok_core.messages import Int32, Int64
 from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.manager.grammar import GrammarState, MatcherState
+    from tok_core.manager.grammar import MatcherState
 
 
 def sparse_zeros(shape: Sequence[int]) -> Int32:
@@ -50,111 +48,6 @@ class State:
     DRAIN: Final = 3  # all tokens up to its limit are scheduled; the last ones are not back yet
     PREEMPTED: Final = 4  # without pages; tokens scheduled before are not back yet
     ENDED: Final = 5  # its pages are not released yet
-
-
-class Request:
-    """One open request: its prompt, its parameters, and the slots of its running samples.
-
-    limit                 tokens, prompt and output, at which its samples end by length
-    min_length            tokens, prompt and output, that each of its samples has at least when it ends
-    leader                slot that prefills the prompt now, for itself and the samples that fork from it
-    wants_prompt_outputs  whether the leader's chunks still have to return prompt outputs (`requested_prompt_outputs`)
-    grammar_state         state of its grammar
-    parked_matchers       matcher states of samples that wait for a slot again, by sample
-    tenant, salt          as in `Submit`
-    account               its caller's account
-    arrived               when it joined the queue, in seconds
-    running               samples that hold a slot or will fork from the leader
-    displaced             samples that wait because others took their slots
-    """
-
-    __slots__ = (
-        *(
-            "account",
-            "arrival",
-            "arrived",
-            "displaced",
-            "grammar_state",
-            "leader",
-            "min_length",
-            "left",
-        ),
-        *("limit", "params", "parked_matchers", "pooled", "pooling", "preempted", "prompt", "reported", "rid"),
-        *("running", "salt", "samples", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
-    )
-
-    def __init__(
-        self,
-        rid: int,
-        prompt: Int32,
-        params: SamplingParams,
-        arrival: int,
-        max_len: int,
-        first_sample: int = 0,
-        pooling: Pooling | None = None,
-        tenant: str = "",
-        salt: bytes = b"",
-    ) -> None:
-        self.rid = rid
-        self.tenant = tenant
-        self.account = Account()
-        self.arrived = 0.0
-        self.running = 0
-        self.salt = salt
-        self.prompt = prompt
-        self.params = params
-        self.arrival = arrival
-        self.stop_set: int | None = None  # id in `StopSets`; set when the first of its samples starts
-        self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
-        never = params.ignore_eos and not params.stop and not params.stop_token_ids
-        self.min_length = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
-        self.samples = range(first_sample, first_sample + params.n)
-        self.left = params.n  # samples that have not ended
-        self.unsampled = params.n  # samples whose first token is not scheduled
-        self.grammar_state: GrammarState | None = None
-        self.parked_matchers: dict[int, MatcherState] = {}
-        self.leader: int | None = None
-        self.preempted: set[int] = set()  # samples that have been preempted for lack of pages
-        self.displaced: set[int] = set()
-        self.slots: dict[int, int] = {}
-        self.reported = False  # whether the engine knows how much of the prompt was cached
-        self.pooling = pooling
-        self.pooled: Float32 | None = None  # sum of the parts of its embedding that are back
-        self.wants_prompt_outputs = pooling is not None or params.prompt_logprobs is not None
-
-    def hold(self, samples: int) -> None:
-        """Add `samples`, which may be negative, to the number that hold a slot or will fork from the leader."""
-        before = self.running
-        self.running += samples
-        self.account.running += samples
-        if not before or not self.running:
-            self.account.holders += (self.running > 0) - (before > 0)
-
-    @property
-    def needs_all(self) -> bool:
-        """Return whether the leader has to compute all of the prompt, cached or not."""
-        return self.wants_prompt_outputs and self.pooling != "last"
-
-
-class Pending:
-    """Samples of one request that wait for a slot.
-
-    tokens  the prompt, or for a preempted sample the prompt and what it had generated
-    fresh   whether no token has been sampled yet
-    """
-
-    __slots__ = ("fresh", "request", "samples", "tokens")
-
-    def __init__(self, request: Request, samples: deque[int], tokens: Int32) -> None:
-        self.request = request
-        self.samples = samples
-        self.tokens = tokens
-        self.fresh = len(tokens) == len(request.prompt)
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Return the sort key: class, then arrival of the request, then number of the sample."""
-        return (self.request.params.priority, self.request.arrival, self.samples[0])
 
 
 class SequenceTable:

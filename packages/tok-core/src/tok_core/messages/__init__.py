@@ -5,11 +5,19 @@ engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput�
 
 from __future__ import annotations
 
-from tok_core.messages.arrays import EMPTY, Float32, Int32, Int64, array
-from tok_core.messages.codec import FromProcess, FromWorker, ToEngine, ToManager, decoder, encode
-from tok_core.messages.processes import Beat, EngineInfo, Failed, ProcessLaunch, Rendezvous, Silence
-from tok_core.messages.reports import Embedded, Finished, Progress, Scores, Stats
-from tok_core.messages.requests import Cancel, Submit
+from tok_core.messages.codec import EMPTY, Float32, Int32, Int64, array, decoder, encode
+from tok_core.messages.processes import (
+    Beat,
+    EngineInfo,
+    Failed,
+    FromProcess,
+    FromWorker,
+    ProcessLaunch,
+    Rendezvous,
+    Silence,
+    ToEngine,
+)
+from tok_core.messages.requests import Cancel, Embedded, Finished, Progress, Scores, Stats, Submit, ToManager
 from tok_core.messages.sockets import Receiver, Sender
 from tok_core.messages.steps import (
     MAX_CASCADE_LEVELS,

@@ -1,4 +1,4 @@
-"""Encode messages as msgpack, with arrays as raw bytes."""
+"""Array types of messages, and messages encoded as msgpack with arrays as raw bytes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from tok_core.messages.processes import Beat, EngineInfo, Failed, Silence
-from tok_core.messages.reports import Progress
-from tok_core.messages.requests import Cancel, Submit
-from tok_core.messages.steps import StepOutput
-
-ToManager = Submit | Cancel
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
 
 
-ToEngine = Progress | EngineInfo | Failed | Silence
+def array(values: object, dtype: type = np.int32) -> np.ndarray:
+    """Return a sequence as a one-dimensional array of `dtype`."""
+    return np.asarray(values, dtype=dtype)
 
 
-FromProcess = Progress | EngineInfo | Failed | Beat
-
-
-FromWorker = StepOutput | EngineInfo
+EMPTY: Int32 = np.empty(0, np.int32)
 
 
 def _enc(value: object) -> object:

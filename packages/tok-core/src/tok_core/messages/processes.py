@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from tok_core.config import EngineConfig, RankCoordinates
+from tok_core.messages.requests import Progress
+from tok_core.messages.steps import StepOutput
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
@@ -101,3 +103,8 @@ class ProcessLaunch(msgspec.Struct):
     workers_on_host: int
     rendezvous: str | Rendezvous
     device: int | None = None
+
+
+ToEngine = Progress | EngineInfo | Failed | Silence
+FromProcess = Progress | EngineInfo | Failed | Beat
+FromWorker = StepOutput | EngineInfo

@@ -1,11 +1,11 @@
-"""Messages from the engine to a manager."""
+"""Messages between engine and manager: requests, and reports on them. Legend: N tokens reported."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
-from tok_core.outputs import Pooling
+from tok_core.outputs import FinishReason, Pooling
 from tok_core.sampling_params import SamplingParams
 
 
@@ -33,3 +33,112 @@ class Cancel(msgspec.Struct, tag=True):
     """Cancels the request `rid`; ignored if the request has ended."""
 
     rid: int
+
+
+ToManager = Submit | Cancel
+
+
+class Finished(msgspec.Struct, array_like=True, gc=False):  # never part of a reference cycle
+    """A sample has ended after the tokens reported so far.
+
+    tokens  number of its tokens
+    stop    the stop id or stop string that ended it; None for a model's own end id, and for other reasons
+    cut     for a stop string: bytes of the sample's tokens, special ones included, that precede the string
+    """
+
+    rid: int
+    sample: int
+    reason: FinishReason
+    tokens: int
+    stop: int | str | None = None
+    cut: int | None = None
+
+
+class Scores(msgspec.Struct):
+    """Log-probabilities of the tokens of a prompt from position `first` on; columns as in PromptValues."""
+
+    rid: int
+    first: int
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+
+
+class Embedded(msgspec.Struct):
+    """The pooled embedding of a prompt, float32 `[hidden size]`; not normalised."""
+
+    rid: int
+    vector: np.ndarray
+
+
+class Stats(msgspec.Struct):
+    """Counters since the start, and gauges, of one manager. An idle manager reports current values.
+
+    skipped_tokens                  those of `output_tokens` that a grammar determined, so that no step sampled them
+    discarded_tokens                tokens computed for sequences that had ended
+    schedule_seconds                time of the manager's CPU to build steps
+    output_seconds                  time of the manager's CPU to process returned tokens
+    launch_seconds, device_seconds  as in StepOutput, summed
+    """
+
+    requests_running: int = 0
+    requests_waiting: int = 0
+    sequences_running: int = 0
+    requests_finished: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    skipped_tokens: int = 0
+    discarded_tokens: int = 0
+    preemptions: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    steps: int = 0
+    steps_in_flight: int = 0
+    group_rows: int = 0
+    schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    device_seconds: float = 0.0
+    output_seconds: float = 0.0
+
+
+class Progress(msgspec.Struct, tag=True):
+    """A manager's report of everything since its last one: N tokens in columns, and rarer events as lists.
+
+    Columns: `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`.
+
+    rounds    number of rows of each round; empty: one round. A pair of `rid` and `sample` occurs at most once in a
+              round, and a sample's tokens of successive rounds follow one another
+    scores    prompt log-probabilities, no later than the first token of their request
+    embedded  embeddings, no later than the end of their request
+    cached    `[(rid, prompt tokens found in the cache), …]` for requests whose first sample was admitted
+    failed    `[(rid, reason), …]`; nothing more follows for these requests
+    refused   `[(rid, what is allowed), …]`, the same for requests whose grammar exceeds a limit
+    """
+
+    rid: np.ndarray
+    sample: np.ndarray
+    token: np.ndarray
+    logprob: np.ndarray
+    top_token: np.ndarray
+    top_logprob: np.ndarray
+    finished: list[Finished]
+    scores: list[Scores]
+    embedded: list[Embedded]
+    cached: list[tuple[int, int]]
+    stats: Stats
+    failed: list[tuple[int, str]] = []
+    rounds: list[int] = []
+    refused: list[tuple[int, str]] = []
+
+    @property
+    def figures_only(self) -> bool:
+        """Return whether the report contains nothing but `stats`."""
+        ends = self.finished or self.failed or self.refused
+        return not (len(self.rid) or ends or self.scores or self.embedded or self.cached)
+
+    def prompt_outputs(self) -> list[Scores | Embedded]:
+        """Return the prompt log-probabilities and embeddings."""
+        return [*self.scores, *self.embedded]

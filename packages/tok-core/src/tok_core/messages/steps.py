@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from tok_core.messages.arrays import EMPTY
+from tok_core.messages.codec import EMPTY
 
 
 class NewSlots(msgspec.Struct):

@@ -1,6 +1,6 @@
 """Detect hung processes of a replica by the heartbeats that each sends.
 
-Time is summed over calls of `look`, each of which counts a few seconds at most, as in `tok_core.manager.watchdog`. If
+Time is summed over calls of `look`, each of which counts a few seconds at most, as in `tok_core.manager.faults`. If
 the clock jumps by an hour or the machine is suspended, no process counts as silent for that hour.
 """
 

@@ -113,8 +113,8 @@ class ThreadReplica:
             self._death(self, reason, by_request=by_request)
 
     def _serve(self) -> None:
-        from tok_core.manager.batch.run_ahead import MIN_QUEUED_STEPS
         from tok_core.manager.loop import Manager
+        from tok_core.manager.scheduling.steps_in_flight import MIN_QUEUED_STEPS
         from tok_core.replicas.processes.manager_process import load_tokenizer
         from tok_core.worker.startup.setup import set_up
 

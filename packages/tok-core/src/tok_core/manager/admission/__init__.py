@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tok_core.manager.admission.fair_shares import FairShares, StartTurn
 from tok_core.manager.admission.length_model import LengthModel
-from tok_core.manager.admission.policies import make_admission
-from tok_core.manager.admission.policy import AdmissionPolicy
+from tok_core.manager.admission.policies import AdmissionPolicy, make_admission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
 
 __all__ = [

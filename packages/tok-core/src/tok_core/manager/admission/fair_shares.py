@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.accounts import Account, Accounts
-from tok_core.manager.admission.waiting_queue import CallerQueue, WaitingQueue
 from tok_core.manager.kv_cache import Paging, PreemptionPolicy
-from tok_core.manager.sequences import Pending, Request, SequenceTable, State
+from tok_core.manager.requests import Account, Accounts, CallerQueue, Pending, Request, WaitingQueue
+from tok_core.manager.sequences import SequenceTable, State
 from tok_core.messages import Int64
 
 # Seconds: half of the second within which a request is to begin; the other half is for the step in progress.
@@ -29,7 +28,8 @@ QUANTUM = 0.5
 LOOKS = 2  # looks per quantum
 # Requests that share a caller's slots before they are served first come, first served: prefix groups stay large.
 MAX_SHARING_REQUESTS = 32
-LOOK_AHEAD = 1024  # queue entries of one caller that are compared
+MAX_COMPARED = 1024  # queue entries of one caller that are compared
+MAX_TURNS = 4096  # turns that an admission rule considers per step
 MAX_LOST_SHARE = 0.01  # share of the computed tokens that taking slots back may lose: below the noise of measurements
 
 
@@ -38,6 +38,10 @@ class StartTurn(NamedTuple):
 
     pending: Pending
     samples: int
+
+
+Turns = Callable[[int], Iterator[StartTurn]]
+"""Function that returns the turns, in order, in which a given number of samples start."""
 
 
 class FairShares:
@@ -97,7 +101,7 @@ class FairShares:
         account, head = line.account, line.first
         share = max(1, (account.running + most) // min(max(1, len(account.open)), MAX_SHARING_REQUESTS))
         if head.request.running + len(head.samples) > share and account.holders < MAX_SHARING_REQUESTS:
-            others = islice(line, 1, LOOK_AHEAD)
+            others = islice(line, 1, MAX_COMPARED)
             if any(one.request.running < share and _aged(one.request, now) for one in others):
                 return _capped(line, share, MAX_SHARING_REQUESTS - account.holders, now)
         return (StartTurn(pending, len(pending.samples)) for pending in line)
@@ -149,7 +153,7 @@ class FairShares:
         most = MAX_SHARING_REQUESTS - account.holders
         if most <= 0 or account.running <= account.holders:
             return 0
-        late = [one for one in islice(line, LOOK_AHEAD) if not one.request.running and _aged(one.request, now)]
+        late = [one for one in islice(line, MAX_COMPARED) if not one.request.running and _aged(one.request, now)]
         holders = ledger.holders(table.rid, account.id) if late else {}
         return sum(ledger.vacate(holders, 1, one) for one in late[:most])
 
@@ -222,7 +226,7 @@ def _capped(line: CallerQueue, share: int, begin: int, now: float) -> Iterator[S
     """
     given: Counter[int] = Counter()
     firsts, within, beyond = list[StartTurn](), list[StartTurn](), list[StartTurn]()
-    for pending in islice(line, LOOK_AHEAD):
+    for pending in islice(line, MAX_COMPARED):
         request, left = pending.request, len(pending.samples)
         first = int(len(firsts) < begin and _aged(request, now))
         for turns, most in ((firsts, first), (within, share), (beyond, left)):

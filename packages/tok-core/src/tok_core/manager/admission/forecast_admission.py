@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.admission.fair_shares import StartTurn
+from tok_core.manager.admission.fair_shares import MAX_TURNS, StartTurn, Turns
 from tok_core.manager.admission.forecast import Reserve, admissible
 from tok_core.manager.admission.length_model import Float64, LengthModel
-from tok_core.manager.admission.page_watermark import PageWatermark
-from tok_core.manager.admission.policy import LOOK_AHEAD, Turns, sample_costs, startable
-from tok_core.manager.admission.staggered_admission import StaggeredAdmission
-from tok_core.manager.admission.waiting_queue import WaitingQueue
+from tok_core.manager.admission.page_reserves import PageWatermark, StaggeredAdmission
+from tok_core.manager.admission.sequence_starter import sample_costs, startable
 from tok_core.manager.faults import FaultyRequest
 from tok_core.manager.kv_cache import Paging, RetainedPrompts
-from tok_core.manager.sequences import Pending, SequenceTable, State
+from tok_core.manager.requests import Pending, WaitingQueue
+from tok_core.manager.sequences import SequenceTable, State
 from tok_core.messages import Int64
 
 GOLDEN = 0.6180339887498949  # golden ratio − 1
@@ -244,7 +243,7 @@ class ForecastAdmission:
         `budget`, the tokens left in the step.
         """
         rows, chosen = [], []
-        for turn in islice(turns, LOOK_AHEAD):
+        for turn in islice(turns, MAX_TURNS):
             pending, here = turn
             chosen.append(turn)
             try:

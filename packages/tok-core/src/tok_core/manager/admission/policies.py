@@ -1,16 +1,109 @@
-"""Make the admission policy that the configuration names."""
+"""AdmissionPolicy: the protocol of admission rules; the rule of a fixed watermark; the choice of a rule by name."""
 
 from __future__ import annotations
 
-from typing import assert_never
+from itertools import islice
+from typing import Protocol, assert_never
+
+import numpy as np
 
 from tok_core.config import AdmissionName
+from tok_core.manager.admission.fair_shares import MAX_TURNS, StartTurn, Turns
 from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.admission.length_model import LengthModel
-from tok_core.manager.admission.policy import AdmissionPolicy
-from tok_core.manager.admission.watermark_admission import WatermarkAdmission
+from tok_core.manager.admission.sequence_starter import sample_costs, startable
+from tok_core.manager.faults import FaultyRequest
 from tok_core.manager.kv_cache import Paging, RetainedPrompts
+from tok_core.manager.requests import WaitingQueue
 from tok_core.manager.sequences import SequenceTable
+
+
+class AdmissionPolicy(Protocol):
+    """Rule that decides how many waiting samples start in a step; `EngineConfig.admission` names the one in use."""
+
+    def count(
+        self,
+        turns: Turns,
+        waiting: WaitingQueue,
+        reserved: dict[int, int],
+        cycle: float,
+        budget: int,
+        priority: int | None = None,
+    ) -> tuple[int, list[StartTurn]]:
+        """Return how many of the waiting samples may start now, and the turns in which they do.
+
+        turns     returns the turns, in order, in which a given number of samples start
+        reserved  number of forks still to come for each prefilling leader (by slot): they count as running
+        cycle     time in cycles: steps since the start, divided by the number of microbatches
+        budget    tokens that the step may still compute; samples beyond these are not considered
+        priority  lower classes than this one give up what they hold; None: no class does
+
+        At least one sample may start if none runs: otherwise a sample larger than the rule allows would wait for ever.
+        """
+        ...
+
+    def account(self, computed: int, recomputed: int) -> None:
+        """Learn from the tokens computed so far, and from those of them that preemption had computed twice."""
+        ...
+
+    def refresh(self) -> None:
+        """Learn how far the running samples are."""
+        ...
+
+
+WATERMARK = 0.01  # share of all pages that starting samples leave free: vLLM's default
+
+
+class WatermarkAdmission:
+    """Admission without a forecast: a sample starts if its tokens and one page more fit above the watermark.
+
+    Running samples grow into the pages left free. If these run out, the sample with the least work to lose is preempted
+    (`PreemptionPolicy`).
+    """
+
+    def __init__(self, table: SequenceTable, paging: Paging, retained_prompts: RetainedPrompts) -> None:
+        self._table = table
+        self._paging = paging
+        self._retained_prompts = retained_prompts
+
+    def account(self, computed: int, recomputed: int) -> None:
+        """Learn nothing."""
+
+    def refresh(self) -> None:
+        """Learn nothing."""
+
+    def count(
+        self,
+        turns: Turns,
+        waiting: WaitingQueue,
+        reserved: dict[int, int],
+        cycle: float,
+        budget: int,
+        priority: int | None = None,
+    ) -> tuple[int, list[StartTurn]]:
+        """See `AdmissionPolicy`."""
+        table, paging = self._table, self._paging
+        slots, running, reserved = startable(table, reserved, priority)
+        if slots <= 0 or not waiting:
+            return 0, []
+        free = paging.available - int(WATERMARK * paging.num_pages) - sum(reserved.values())
+        if priority is not None:  # lower classes give up the pages that only they hold
+            lower = np.flatnonzero((table.num_pages > 0) & (table.priority > priority))
+            free += int((table.num_pages[lower] - table.num_shared[lower]).sum())
+        count, chosen = 0, list[StartTurn]()
+        for turn in islice(turns(slots), MAX_TURNS):
+            chosen.append(turn)
+            try:
+                first, others, tokens = sample_costs(paging, self._retained_prompts, *turn)
+                pages = -(-len(turn.pending.tokens) // paging.page_size) + 1
+            except Exception as error:
+                raise FaultyRequest(turn.pending.request.rid, error) from error
+            fitting = 0 if free < pages - first else min(turn.samples, 1 + (free - pages + first) // (pages - others))
+            free -= fitting * (pages - others) + others - first
+            count, budget = count + fitting, budget - tokens
+            if fitting < turn.samples or budget <= 0:
+                break
+        return (count if len(running) else max(1, count)), chosen
 
 
 def make_admission(

@@ -1,14 +1,15 @@
-"""Assign slots to waiting samples: lead a prefill, fork from it, or start late as a decode row."""
+"""Start waiting samples: lead a prefill, fork from it, or start late as a decode row; compute the cost of each."""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.admission.waiting_queue import WaitingQueue
 from tok_core.manager.kv_cache import Paging, RetainedPrompt, RetainedPrompts
-from tok_core.manager.sequences import Pending, Request, SequenceTable
+from tok_core.manager.requests import Pending, Request, WaitingQueue
+from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.stops import StopSets
 from tok_core.messages import Int64
 
@@ -161,3 +162,50 @@ def _take(samples: deque[int], most: int) -> list[int]:
         samples.clear()
         return taken
     return [samples.popleft() for _ in range(min(most, len(samples)))]
+
+
+class Startable(NamedTuple):
+    """Slots that waiting samples may take, and the running samples and forks to come that keep theirs."""
+
+    slots: int
+    running: Int64
+    reserved: dict[int, int]
+
+
+def startable(table: SequenceTable, reserved: dict[int, int], priority: int | None) -> Startable:
+    """Return what may start as far as slots go; the arguments are those of `AdmissionPolicy.count`."""
+    running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+    slots = table.free_slots
+    if priority is not None:
+        lower = table.priority[running] > priority
+        slots += int(lower.sum()) + int(np.count_nonzero(table.state == State.PREEMPTED))
+        running = running[~lower]
+        reserved = {slot: forks for slot, forks in reserved.items() if table.priority[slot] <= priority}
+    return Startable(slots - sum(reserved.values()), running, reserved)
+
+
+class SampleCosts(NamedTuple):
+    """Pages that the `first` of some samples and each of the `others` shares; tokens that they all compute."""
+
+    first: int
+    others: int
+    tokens: int
+
+
+def sample_costs(paging: Paging, retained_prompts: RetainedPrompts, pending: Pending, samples: int) -> SampleCosts:
+    """Return the costs of the first `samples` samples of `pending`.
+
+    If the first has to prefill, it shares the pages that running sequences hold anyway; pages that are only cached
+    count as its own. The others share the prompt's full pages with it. Samples that start late share them with the
+    retained prompt.
+    """
+    size, tokens = paging.page_size, len(pending.tokens)
+    full, others = (tokens - 1) // size, tokens // size
+    if pending.fresh and retained_prompts.find(pending.request) is not None:
+        return SampleCosts(full, full, samples)
+    if pending.fresh and pending.request.leader is not None:
+        return SampleCosts(others, others, 0)
+    if pending.fresh and pending.request.needs_all:
+        return SampleCosts(0, others, tokens)
+    locked, cached = paging.tree.depths(pending.tokens[: full * size], pending.request.salt)
+    return SampleCosts(locked, others, tokens - cached * size)

@@ -32,7 +32,8 @@ from tok_core.grammar import (
     WorkerLost,
 )
 from tok_core.manager.grammar.grammar_state import GrammarState, GrammarWorker, GrammarWorkers, MatcherState
-from tok_core.manager.sequences import Request, SequenceTable
+from tok_core.manager.requests import Request
+from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64
 from tok_core.sampling_params import Grammar
 

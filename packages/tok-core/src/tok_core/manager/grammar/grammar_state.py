@@ -8,7 +8,7 @@ from tok_core.grammar import Mask, MatcherCall, MatcherReply, Verdict
 from tok_core.sampling_params import Grammar
 
 if TYPE_CHECKING:
-    from tok_core.manager.sequences import Request
+    from tok_core.manager.requests import Request
 
 
 class GrammarWorker(Protocol):

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tok_core.manager.kv_cache.page_allocator import PageAllocator
-from tok_core.manager.kv_cache.page_copies import PageCopies
+from tok_core.manager.kv_cache.page_allocator import PageAllocator, PageCopies
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Insertion
 from tok_core.manager.sequences import SequenceTable

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.manager.kv_cache.paging import Paging
-from tok_core.manager.sequences import Request, State
+from tok_core.manager.requests import Request
+from tok_core.manager.sequences import State
 from tok_core.messages import EMPTY, Int32, Int64
 
 

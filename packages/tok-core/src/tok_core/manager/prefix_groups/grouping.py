@@ -9,8 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.manager.kv_cache import PrefixTree
-from tok_core.manager.prefix_groups.branch_points import BranchPoints, find_branch_points
-from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, read_cost
+from tok_core.manager.prefix_groups.cascade import (
+    COSTS,
+    BranchPoints,
+    CascadeCosts,
+    best_cascade,
+    choices,
+    find_branch_points,
+    read_cost,
+)
 from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64
 
 MAX_GROUPING_CHOICES = 1 << 17

@@ -10,15 +10,16 @@ import numpy as np
 
 from tok_core.config import AdmissionName
 from tok_core.manager.admission import FairShares, LengthModel, SequenceStarter, make_admission
-from tok_core.manager.batch import BatchBuilder, Changes, Microbatches, TokenBudget
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
 from tok_core.manager.kv_cache import LeastWorkLost, Paging
 from tok_core.manager.prefix_groups import Grouping, Groups, MostPagesSaved
-from tok_core.manager.scheduling.admitter import Admitter
-from tok_core.manager.scheduling.chunked_prefill import ChunkedPrefill
+from tok_core.manager.requests import Pending, Request
+from tok_core.manager.scheduling.batch_builder import BatchBuilder, Changes
+from tok_core.manager.scheduling.prefill import Admitter, ChunkedPrefill
 from tok_core.manager.scheduling.reclaimer import Reclaimer
-from tok_core.manager.sequences import Pending, Request, SequenceTable, State
+from tok_core.manager.scheduling.steps_in_flight import Microbatches, TokenBudget
+from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
 

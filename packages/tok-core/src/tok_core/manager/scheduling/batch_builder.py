@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tok_core.manager.batch.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
 from tok_core.manager.prefix_groups import Groups
+from tok_core.manager.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.sequences import NEVER, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, NewSlots, SharedPages, StepInput, array
 from tok_core.sampling_params import DEVICE_COLUMNS, DeviceColumn, SamplingParams

@@ -1,18 +1,61 @@
-"""Assign running sequences to the microbatches of a pipeline.
-
-A step is one microbatch. Microbatches take turns, one per step: while one is computed at a stage, others are at the
-neighbouring stages. One more is spare, so that the tokens of the microbatch whose turn comes are back at the first
-stage. A sequence joins the microbatch of the step in which it samples first, so a prompt's samples stay together.
-"""
+"""Choose how many steps are in flight, which sequences each computes in a pipeline, and how many tokens it may hold."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
 
+from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.messages import Int64
+
+COVERED = 3e-3  # seconds of queued device time that cover the manager's taking in a step and building the next
+MIN_QUEUED_STEPS, MAX_QUEUED_STEPS = 2, 8  # the step in progress included
+WEIGHT = 0.1  # weight of the newest step in the moving average
+
+
+class RunAhead:
+    """Number of steps to queue: fixed, or adapted to how long steps take.
+
+    The worker never waits if the step in progress and those queued behind it last until the manager has sent another.
+    Each queued step has a cost: sequences whose end is not back yet take part in it for nothing, and an arriving
+    request waits for it. So as many steps are queued as take about 3 ms together, besides the one in progress. That is
+    two steps in all if a step takes longer than 3 ms, and eight at most.
+
+    In a pipeline, `stages` more steps are in flight: each stage computes another one, and one more is spare. The number
+    above then bounds how many of them may wait for each other.
+    """
+
+    def __init__(self, fixed: int | None, stages: int = 1) -> None:
+        self._fixed = fixed
+        self._others = stages if stages > 1 else 0
+        self._mean: float | None = None
+
+    def observe(self, seconds: float) -> None:
+        """Update the average with the device time of a step.
+
+        The time is clamped to 0 … 2 · COVERED, since a clock may jump. Longer steps make no difference.
+        """
+        seconds = min(max(seconds, 0.0), 2 * COVERED)
+        self._mean = seconds if self._mean is None else self._mean + WEIGHT * (seconds - self._mean)
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps may be in flight now, those in progress included."""
+        return self.depth if self._fixed is not None else min(self.depth + self._others, MAX_STEPS_AHEAD)
+
+    @property
+    def depth(self) -> int:
+        """Return how many of these steps may form a chain in which each waits for the one before it."""
+        if self._fixed is not None:
+            return self._fixed
+        if self._mean is None:
+            return MIN_QUEUED_STEPS
+        queued = math.ceil(COVERED / max(self._mean, COVERED / MAX_QUEUED_STEPS))
+        return min(max(1 + queued, MIN_QUEUED_STEPS), MAX_QUEUED_STEPS)
+
 
 MIN_MICROBATCH_ROWS = 8  # rows of a microbatch: fewer gain nothing by being computed separately
 SPARE = 128  # rows per microbatch from which on reading the weights once more, for the spare one, costs little
@@ -23,6 +66,9 @@ SLACK = 1 / 32  # fraction of its share by which a microbatch may exceed it
 class Microbatches:
     """Assignment of the decoding sequences of `table` to `stages` + 1 microbatches, or to one without a pipeline.
 
+    A step is one microbatch. Microbatches take turns, one per step: while one is computed at a stage, others are at the
+    neighbouring stages. One more is spare, so that the tokens of the microbatch whose turn comes are back at the first
+    stage. A sequence joins the microbatch of the step in which it samples first, so a prompt's samples stay together.
     Sequences beyond their microbatch's share, or of one no longer needed, move to the next one and wait one turn.
 
     turn      microbatch whose turn it is
@@ -131,3 +177,33 @@ class Microbatches:
         if rows >= SPARE * self.count:
             return self.count
         return max(1, min(self._stages, -(-rows // self.fewest)))
+
+
+MIN_STEP_TOKENS = 256  # tokens of a step: with fewer, reading the weights takes longer than the GEMMs
+
+
+class TokenBudget:
+    """Largest number of tokens in a pipeline step, so that successive steps take about equally long.
+
+    Steps of different length make pipeline stages wait for each other, and the sequences of a short step wait until a
+    long one has passed all stages. Prompts arrive irregularly, or start when others have freed pages. So a step holds
+    no more prompt tokens than recent steps have needed; the rest follows in the next steps.
+
+    The budget lies between MIN_STEP_TOKENS and `max_tokens`. It grows while prompts wait for it and shrinks otherwise,
+    with each step by 1 / (2 · `microbatches`) of itself. With one microbatch it is `max_tokens`.
+    """
+
+    def __init__(self, max_tokens: int, microbatches: int) -> None:
+        self._max_tokens = max_tokens
+        self._bound = float(max_tokens)
+        self._change = 0.5 / microbatches if microbatches > 1 else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Return the largest number of tokens of the next step."""
+        return int(self._bound)
+
+    def observe(self, *, exhausted: bool) -> None:
+        """Adapt to a step. `exhausted`: prompts would have filled more than it was allowed."""
+        self._bound *= 1 + self._change if exhausted else 1 - self._change
+        self._bound = min(max(self._bound, MIN_STEP_TOKENS), self._max_tokens)

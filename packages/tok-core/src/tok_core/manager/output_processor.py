@@ -10,7 +10,7 @@ import numpy as np
 from tok_core.manager.admission import LengthModel
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar import GrammarManager
-from tok_core.manager.outputs.prompt_output_processor import PromptOutputProcessor
+from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets, TokenRows
