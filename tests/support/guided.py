@@ -115,7 +115,7 @@ def guided_manager(
     """Return a manager whose simulated worker follows masks, and its ports."""
     manager, ports = make_manager(info, run_ahead, pp=pp)
     ports.worker = GuidedWorker(info)
-    manager.grammars._workers = workers or LocalWorkers(lambda: compiler)
+    manager.grammars.pool.workers = workers or LocalWorkers(lambda: compiler)
     return manager, ports
 
 

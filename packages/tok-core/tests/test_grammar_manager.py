@@ -138,7 +138,7 @@ def test_lost_grammar_worker_fails_only_the_request_it_was_following() -> None:
         blamed: list[int] = []
 
         def lose(manager: Manager = manager, workers: LateWorkers = workers, blamed: list[int] = blamed) -> bool:
-            (guide,) = manager.grammars._grammar_states.values()
+            (guide,) = manager.grammars.pool.states.values()
             if not blamed and len(guide.waiting) > 2:
                 worker, matcher = workers.all[0], guide.matchers[max(guide.waiting)]
                 worker.lost, worker.at = True, matcher.number
@@ -257,9 +257,9 @@ def test_request_waiting_for_its_grammar_keeps_its_queue_position() -> None:
     manager, ports = guided_manager(engine_info(max_running=1))
     params = SamplingParams(max_tokens=3, seed=0, grammar=GRAMMARS[3])
     free = SamplingParams(max_tokens=30, seed=0, ignore_eos=True)
-    manager._submit(submit(1, [1], free))
-    manager._submit(submit(2, [1], params))  # not compiled yet
-    manager._submit(submit(3, [1], free))
+    manager.intake.submit(submit(1, [1], free))
+    manager.intake.submit(submit(2, [1], params))  # not compiled yet
+    manager.intake.submit(submit(3, [1], free))
     prepare(manager, [GRAMMARS[3]])
     drive(manager, ports, {0: []})
     order = [rid for report in ports.reports for rid in dict.fromkeys(report.rid.tolist())]
@@ -378,19 +378,19 @@ def test_grammars_are_dropped_when_cancelled_and_kept_once_compiled() -> None:
     manager, ports = guided_manager(engine_info(), compiler=slow)
     asked = [SamplingParams(max_tokens=9, seed=0, grammar=grammar) for grammar in GRAMMARS[:3]]
     for rid, params in enumerate(asked):
-        manager._submit(submit(rid, [1], params))
-    assert len(manager.grammars._grammar_states) == 3
+        manager.intake.submit(submit(rid, [1], params))
+    assert len(manager.grammars.pool.states) == 3
     drive(manager, ports, {0: [Cancel(rid) for rid in range(3)]})
-    assert not manager.grammars._grammar_states
+    assert not manager.grammars.pool.states
     assert_all_given_back(manager)
     slow.go.set()
     prepare(manager, GRAMMARS[:1])
     drive(manager, ports, {0: [submit(4, [1], asked[0])]})
     assert tokens_of(ports)[4, 0] == expected_guided([1], 0, asked[0])
-    (guide,) = manager.grammars._grammar_states.values()
+    (guide,) = manager.grammars.pool.states.values()
     assert (guide.requests, guide.matchers) == ({}, {})
     manager.close()
-    assert not manager.grammars._grammar_states
+    assert not manager.grammars.pool.states
 
 
 def test_prefix_groups_are_not_recomputed_while_guided_sequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ class Service:
             str(directory), VOCABULARY, (begin + 1,), cpu_seconds=1, token_seconds=0.5, sequence_seconds=1.0
         )
         self.workers = WorkerProcesses(task)
-        self.manager.grammars._workers = self.workers
+        self.manager.grammars.pool.workers = self.workers
         self.rid = 0
         self.slowest = 0.0
         self.largest = 0

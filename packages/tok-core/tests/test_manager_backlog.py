@@ -155,7 +155,7 @@ def test_admission_starts_as_many_ignore_eos_samples_as_fit(max_tokens: int, sta
 def test_admission_count_is_bounded_by_the_token_budget() -> None:
     manager = make_manager(engine_info(max_running=64, num_pages=4096, max_model_len=64))[0]
     for rid in range(50):
-        manager._take(submit(rid, [rid % 40 + 1] * 20, SamplingParams(max_tokens=4)))
+        manager.intake.take(submit(rid, [rid % 40 + 1] * 20, SamplingParams(max_tokens=4)))
     admission, waiting, shares = manager.scheduler.admission, manager.scheduler.waiting, manager.scheduler.fair_shares
     for budget, starts in ((1, 1), (20, 1), (21, 2), (61, 4), (10_000, 50)):
         allowed, _ = admission.count(lambda most: shares.turns(most, waiting.classes()), waiting, {}, 0.0, budget)

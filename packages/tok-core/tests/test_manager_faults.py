@@ -22,8 +22,8 @@ from tok_core.manager.admission import forecast_admission
 from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.grammar.grammar_manager import GrammarManager
-from tok_core.manager.grammar.grammar_state import GrammarWorker
+from tok_core.manager.grammar_manager import GrammarManager
+from tok_core.manager.grammar_workers import GrammarWorker
 from tok_core.manager.loop import Manager
 from tok_core.manager.scheduling.batch_builder import BatchBuilder
 from tok_core.manager.scheduling.prefill import ChunkedPrefill
@@ -250,7 +250,7 @@ FAULTY = msgspec.structs.replace(GUIDED, grammar=GUILTY_GRAMMAR)
 def forging_manager() -> tuple[Manager, SimulatedPorts, ForgingWorkers]:
     workers = ForgingWorkers()
     manager, ports = guided_manager(engine_info(max_running=8))
-    manager.grammars._workers = workers
+    manager.grammars.pool.workers = workers
     return manager, ports, workers
 
 
@@ -293,7 +293,7 @@ def test_invalid_matcher_reply_for_a_sequence_fails_its_request(columns: dict[st
     def forge(one: Any) -> Any:
         if named or not isinstance(one, MatcherReply) or not one.followed:
             return one
-        (guide,) = (guide for guide in manager.grammars._grammar_states.values() if guide.grammar == GUILTY_GRAMMAR)
+        (guide,) = (guide for guide in manager.grammars.pool.states.values() if guide.grammar == GUILTY_GRAMMAR)
         named.append(int(manager.table.rid[guide.matchers[one.followed[0].sequence].slot]))
         return changed(**columns)(one)
 
@@ -377,7 +377,7 @@ def test_matcher_reply_for_a_cancelled_request_is_ignored() -> None:
     workers.forge = forge
     messages: list[ToManager] = [submit(GUILTY, PROMPTS[GUILTY], FAULTY), submit(4, PROMPTS[4], GUIDED)]
     drive(manager, ports, {0: messages}, until=cancel)
-    (guide,) = (guide for guide in manager.grammars._grammar_states.values() if guide.grammar == GUILTY_GRAMMAR)
+    (guide,) = (guide for guide in manager.grammars.pool.states.values() if guide.grammar == GUILTY_GRAMMAR)
     unknown = MatcherReply([FollowResult(10_000, [1], [], 0), *held[0].followed], held[0].first, held[0].masks)
     manager.grammars._take(guide, unknown)
     assert manager.grammars.advance() is None

@@ -10,7 +10,8 @@ import pytest
 from support.schedules import drive, engine_info, make_manager, submit
 from support.simulated_worker import SimulatedPorts
 from tok_core import EngineConfig, InvalidField, SamplingParams
-from tok_core.manager.loop import PATIENCE, Manager
+from tok_core.manager.loop import Manager
+from tok_core.manager.reports import PATIENCE
 from tok_core.manager.scheduling.steps_in_flight import MAX_QUEUED_STEPS, MIN_QUEUED_STEPS, RunAhead
 
 
@@ -142,7 +143,7 @@ def test_statistics_are_reported_alone_only_when_tokens_are_late(pause: float) -
         waits.append(seconds)
         ports.idle = len(waits) % 2 == 0  # every other wait brings nothing
 
-    manager._clock, ports.wait = lambda: now, wait  # type: ignore[method-assign]
+    manager.reporter._clock, ports.wait = lambda: now, wait  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
     ports.inbox = [submit(0, [1, 2, 3], params)]
     with pytest.raises(Over):

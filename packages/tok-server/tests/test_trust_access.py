@@ -60,14 +60,14 @@ def test_each_api_key_is_served_and_other_keys_get_401(keyed_server: Server) -> 
 def test_engine_requests_carry_a_tenant_name_instead_of_the_api_key(
     keyed_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, seen = manager_of(keyed_server.engine), list[str]()
-    submit = manager._submit
+    intake, seen = manager_of(keyed_server.engine).intake, list[str]()
+    submit = intake.submit
 
     def note(message: Submit) -> None:
         seen.append(message.tenant)
         submit(message)
 
-    monkeypatch.setattr(manager, "_submit", note)
+    monkeypatch.setattr(intake, "submit", note)
     for headers in (FIRST, SECOND, FIRST):
         assert ask(keyed_server, headers)[0] == 200
         assert keyed_server.call("POST", "/v1/embeddings", {"input": [1, 2]}, headers).status == 200

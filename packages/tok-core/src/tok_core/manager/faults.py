@@ -1,9 +1,10 @@
-"""Detect failures: requests that raise an exception within the manager, and a worker that is stuck."""
+"""Detect failures: requests that cannot go on, and a worker that is stuck."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tok_core.errors import EngineDead
 
@@ -19,29 +20,45 @@ class FaultyRequest(Exception):
         self.error = error
 
 
-class Faults:
-    """Exceptions by request. An exception that belongs to no known request is not caught and ends the replica.
+class Failures(NamedTuple):
+    """Requests that end with an error: `failed` ones with the reason, `refused` ones with what is allowed instead."""
 
-    The manager ends faulty requests after the step that it is building. Until then, all that they hold stays in place.
+    failed: list[tuple[int, str]]
+    refused: list[tuple[int, str]]
+
+
+class Faults:
+    """Requests that cannot go on, until the manager cancels and reports them; each of them fails alone.
+
+    Until then, all that they hold stays in place. An exception that belongs to no known request is not caught and ends
+    the replica.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, Exception] = {}
+        self._failed: dict[int, str] = {}
+        self._refused: dict[int, str] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._failed or self._refused)
 
     def add(self, rid: int, error: Exception) -> None:
-        """Record why the request cannot go on; the first reason counts."""
+        """Fail the request because of an exception, which is logged."""
         log.error("request %d cannot be computed", rid, exc_info=error)
-        self._found.setdefault(rid, error)
+        self.fail(rid, f"the request cannot be computed: {type(error).__name__}: {error}")
 
-    def take(self) -> list[tuple[int, str]]:
-        """Remove and return the requests, each with the reason to report."""
-        found, self._found = self._found, {}
-        return [
-            (rid, f"the request cannot be computed: {type(error).__name__}: {error}") for rid, error in found.items()
-        ]
+    def fail(self, rid: int, reason: str) -> None:
+        """Fail the request; the first reason counts."""
+        self._failed.setdefault(rid, reason)
+
+    def refuse(self, rid: int, allowed: str) -> None:
+        """Refuse the request, whose grammar exceeds a limit; `allowed` names what does not."""
+        self._refused.setdefault(rid, allowed)
+
+    def take(self) -> Failures:
+        """Remove and return the requests."""
+        failures = Failures(list(self._failed.items()), list(self._refused.items()))
+        self._failed, self._refused = {}, {}
+        return failures
 
 
 LOOK = 2.0  # seconds that one look counts, at most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from tok_core.manager.admission import LengthModel
 from tok_core.manager.faults import Faults
-from tok_core.manager.grammar import GrammarManager
+from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
 from tok_core.manager.sequences import SequenceTable, State
@@ -50,6 +51,7 @@ class OutputProcessor:
         lengths: LengthModel,
         grammars: GrammarManager,
         faults: Faults,
+        dtype: str,
     ) -> None:
         self.table = table
         self.reclaimer = reclaimer
@@ -59,11 +61,12 @@ class OutputProcessor:
         self.faults = faults
         self.prompts = PromptOutputProcessor(table, faults)
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
-        self.broken: list[int] = []  # requests whose logits were not finite, until the manager has failed them
         self.output_tokens = 0
         self.skipped_tokens = 0
         self.discarded_tokens = 0
         self.requests_finished = 0
+        self._dtype = dtype
+        self._broken_before = False  # whether logits that are not finite have been logged
 
     def expect(self, step: StepInput) -> None:
         """Record whose tokens a step that was sent will return."""
@@ -73,16 +76,16 @@ class OutputProcessor:
             self.prompts.expect(step, step.prompts)
 
     def take(self, output: StepOutput) -> Reported:
-        """Store the step's tokens, end the sequences that they end, and return what is to be reported.
+        """Store the step's tokens, end the sequences that they end, and return the report.
 
-        Requests that are in `broken` afterwards are not reported.
+        Requests with logits that are not finite fail; the report leaves them out.
         """
         number, slots, epoch = self.in_flight.popleft()
         assert number == output.step, f"step {output.step} returned where {number} was expected"
         scores, embedded = ([], []) if output.prompts is None else self.prompts.take(output.prompts)
         live = self.table.epoch[slots] == epoch
         if broken := self._find_broken(output.logprob, slots, live, scores, embedded):
-            self.broken += broken
+            self._fail_broken(broken)
             live &= ~np.isin(self.table.rid[slots], list(broken))
             scores = [one for one in scores if one.rid not in broken]
             embedded = [one for one in embedded if one.rid not in broken]
@@ -100,11 +103,6 @@ class OutputProcessor:
         if followed.any():
             self.grammars.follow(slots[followed], token[followed])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
-
-    def take_broken(self) -> list[int]:
-        """Return the requests whose logits were not finite since the last call; the manager fails them."""
-        broken, self.broken = self.broken, []
-        return broken
 
     def skip(self) -> list[Reported]:
         """Append the forced tokens of guided sequences that are known by now; return one report per round of tokens.
@@ -144,6 +142,18 @@ class OutputProcessor:
         broken = set() if finite.all() else set(self.table.rid[slots[live & ~finite]].tolist())
         broken |= {one.rid for one in scores if not np.isfinite(one.logprob).all()}
         return broken | {one.rid for one in embedded if not np.isfinite(one.vector).all()}
+
+    def _fail_broken(self, rids: set[int]) -> None:
+        """Fail the requests whose logits were not finite; log this the first time only."""
+        reason = (
+            "the model's logits are not finite: its weights hold NaN or infinity, or its numbers leave the range of "
+            f"{self._dtype}"
+        )
+        if not self._broken_before:
+            log.error("a request failed: %s; further failures of this kind are not logged", reason)
+        self._broken_before = True
+        for rid in rids:
+            self.faults.fail(rid, reason)
 
     def _append_tokens(
         self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
@@ -297,13 +307,15 @@ class OutputProcessor:
             self.reclaimer.requeue(slot)
 
 
+log = logging.getLogger("tok_core")
+
 NOBODY: Int64 = np.empty(0, np.int64)
 
 
 def merge_reports(rounds: list[Reported]) -> Reported:
-    """Concatenate the reports of one step; prompt outputs are those of the first."""
-    if len(rounds) == 1:
-        return rounds[0]
+    """Concatenate rounds of tokens to one report; prompt outputs are those of the first. No rounds: an empty report."""
+    if len(rounds) < 2:
+        return rounds[0] if rounds else NOTHING
     top = max(one.top_token.shape[1] for one in rounds)
     columns = list(zip(*(_widened(one, top) for one in rounds), strict=True))[:6]
     rid, sample, token, logprob, top_token, top_logprob = (np.concatenate(part) for part in columns)

@@ -20,7 +20,7 @@ PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
 TIMED: Final[dict[str, Part]] = {
     "turn": "rest",
-    "_take": "schedule",
+    "intake.*": "schedule",
     "_send_step": "schedule",
     "_take_output": "outputs",
     "_report": "messages",

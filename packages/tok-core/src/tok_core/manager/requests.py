@@ -14,7 +14,7 @@ from tok_core.outputs import Pooling
 from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.manager.grammar import GrammarState, MatcherState
+    from tok_core.manager.grammar_workers import GrammarState, MatcherState
 
 
 class Account:

@@ -15,7 +15,7 @@ from tok_core.messages import Int32, Int64
 from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tok_core.manager.grammar import MatcherState
+    from tok_core.manager.grammar_workers import MatcherState
 
 
 def sparse_zeros(shape: Sequence[int]) -> Int32:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.manager.faults import Faults
-from tok_core.manager.grammar import GrammarManager
+from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prefix_groups import Groups
 from tok_core.manager.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.sequences import NEVER, SequenceTable

@@ -8,7 +8,7 @@ import numpy as np
 
 from tok_core.manager.admission import SequenceStarter
 from tok_core.manager.faults import Faults
-from tok_core.manager.grammar import GrammarManager
+from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.kv_cache import Paging, PreemptionPolicy
 from tok_core.manager.requests import Accounts, Request
 from tok_core.manager.sequences import SequenceTable, State

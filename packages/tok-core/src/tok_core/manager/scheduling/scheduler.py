@@ -11,7 +11,7 @@ import numpy as np
 from tok_core.config import AdmissionName
 from tok_core.manager.admission import FairShares, LengthModel, SequenceStarter, make_admission
 from tok_core.manager.faults import Faults
-from tok_core.manager.grammar import GrammarManager
+from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.kv_cache import LeastWorkLost, Paging
 from tok_core.manager.prefix_groups import Grouping, Groups, MostPagesSaved
 from tok_core.manager.requests import Pending, Request

@@ -1,0 +1,96 @@
+"""Report tokens, ends, failures and statistics to the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from tok_core.manager.intake import RequestIntake
+from tok_core.manager.output_processor import OutputProcessor, Reported, merge_reports
+from tok_core.manager.scheduling import Scheduler
+from tok_core.messages import Progress, Stats, StepOutput
+
+PATIENCE = 0.02  # seconds for which statistics wait for a report of tokens to go with
+SECONDS = ("schedule_seconds", "launch_seconds", "device_seconds", "output_seconds")
+
+
+class Reporter:
+    """Builder of the manager's reports: tokens, ends and failures since the last one, and the statistics."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        output_processor: OutputProcessor,
+        intake: RequestIntake,
+        step_timeout: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._output_processor = output_processor
+        self._intake = intake
+        self._step_timeout = step_timeout
+        self._clock = clock
+        self._seconds = dict.fromkeys(SECONDS, 0.0)
+        self._stats = Stats()  # as reported last
+        self._reported_at = -math.inf  # time of the last report
+
+    def build(self, rounds: list[Reported]) -> Progress:
+        """Return a report of rounds of tokens, if any; close the requests that have ended, and cancel failed ones."""
+        failures = self._intake.cancel_faulty()
+        reported = merge_reports(rounds)
+        self._intake.close({end.rid for end in reported.finished})
+        rows = [len(one.rid) for one in rounds] if len(rounds) > 1 else []
+        cached = self._scheduler.starter.take_newly_cached()
+        self._stats, self._reported_at = self.stats(), self._clock()
+        return Progress(*reported, cached, self._stats, failures.failed, rows, failures.refused)
+
+    def stats_changed(self) -> bool:
+        """Return whether a counter or gauge has changed since the last report; changed times alone do not count."""
+        return self.stats() != msgspec.structs.replace(self._stats, **self._seconds)
+
+    def builds_soon(self) -> bool:
+        """Return whether statistics can wait for the next report of tokens, which saves a report of their own.
+
+        True for `PATIENCE` seconds after the last report, while steps are in flight.
+        """
+        return bool(self._output_processor.in_flight) and 0 <= self._clock() - self._reported_at < PATIENCE
+
+    def add_scheduling(self, seconds: float) -> None:
+        """Add the CPU time that the manager took to build a step."""
+        self._seconds["schedule_seconds"] += seconds
+
+    def add_output(self, output: StepOutput, seconds: float) -> None:
+        """Add the times of a step, and the CPU time that the manager took to process its output."""
+        self._seconds["output_seconds"] += seconds
+        for name in ("launch_seconds", "device_seconds"):
+            taken: float = getattr(output, name)
+            if 0 <= taken <= self._step_timeout:  # otherwise a clock has jumped
+                self._seconds[name] += taken
+
+    def stats(self) -> Stats:
+        """Return the counters since the start, and the gauges."""
+        scheduler, outputs = self._scheduler, self._output_processor
+        table, paging, starter = scheduler.table, scheduler.paging, scheduler.starter
+        requests_running = table.requests_running
+        return Stats(
+            requests_running=requests_running,
+            requests_waiting=len(self._intake.requests) - requests_running,
+            sequences_running=table.sequences_running,
+            requests_finished=outputs.requests_finished,
+            prompt_tokens=self._intake.prompt_tokens,
+            cached_tokens=starter.cached_tokens,
+            computed_tokens=scheduler.computed_tokens,
+            output_tokens=outputs.output_tokens,
+            skipped_tokens=outputs.skipped_tokens,
+            discarded_tokens=outputs.discarded_tokens,
+            preemptions=scheduler.reclaimer.preemptions,
+            pages_total=scheduler.info.num_pages,
+            pages_used=paging.used,
+            pages_cached=paging.cached,
+            steps=scheduler.steps,
+            steps_in_flight=len(outputs.in_flight),
+            group_rows=scheduler.group_rows,
+            **self._seconds,
+        )
