@@ -158,7 +158,7 @@ def test_admission_count_is_bounded_by_the_token_budget() -> None:
         manager.intake.take(submit(rid, [rid % 40 + 1] * 20, SamplingParams(max_tokens=4)))
     admission, waiting, shares = manager.scheduler.admission, manager.scheduler.waiting, manager.scheduler.fair_shares
     for budget, starts in ((1, 1), (20, 1), (21, 2), (61, 4), (10_000, 50)):
-        allowed, _ = admission.count(lambda most: shares.turns(most, waiting.classes()), waiting, {}, 0.0, budget)
+        allowed, _ = admission.count(lambda most: shares.turns(most, waiting.classes()), 0.0, budget)
         assert allowed == starts
 
 

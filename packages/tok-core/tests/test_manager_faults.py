@@ -199,10 +199,10 @@ def test_fault_in_the_forecast_names_its_request(monkeypatch: pytest.MonkeyPatch
         {0: [submit(rid, PROMPTS[rid], PLAIN) for rid in (3, GUILTY)]},
         until=lambda: bool((manager.table.state == State.DECODE).any()),
     )
-    break_at(monkeypatch, forecast_admission, "sample_costs", lambda *asked: asked[2].request.rid == GUILTY)
+    break_at(monkeypatch, SequenceStarter, "costs", lambda _, pending, *rest: pending.request.rid == GUILTY)
     assert isinstance(manager.scheduler.admission, ForecastAdmission)
     with pytest.raises(FaultyRequest) as raised:
-        manager.scheduler.admission._typical(manager.scheduler.waiting)
+        manager.scheduler.admission._typical()
     assert raised.value.rid == GUILTY
 
 

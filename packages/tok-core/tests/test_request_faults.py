@@ -24,10 +24,9 @@ from tok_core.engine.embedding import EmbedRequest
 from tok_core.engine.generation_requests import StreamedRequest, UnstreamedRequest
 from tok_core.engine.open_requests import OpenRequest, PromptLogprobs
 from tok_core.engine.request_stream import RequestStream
-from tok_core.manager.admission import forecast_admission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
+from tok_core.manager.intake import RequestIntake
 from tok_core.manager.kv_cache.paging import Paging
-from tok_core.manager.loop import Manager
 from tok_core.manager.output_processor import OutputProcessor
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling.scheduler import Scheduler
@@ -75,13 +74,9 @@ def guilty_row(table: Any, slots: Any) -> bool:
 
 
 PLACES: dict[str, tuple[type | ModuleType, str, Callable[..., bool]]] = {
-    "taken in": (Manager, "_submit", lambda self, message: guilty_request(message)),
+    "taken in": (RequestIntake, "submit", lambda self, message: guilty_request(message)),
     "queued": (Scheduler, "submit", lambda self, request: guilty_request(request)),
-    "weighed": (
-        forecast_admission,
-        "sample_costs",
-        lambda *asked: guilty_request(asked[2].request),
-    ),
+    "weighed": (SequenceStarter, "costs", lambda self, pending, *rest: guilty_request(pending.request)),
     "started": (SequenceStarter, "lead", lambda self, pending, *rest: guilty_request(pending.request)),
     "given pages": (Paging, "publish", lambda self, slot: guilty_row(self.table, np.array([slot]))),
     "given its stop strings": (StopSets, "acquire", lambda self, params: params.stop_token_ids == CURRENT_SEQUENCE),

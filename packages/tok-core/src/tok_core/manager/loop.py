@@ -75,9 +75,12 @@ class Manager:
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces, hidden)
         workers = workers or LocalWorkers(loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer))
         self.grammars = GrammarManager(self.table, workers, info.vocab_size, self.faults, clock)
-        parts = info, self.table, self.paging, self.lengths, self.stops, self.grammars, self.faults
         self.scheduler = Scheduler(
-            *parts, groups=config.prefix_groups, admission=config.admission, stages=config.pp, clock=clock
+            *(info, self.paging, self.lengths, self.stops, self.grammars, self.faults),
+            groups=config.prefix_groups,
+            admission=config.admission,
+            stages=config.pp,
+            clock=clock,
         )
         self.starter = self.scheduler.starter
         self.reclaimer = self.scheduler.reclaimer

@@ -20,7 +20,7 @@ import numpy as np
 
 from tok_core.manager.kv_cache import Paging, PreemptionPolicy
 from tok_core.manager.requests import Account, Accounts, CallerQueue, Pending, Request, WaitingQueue
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.sequences import State
 from tok_core.messages import Int64
 
 # Seconds: half of the second within which a request is to begin; the other half is for the step in progress.
@@ -51,16 +51,11 @@ class FairShares:
     """
 
     def __init__(
-        self,
-        table: SequenceTable,
-        paging: Paging,
-        waiting: WaitingQueue,
-        preemption: PreemptionPolicy,
-        clock: Callable[[], float],
+        self, paging: Paging, waiting: WaitingQueue, preemption: PreemptionPolicy, clock: Callable[[], float]
     ) -> None:
         self.accounts = Accounts()
         self.due = 0
-        self._table = table
+        self._table = paging.table
         self._paging = paging
         self._preemption = preemption
         self._waiting = waiting
@@ -73,10 +68,6 @@ class FairShares:
         """Register a new request."""
         self.accounts.open(request)
         request.arrived = self._clock()
-
-    def lowest_running(self) -> int | None:
-        """Return the lowest class of which a sample runs; None if none runs."""
-        return self.accounts.lowest_running()
 
     def turns(self, most: int, classes: Iterable[int]) -> Iterator[StartTurn]:
         """Yield which samples of these classes start next, in order, at most `most` of them.
@@ -123,7 +114,7 @@ class FairShares:
     def _take_back(self, priority: int, now: float) -> list[int]:
         """Return slots of one class to take: for callers below their share, then for requests without running ones."""
         lines = sorted(self._waiting.lines(priority), key=lambda line: line.account.running)
-        ledger = _Ledger(self._table, self._paging, self._preemption, priority, self._allowance)
+        ledger = _Ledger(self._paging, self._preemption, priority, self._allowance)
         accounts = list(self.accounts.of_class(priority))
         if len(accounts) > 1:
             self._level_accounts(accounts, lines, ledger)
@@ -161,9 +152,8 @@ class FairShares:
 class _Ledger:
     """Free slots and pages as they will be once `victims` of one class are preempted, and the tokens lost by that."""
 
-    def __init__(
-        self, table: SequenceTable, paging: Paging, preemption: PreemptionPolicy, priority: int, allowance: float
-    ) -> None:
+    def __init__(self, paging: Paging, preemption: PreemptionPolicy, priority: int, allowance: float) -> None:
+        table = paging.table
         self.victims: list[int] = []
         self.lost = 0
         self.free = table.free_slots + table.ended + int(np.count_nonzero(table.state == State.PREEMPTED))

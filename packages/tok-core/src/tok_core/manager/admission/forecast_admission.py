@@ -12,24 +12,19 @@ from tok_core.manager.admission.fair_shares import MAX_TURNS, StartTurn, Turns
 from tok_core.manager.admission.forecast import Reserve, admissible
 from tok_core.manager.admission.length_model import Float64, LengthModel
 from tok_core.manager.admission.page_reserves import PageWatermark, StaggeredAdmission
-from tok_core.manager.admission.sequence_starter import sample_costs, startable
+from tok_core.manager.admission.sequence_starter import SequenceStarter
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.kv_cache import Paging, RetainedPrompts
-from tok_core.manager.requests import Pending, WaitingQueue
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.requests import Pending
+from tok_core.manager.sequences import State
 from tok_core.messages import Int64
 
 GOLDEN = 0.6180339887498949  # golden ratio − 1
 MAX_COPIES = 16  # copies of each sequence, with another predicted length each, if few run: this reduces the noise
 MAX_FORECAST_SEQUENCES = 2048  # sequences, copies included, up to which copies are made: more would be too expensive
 MAX_LATER_ENTRIES = 2048  # queue entries, the first ones, that represent later samples
-MAX_TYPICAL_ENTRIES = (
-    256  # of these, entries used at most, spread evenly; with fewer, the curve would vary where requests differ
-)
+MAX_TYPICAL_ENTRIES = 256  # of these, entries used, spread evenly; with fewer, the curve varies where requests differ
 TYPICAL_SAMPLES = 2048  # samples that these entries are expanded to, each with a predicted length of its own
-MAX_LEARNING_SAMPLES = (
-    256  # samples, at most, that must finish beyond the number running before lengths are known and not guessed
-)
+MAX_LEARNING_SAMPLES = 256  # samples that must finish, beyond as many as run, before lengths count as known
 UNLEARNED_PAGE_SHARE = 0.7  # share of the pages in which samples start until then
 
 
@@ -59,13 +54,11 @@ class Samples(NamedTuple):
 class ForecastAdmission:
     """Forecast of page use over future time from predicted lengths; admits as many samples as the capacity holds."""
 
-    def __init__(
-        self, table: SequenceTable, paging: Paging, lengths: LengthModel, retained_prompts: RetainedPrompts
-    ) -> None:
-        self.table = table
-        self.paging = paging
+    def __init__(self, starter: SequenceStarter, lengths: LengthModel) -> None:
+        self.starter = starter
+        self.table = starter.table
+        self.paging = starter.paging
         self.lengths = lengths
-        self.retained_prompts = retained_prompts
         self.stagger = StaggeredAdmission()
         self.watermark = PageWatermark()
 
@@ -79,18 +72,12 @@ class ForecastAdmission:
         return self.lengths.finished <= running + min(running, MAX_LEARNING_SAMPLES)
 
     def count(
-        self,
-        turns: Turns,
-        waiting: WaitingQueue,
-        reserved: dict[int, int],
-        cycle: float,
-        budget: int,
-        priority: int | None = None,
+        self, turns: Turns, cycle: float, budget: int, priority: int | None = None
     ) -> tuple[int, list[StartTurn]]:
         """See `AdmissionPolicy`."""
         table = self.table
-        slots, running, reserved = startable(table, reserved, priority)
-        if slots <= 0 or not waiting:
+        slots, running, reserved = self.starter.startable(priority)
+        if slots <= 0:
             return 0, []
         common = self.paging.depth_in_common(running)
         held = self._running(running, common, reserved)
@@ -100,7 +87,7 @@ class ForecastAdmission:
         fitting = len(samples.length)
         if self._at_limit(held) + self._at_limit(samples) > capacity:
             guessed = self._guesses(len(running))
-            stream = priority is None and not guessed and self._stream(waiting, capacity, cycle)
+            stream = priority is None and not guessed and self._stream(capacity, cycle)
             fitting = self._fitting(held, samples, capacity, guessed=guessed, stream=stream)
         if priority is None:
             self.stagger.observe(used, capacity, waits=fitting < len(samples.length))
@@ -136,12 +123,12 @@ class ForecastAdmission:
 
         return pages
 
-    def _stream(self, waiting: WaitingQueue, capacity: int, step: float) -> bool:
-        """Return whether samples that start in `step` must leave pages for later ones like those `waiting`."""
+    def _stream(self, capacity: int, step: float) -> bool:
+        """Return whether samples that start in `step` must leave pages for later ones like those that wait."""
         if not self.stagger.active:
             return False
         if self.stagger.outdated(step):
-            self.stagger.compute_curve(step, *self._typical(waiting), self.paging.page_size)
+            self.stagger.compute_curve(step, *self._typical(), self.paging.page_size)
         return self.stagger.fits_stream(capacity)
 
     def _capacity(self, freed: int, priority: int | None = None) -> int:
@@ -151,10 +138,10 @@ class ForecastAdmission:
         priority  lower classes than this one give up what they hold; None: no class does
         """
         table, draining = self.table, self.table.in_state(State.DRAIN)
-        locked, tails = int(self.paging.locked), self.retained_prompts.tails
+        locked, tails = int(self.paging.locked), self.starter.retained_prompts.tails
         if priority is not None:
             draining = draining[table.priority[draining] <= priority]
-            nodes, tails = self.retained_prompts.held(priority)
+            nodes, tails = self.starter.retained_prompts.held(priority)
             holding = (table.state != State.FREE) & (table.num_pages > 0) & (table.priority <= priority)
             locked = self.paging.tree.pages_down_to(np.concatenate((table.node[holding], nodes)))
         own = table.num_pages[draining] - table.num_shared[draining]
@@ -188,11 +175,11 @@ class ForecastAdmission:
         surely: Int64 = np.maximum(remaining, min_length - length)
         return surely
 
-    def _typical(self, waiting: WaitingQueue) -> tuple[Int64, Int64, Int64]:
-        """Return lengths, remaining tokens and shared pages of typical later samples, int64 [DRAWN] each."""
-        spread = list(
-            islice(waiting, 0, MAX_LATER_ENTRIES, -(-min(len(waiting), MAX_LATER_ENTRIES) // MAX_TYPICAL_ENTRIES))
-        )
+    def _typical(self) -> tuple[Int64, Int64, Int64]:
+        """Return lengths, remaining tokens and shared pages of typical later samples, int64 [TYPICAL_SAMPLES] each."""
+        waiting = self.starter.waiting
+        every = -(-min(len(waiting), MAX_LATER_ENTRIES) // MAX_TYPICAL_ENTRIES)
+        spread = list(islice(waiting, 0, MAX_LATER_ENTRIES, every))
         until = np.cumsum([len(pending.samples) for pending in spread])
         entry = np.searchsorted(until, (np.arange(TYPICAL_SAMPLES) + 0.5) / TYPICAL_SAMPLES * until[-1])
         rows = np.array([self._row(pending) for pending in spread], np.int64)
@@ -212,7 +199,7 @@ class ForecastAdmission:
 
     def _shared(self, pending: Pending) -> int:
         """Return how many pages most of the samples share."""
-        costs = sample_costs(self.paging, self.retained_prompts, pending, len(pending.samples))
+        costs = self.starter.costs(pending, len(pending.samples))
         return costs.first if len(pending.samples) == 1 else costs.others
 
     def _with_forks(self, slots: Int64, reserved: dict[int, int], length: Int64, shared: Int64) -> tuple[Int64, Int64]:
@@ -248,7 +235,7 @@ class ForecastAdmission:
             chosen.append(turn)
             try:
                 pages = self._pages(pending)
-                first, others, computed = sample_costs(self.paging, self.retained_prompts, pending, here)
+                first, others, computed = self.starter.costs(pending, here)
                 rows.append((here, first, *_known(pending), others))
             except Exception as error:
                 raise FaultyRequest(pending.request.rid, error) from error

@@ -11,29 +11,19 @@ from tok_core.config import AdmissionName
 from tok_core.manager.admission.fair_shares import MAX_TURNS, StartTurn, Turns
 from tok_core.manager.admission.forecast_admission import ForecastAdmission
 from tok_core.manager.admission.length_model import LengthModel
-from tok_core.manager.admission.sequence_starter import sample_costs, startable
+from tok_core.manager.admission.sequence_starter import SequenceStarter
 from tok_core.manager.faults import FaultyRequest
-from tok_core.manager.kv_cache import Paging, RetainedPrompts
-from tok_core.manager.requests import WaitingQueue
-from tok_core.manager.sequences import SequenceTable
 
 
 class AdmissionPolicy(Protocol):
     """Rule that decides how many waiting samples start in a step; `EngineConfig.admission` names the one in use."""
 
     def count(
-        self,
-        turns: Turns,
-        waiting: WaitingQueue,
-        reserved: dict[int, int],
-        cycle: float,
-        budget: int,
-        priority: int | None = None,
+        self, turns: Turns, cycle: float, budget: int, priority: int | None = None
     ) -> tuple[int, list[StartTurn]]:
-        """Return how many of the waiting samples may start now, and the turns in which they do.
+        """Return how many of the waiting samples, of which there is one at least, may start now, and in which turns.
 
         turns     returns the turns, in order, in which a given number of samples start
-        reserved  number of forks still to come for each prefilling leader (by slot): they count as running
         cycle     time in cycles: steps since the start, divided by the number of microbatches
         budget    tokens that the step may still compute; samples beyond these are not considered
         priority  lower classes than this one give up what they hold; None: no class does
@@ -55,16 +45,14 @@ WATERMARK = 0.01  # share of all pages that starting samples leave free: vLLM's 
 
 
 class WatermarkAdmission:
-    """Admission without a forecast: a sample starts if its tokens and one page more fit above the watermark.
+    """Admission without a forecast, as in vLLM: a sample starts if its tokens and one page fit above a watermark.
 
     Running samples grow into the pages left free. If these run out, the sample with the least work to lose is preempted
     (`PreemptionPolicy`).
     """
 
-    def __init__(self, table: SequenceTable, paging: Paging, retained_prompts: RetainedPrompts) -> None:
-        self._table = table
-        self._paging = paging
-        self._retained_prompts = retained_prompts
+    def __init__(self, starter: SequenceStarter) -> None:
+        self._starter = starter
 
     def account(self, computed: int, recomputed: int) -> None:
         """Learn nothing."""
@@ -73,18 +61,12 @@ class WatermarkAdmission:
         """Learn nothing."""
 
     def count(
-        self,
-        turns: Turns,
-        waiting: WaitingQueue,
-        reserved: dict[int, int],
-        cycle: float,
-        budget: int,
-        priority: int | None = None,
+        self, turns: Turns, cycle: float, budget: int, priority: int | None = None
     ) -> tuple[int, list[StartTurn]]:
         """See `AdmissionPolicy`."""
-        table, paging = self._table, self._paging
-        slots, running, reserved = startable(table, reserved, priority)
-        if slots <= 0 or not waiting:
+        starter, table, paging = self._starter, self._starter.table, self._starter.paging
+        slots, running, reserved = starter.startable(priority)
+        if slots <= 0:
             return 0, []
         free = paging.available - int(WATERMARK * paging.num_pages) - sum(reserved.values())
         if priority is not None:  # lower classes give up the pages that only they hold
@@ -94,7 +76,7 @@ class WatermarkAdmission:
         for turn in islice(turns(slots), MAX_TURNS):
             chosen.append(turn)
             try:
-                first, others, tokens = sample_costs(paging, self._retained_prompts, *turn)
+                first, others, tokens = starter.costs(*turn)
                 pages = -(-len(turn.pending.tokens) // paging.page_size) + 1
             except Exception as error:
                 raise FaultyRequest(turn.pending.request.rid, error) from error
@@ -106,14 +88,12 @@ class WatermarkAdmission:
         return (count if len(running) else max(1, count)), chosen
 
 
-def make_admission(
-    name: AdmissionName, table: SequenceTable, paging: Paging, lengths: LengthModel, retained_prompts: RetainedPrompts
-) -> AdmissionPolicy:
+def make_admission(name: AdmissionName, starter: SequenceStarter, lengths: LengthModel) -> AdmissionPolicy:
     """Return the policy `name` (`EngineConfig.admission`)."""
     match name:
         case "forecast":
-            return ForecastAdmission(table, paging, lengths, retained_prompts)
+            return ForecastAdmission(starter, lengths)
         case "watermark":
-            return WatermarkAdmission(table, paging, retained_prompts)
+            return WatermarkAdmission(starter)
         case _:
             assert_never(name)

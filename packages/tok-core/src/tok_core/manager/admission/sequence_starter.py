@@ -9,11 +9,31 @@ import numpy as np
 
 from tok_core.manager.kv_cache import Paging, RetainedPrompt, RetainedPrompts
 from tok_core.manager.requests import Pending, Request, WaitingQueue
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.sequences import State
 from tok_core.manager.stops import StopSets
 from tok_core.messages import Int64
 
 NOBODY: Int64 = np.empty(0, np.int64)
+
+
+class Startable(NamedTuple):
+    """Slots that waiting samples may take, and the sequences that keep theirs.
+
+    running   slots of running sequences, int64 [n]
+    reserved  by slot of a prefilling leader, the number of forks still to come, which count as running
+    """
+
+    slots: int
+    running: Int64
+    reserved: dict[int, int]
+
+
+class StartCosts(NamedTuple):
+    """Pages that the `first` of some samples and each of the `others` shares; tokens that they all compute."""
+
+    first: int
+    others: int
+    tokens: int
 
 
 class SequenceStarter:
@@ -27,8 +47,8 @@ class SequenceStarter:
     already: a fork copies the last page and no more.
     """
 
-    def __init__(self, table: SequenceTable, paging: Paging, stops: StopSets) -> None:
-        self.table = table
+    def __init__(self, paging: Paging, stops: StopSets) -> None:
+        self.table = paging.table
         self.paging = paging
         self.stops = stops
         self.retained_prompts = RetainedPrompts(paging)
@@ -37,6 +57,45 @@ class SequenceStarter:
         self.newly_cached: list[tuple[int, int]] = []  # to report: request, prompt tokens found in the cache
         self.cached_tokens = 0
         self.recomputed_tokens = 0  # tokens of preempted samples that were no longer cached
+
+    @property
+    def unreserved_slots(self) -> int:
+        """Return the number of free slots, without those that forks to come will take."""
+        return self.table.free_slots - sum(map(len, self.pending_forks.values()))
+
+    def startable(self, priority: int | None = None) -> Startable:
+        """Return what may start as far as slots go.
+
+        priority  lower classes than this one give up their slots; None: no class does
+        """
+        table = self.table
+        running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        reserved = {slot: len(forks) for slot, forks in self.pending_forks.items()}
+        slots = table.free_slots
+        if priority is not None:
+            lower = table.priority[running] > priority
+            slots += int(lower.sum()) + int(np.count_nonzero(table.state == State.PREEMPTED))
+            running = running[~lower]
+            reserved = {slot: forks for slot, forks in reserved.items() if table.priority[slot] <= priority}
+        return Startable(slots - sum(reserved.values()), running, reserved)
+
+    def costs(self, pending: Pending, samples: int) -> StartCosts:
+        """Return the costs of the first `samples` samples of `pending`.
+
+        If the first has to prefill, it shares the pages that running sequences hold anyway; pages that are only cached
+        count as its own. The others share the prompt's full pages with it. Samples that start late share them with the
+        retained prompt.
+        """
+        size, tokens = self.paging.page_size, len(pending.tokens)
+        full, others = (tokens - 1) // size, tokens // size
+        if pending.fresh and self.retained_prompts.find(pending.request) is not None:
+            return StartCosts(full, full, samples)
+        if pending.fresh and pending.request.leader is not None:
+            return StartCosts(others, others, 0)
+        if pending.fresh and pending.request.needs_all:
+            return StartCosts(0, others, tokens)
+        locked, cached = self.paging.tree.depths(pending.tokens[: full * size], pending.request.salt)
+        return StartCosts(locked, others, tokens - cached * size)
 
     def lead(self, pending: Pending, allowed: int) -> tuple[int, int]:
         """Assign a slot to the first of the samples; return it, and how many others, at most `allowed − 1`, follow."""
@@ -162,50 +221,3 @@ def _take(samples: deque[int], most: int) -> list[int]:
         samples.clear()
         return taken
     return [samples.popleft() for _ in range(min(most, len(samples)))]
-
-
-class Startable(NamedTuple):
-    """Slots that waiting samples may take, and the running samples and forks to come that keep theirs."""
-
-    slots: int
-    running: Int64
-    reserved: dict[int, int]
-
-
-def startable(table: SequenceTable, reserved: dict[int, int], priority: int | None) -> Startable:
-    """Return what may start as far as slots go; the arguments are those of `AdmissionPolicy.count`."""
-    running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
-    slots = table.free_slots
-    if priority is not None:
-        lower = table.priority[running] > priority
-        slots += int(lower.sum()) + int(np.count_nonzero(table.state == State.PREEMPTED))
-        running = running[~lower]
-        reserved = {slot: forks for slot, forks in reserved.items() if table.priority[slot] <= priority}
-    return Startable(slots - sum(reserved.values()), running, reserved)
-
-
-class SampleCosts(NamedTuple):
-    """Pages that the `first` of some samples and each of the `others` shares; tokens that they all compute."""
-
-    first: int
-    others: int
-    tokens: int
-
-
-def sample_costs(paging: Paging, retained_prompts: RetainedPrompts, pending: Pending, samples: int) -> SampleCosts:
-    """Return the costs of the first `samples` samples of `pending`.
-
-    If the first has to prefill, it shares the pages that running sequences hold anyway; pages that are only cached
-    count as its own. The others share the prompt's full pages with it. Samples that start late share them with the
-    retained prompt.
-    """
-    size, tokens = paging.page_size, len(pending.tokens)
-    full, others = (tokens - 1) // size, tokens // size
-    if pending.fresh and retained_prompts.find(pending.request) is not None:
-        return SampleCosts(full, full, samples)
-    if pending.fresh and pending.request.leader is not None:
-        return SampleCosts(others, others, 0)
-    if pending.fresh and pending.request.needs_all:
-        return SampleCosts(0, others, tokens)
-    locked, cached = paging.tree.depths(pending.tokens[: full * size], pending.request.salt)
-    return SampleCosts(locked, others, tokens - cached * size)

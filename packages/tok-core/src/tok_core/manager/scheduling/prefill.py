@@ -9,21 +9,20 @@ import numpy as np
 
 from tok_core.manager.admission import AdmissionPolicy, FairShares, SequenceStarter, StartTurn
 from tok_core.manager.faults import Faults, FaultyRequest
-from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Pending
 from tok_core.manager.scheduling.batch_builder import BatchBuilder
 from tok_core.manager.scheduling.reclaimer import Reclaimer
 from tok_core.manager.scheduling.steps_in_flight import Microbatches
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.sequences import State
 from tok_core.messages import Int64
 
 
 class ChunkedPrefill:
     """Prompts that are being computed: their order, their chunks, and the pages for these."""
 
-    def __init__(self, table: SequenceTable, paging: Paging, starter: SequenceStarter, reclaimer: Reclaimer) -> None:
-        self._table = table
-        self._paging = paging
+    def __init__(self, starter: SequenceStarter, reclaimer: Reclaimer) -> None:
+        self._table = starter.table
+        self._paging = starter.paging
         self._starter = starter
         self._retained_prompts = starter.retained_prompts
         self._reclaimer = reclaimer
@@ -95,9 +94,6 @@ class Admitter:
 
     def __init__(
         self,
-        *,
-        table: SequenceTable,
-        paging: Paging,
         starter: SequenceStarter,
         fair_shares: FairShares,
         admission: AdmissionPolicy,
@@ -106,8 +102,8 @@ class Admitter:
         prefill: ChunkedPrefill,
         faults: Faults,
     ) -> None:
-        self._table = table
-        self._paging = paging
+        self._table = starter.table
+        self._paging = starter.paging
         self._starter = starter
         self._waiting = starter.waiting
         self._retained_prompts = starter.retained_prompts
@@ -128,23 +124,22 @@ class Admitter:
         behind = int(np.count_nonzero(~self._table.granted[decode])) if due else 0
         if budget + behind <= 0 or not self._waiting:
             return budget
-        reserved = self._reserved()
         self._admission.account(computed, self._starter.recomputed_tokens)
         turns = partial(self._fair_shares.turns, classes=self._waiting.classes())
         cycles, tokens = self._microbatches.cycles, max(budget, 1)
         try:
-            allowed, chosen = self._admission.count(turns, self._waiting, reserved, cycles, tokens)
+            allowed, chosen = self._admission.count(turns, cycles, tokens)
         except FaultyRequest as faulty:
             self._faults.add(faulty.rid, faulty.error)
             return budget
         if due:
-            allowed = max(allowed, min(due, self._table.free_slots - sum(reserved.values())))
+            allowed = max(allowed, min(due, self._starter.unreserved_slots))
         return self._start(builder, chosen, allowed, budget, behind)
 
     def admit_due(self, builder: BatchBuilder, decode: Int64, budget: int) -> int:
         """Start only samples that have waited too long; return the budget left."""
         classes = self._waiting.classes()[:1]
-        allowed = min(self._fair_shares.due, self._table.free_slots - sum(self._reserved().values()))
+        allowed = min(self._fair_shares.due, self._starter.unreserved_slots)
         behind = int(np.count_nonzero(~self._table.granted[decode]))
         if allowed <= 0:
             return budget
@@ -164,7 +159,7 @@ class Admitter:
             turns = partial(self._fair_shares.turns, classes=[priority])
             cycles, tokens = self._microbatches.cycles, budget + behind
             try:
-                allowed, chosen = self._admission.count(turns, waiting, self._reserved(), cycles, tokens, priority)
+                allowed, chosen = self._admission.count(turns, cycles, tokens, priority)
             except FaultyRequest as faulty:
                 self._faults.add(faulty.rid, faulty.error)
                 break
@@ -175,9 +170,6 @@ class Admitter:
             if waiting.lines(priority):
                 break
         return budget
-
-    def _reserved(self) -> dict[int, int]:
-        return {slot: len(forks) for slot, forks in self._starter.pending_forks.items()}
 
     def _start(
         self,

@@ -9,9 +9,9 @@ import numpy as np
 from tok_core.manager.admission import SequenceStarter
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar_manager import GrammarManager
-from tok_core.manager.kv_cache import Paging, PreemptionPolicy
+from tok_core.manager.kv_cache import PreemptionPolicy
 from tok_core.manager.requests import Accounts, Request
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.sequences import State
 from tok_core.messages import Int64
 
 
@@ -24,8 +24,6 @@ class Reclaimer:
 
     def __init__(
         self,
-        table: SequenceTable,
-        paging: Paging,
         starter: SequenceStarter,
         accounts: Accounts,
         grammars: GrammarManager,
@@ -34,8 +32,8 @@ class Reclaimer:
     ) -> None:
         self.preemptions = 0
         self.shortages = 0
-        self._table = table
-        self._paging = paging
+        self._table = starter.table
+        self._paging = starter.paging
         self._starter = starter
         self._pending_forks = starter.pending_forks
         self._retained_prompts = starter.retained_prompts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from tok_core.manager.scheduling.batch_builder import BatchBuilder, Changes
 from tok_core.manager.scheduling.prefill import Admitter, ChunkedPrefill
 from tok_core.manager.scheduling.reclaimer import Reclaimer
 from tok_core.manager.scheduling.steps_in_flight import Microbatches, TokenBudget
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.sequences import State
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
 
@@ -39,7 +38,6 @@ class Scheduler:
     def __init__(
         self,
         info: EngineInfo,
-        table: SequenceTable,
         paging: Paging,
         lengths: LengthModel,
         stops: StopSets,
@@ -47,36 +45,28 @@ class Scheduler:
         faults: Faults,
         *,
         groups: bool,
-        admission: AdmissionName = "forecast",
-        stages: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        admission: AdmissionName,
+        stages: int,
+        clock: Callable[[], float],
     ) -> None:
         self.info = info
-        self.table = table
+        self.table = table = paging.table
         self.paging = paging
         self.grammars = grammars
-        self.starter = SequenceStarter(table, paging, stops)
+        self.starter = SequenceStarter(paging, stops)
         self.retained_prompts = self.starter.retained_prompts
         self.waiting = self.starter.waiting
         self.pending_forks = self.starter.pending_forks
         self.faults = faults
         preemption = LeastWorkLost(paging)
-        self.fair_shares = FairShares(table, paging, self.waiting, preemption, clock)
-        accounts = self.fair_shares.accounts
-        self.reclaimer = Reclaimer(table, paging, self.starter, accounts, grammars, preemption, self.faults)
-        self.prefill = ChunkedPrefill(table, paging, self.starter, self.reclaimer)
-        self.admission = make_admission(admission, table, paging, lengths, self.retained_prompts)
+        self.fair_shares = FairShares(paging, self.waiting, preemption, clock)
+        self.accounts = self.fair_shares.accounts
+        self.reclaimer = Reclaimer(self.starter, self.accounts, grammars, preemption, faults)
+        self.prefill = ChunkedPrefill(self.starter, self.reclaimer)
+        self.admission = make_admission(admission, self.starter, lengths)
         self.microbatches = Microbatches(table, stages)
         self.admitter = Admitter(
-            table=table,
-            paging=paging,
-            starter=self.starter,
-            fair_shares=self.fair_shares,
-            admission=self.admission,
-            microbatches=self.microbatches,
-            reclaimer=self.reclaimer,
-            prefill=self.prefill,
-            faults=self.faults,
+            self.starter, self.fair_shares, self.admission, self.microbatches, self.reclaimer, self.prefill, faults
         )
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
         self.groupings = (
@@ -157,7 +147,7 @@ class Scheduler:
                 except Exception as error:
                     self.faults.add(int(self.table.rid[slot]), error)
                     budget = min(budget, 0)  # unknown: the failed prefill may have used some of it
-        if above is not None and (lowest := self.fair_shares.lowest_running()) is not None and above < lowest:
+        if above is not None and (lowest := self.accounts.lowest_running()) is not None and above < lowest:
             budget = self.admitter.admit_above(builder, decode, budget, lowest)
         if admitting and (shortages == self.reclaimer.shortages or self.fair_shares.due):
             budget = self.admitter.admit(builder, decode, budget, self.computed_tokens)
