@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from support.patience import wait_until
+from support.prefix_trees import check_tree
 from tok_core import Engine, EngineConfig
 from tok_core.manager.loop import Manager
 from tok_core.replicas.replica import ThreadReplica
@@ -32,7 +33,7 @@ def assert_all_given_back(manager: Manager) -> None:
     assert manager.paging.tree.evictable == manager.paging.tree.pages
     assert not manager.scheduler.waiting
     assert not manager.scheduler.pending_forks
-    manager.paging.tree.check()
+    check_tree(manager.paging.tree)
 
 
 @contextmanager

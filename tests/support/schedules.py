@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from support.grouping import group_eagerly
+from support.prefix_trees import check_tree
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
 from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
@@ -162,7 +163,7 @@ def check(manager: Manager) -> None:
         )
     assert table.requests_running == len(set(table.rid[np.isin(table.state, (State.FREE, State.ENDED), invert=True)]))
     assert table.ended == np.count_nonzero(table.state == State.ENDED)
-    paging.tree.check()
+    check_tree(paging.tree)
     check_accounts(manager)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_core.manager.admission import forecast
-from tok_core.manager.admission.forecast import admissible, peak_pages
+from tok_core.manager.admission.forecast import admissible, usage
 from tok_core.messages import Int64
 
 Demand = tuple[Int64, Int64, Int64]
@@ -26,6 +26,11 @@ def demands(draw: st.DrawFn, page_size: int, most: int = 12) -> Demand:
 
 
 page_sizes = st.integers(1, 20)
+
+
+def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
+    """Return the most pages that the sequences ever need together: page use peaks only where one of them finishes."""
+    return int(usage(length, remaining, shared, page_size, np.unique(remaining)).max(initial=0))
 
 
 def simulated_peak(demand: Demand, page_size: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from support.prefix_trees import check_tree
 from tok_core.manager.kv_cache.page_allocator import PageAllocator
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Insertion, Node
@@ -235,7 +236,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_holds_what_the_model_holds(self) -> None:
-        self.tree.check()
+        check_tree(self.tree)
         assert contents(self.tree) == self.model.page
         assert self.allocator.free + self.tree.pages == NUM_PAGES
         loose = [prefix for prefix in self.model.page if not self.model.keeps(prefix)]
@@ -252,7 +253,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.allocator.release(freed)
         assert self.allocator.free == NUM_PAGES
         assert not self.tree.root.children
-        self.tree.check()
+        check_tree(self.tree)
 
     def matched(self, tokens: Tokens) -> Node:
         depths = self.tree.depths(array(tokens), salt_of(tokens))
@@ -325,10 +326,10 @@ def test_prefix_tree_shares_no_page_between_cache_salts() -> None:
         assert not tree.continues(tree.root, pages(0, 4), b"of another " + bytes(5))
         node = tree.match(pages(0, 8), salt).node
         assert tree.continues(node, pages(8, 4), b"any, as a salt counts at the root only")
-    tree.check()
+    check_tree(tree)
     assert len(tree.evict(4 * len(salts))) == 4 * len(salts)
     assert not tree.root.children
-    tree.check()
+    check_tree(tree)
 
 
 def test_node_split_by_a_match_keeps_id_and_locks_in_the_lower_part() -> None:
@@ -344,7 +345,7 @@ def test_node_split_by_a_match_keeps_id_and_locks_in_the_lower_part() -> None:
     assert (match.node.depth, match.node.locks, tree.evictable) == (2, 1, 0)
     tree.unlock(node)
     assert tree.evictable == 4
-    tree.check()
+    check_tree(tree)
 
 
 def test_only_a_leaf_with_a_single_lock_grows_in_place() -> None:
@@ -357,7 +358,7 @@ def test_only_a_leaf_with_a_single_lock_grows_in_place() -> None:
     child = tree.extend(leaf, pages(4, 1), pages(4, 1)).node
     assert child.parent is leaf
     assert (leaf.depth, child.depth, tree.evictable) == (4, 5, 1)
-    tree.check()
+    check_tree(tree)
 
 
 def test_recently_unlocked_node_is_evicted_last() -> None:
@@ -379,11 +380,11 @@ def test_leaf_batch_takes_one_eviction_queue_entry_until_matched() -> None:
     match = tree.match(np.array([0, 1, 8, 9, 10, 11], np.int32))
     assert match.pages.tolist() == [100, 4, 5]
     assert len(tree._queue) == 3
-    tree.check()
+    check_tree(tree)
     assert tree.evict(3).tolist() == [1, 0, 3]  # a leaf, and a part of the next
-    tree.check()
+    check_tree(tree)
     assert tree.evict(100).tolist() == [2, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14, 5, 4, 100]
-    tree.check()
+    check_tree(tree)
     assert not tree._leaves
 
 
@@ -412,7 +413,7 @@ def test_prefix_tree_path_may_exceed_the_recursion_limit() -> None:
     tree.lock(deepest)
     assert (tree.evictable, len(tree.evict(count))) == (0, 0)
     tree.unlock(deepest)
-    tree.check()
+    check_tree(tree)
     assert tree.evict(count).tolist() == list(range(count))[::-1]
 
 
@@ -437,5 +438,5 @@ def test_eviction_queue_has_no_more_entries_than_the_tree_has_nodes() -> None:
         if turn % 7 == 0:
             page = tree.evict(1)
             tree.insert(page, page)
-    tree.check()
+    check_tree(tree)
     assert len(tree._queue) == 20

@@ -42,13 +42,6 @@ class _Growth(NamedTuple):
         return _Growth(self.now[:count], self.lacking[:count], self.until[:count])
 
 
-def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
-    """Return the most pages that the sequences, int64 [n] each, ever need together; 0 for none. Exact."""
-    if not len(length):
-        return 0
-    return int(usage(length, remaining, shared, page_size, np.unique(remaining)).max())
-
-
 def usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
     """Return the pages needed at each of `moments`, int64 [M] ascending."""
     until = np.searchsorted(moments, remaining, side="right")

@@ -116,15 +116,6 @@ class LeafBatch:
         while self.removed < len(self.keys) and children.get(self.keys[self.removed]) is not self:
             self.removed += 1
 
-    def check(self, parent: Node, key: bytes, page_size: int) -> None:
-        """Assert the invariants of the leaf that `parent` finds by `key`."""
-        leaf = self.row(key)
-        assert self.parent is parent
-        assert self.used + self.removed <= leaf.used <= parent.used
-        first_page = leaf.tokens[:page_size].tobytes()
-        assert key.endswith(first_page) if parent.parent is None else key == first_page
-        assert len(leaf.tokens) == len(leaf.pages) * page_size > 0
-
 
 def head(array: Int32, count: int) -> Int32:
     """Return the first `count` entries: a view, or a copy if the array behind a view is more than twice as long."""
