@@ -57,7 +57,7 @@ def make_manager(
     config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp)
     manager = Manager(config, info, ports, None, clock)
     manager.scheduler.microbatches.fewest = 1
-    manager.paging.at_once = 8
+    manager.paging.min_shared_entries = 8
     group_eagerly(manager)
     return manager, ports
 

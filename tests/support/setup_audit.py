@@ -44,7 +44,7 @@ def _serve(path: Path, backend: BackendName) -> SetUpLate:
     late: list[str] = []
     with Engine(config, in_process=True) as engine:
         runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
-        manager_of(engine).paging.at_once = 1000  # so that both ways of sharing a prompt's pages are used
+        manager_of(engine).paging.min_shared_entries = 1000  # so that both ways of sharing a prompt's pages are used
         waits = _watch_launches(runner)
         knobs.runtime.jit_post_compile_hook = lambda *_, **about: late.append(str(about.get("repr")))
         graphs, blocks = len(runner.graphs), torch.cuda.memory_stats()["num_device_alloc"]

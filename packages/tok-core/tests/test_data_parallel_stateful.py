@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
         self.core.abort(request.request_id)
         assert request.ended()
         if not ended:
-            assert request.request_id not in self.core._open
+            assert self.core._open.named(request.request_id) is None
             self.open.remove(request)
 
     @rule(turns=st.integers(1, 6))

@@ -11,11 +11,11 @@ from support.schedules import drive, engine_info, make_manager, submit
 from tok_core import SamplingParams
 from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.manager.scheduling.steps_in_flight import (
-    CONTEXT,
+    MAX_EXCESS_SHARE,
     MIN_QUEUED_STEPS,
+    MIN_SPARE_ROWS,
     MIN_STEP_TOKENS,
-    SLACK,
-    SPARE,
+    ROW_CONTEXT_TOKENS,
     Microbatches,
     RunAhead,
     TokenBudget,
@@ -44,11 +44,11 @@ def test_balanced_microbatches_cost_about_the_same(rows: int, stages: int, seed:
         microbatches.balance()
         microbatches.next_turn()
     table = microbatches._table
-    cost = 1 + table.length[:rows] / CONTEXT
+    cost = 1 + table.length[:rows] / ROW_CONTEXT_TOKENS
     load = np.bincount(table.microbatch[:rows], cost)
-    wanted = stages + 1 if rows >= SPARE * (stages + 1) else min(stages, -(-rows // microbatches.fewest))
+    wanted = stages + 1 if rows >= MIN_SPARE_ROWS * (stages + 1) else min(stages, -(-rows // microbatches.fewest))
     assert np.count_nonzero(load) <= wanted
-    assert load.max() <= cost.sum() / wanted * (1 + SLACK) + 2 * cost.max()
+    assert load.max() <= cost.sum() / wanted * (1 + MAX_EXCESS_SHARE) + 2 * cost.max()
 
 
 def test_overfull_microbatch_moves_its_youngest_sequences_by_one_turn() -> None:
@@ -75,7 +75,7 @@ def test_lone_sequence_runs_a_step_per_token_with_few_queued(pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [2, 3, 6])
 def test_microbatch_decodes_again_once_its_tokens_passed_all_stages(pp: int) -> None:
-    rows = SPARE * (pp + 1)
+    rows = MIN_SPARE_ROWS * (pp + 1)
     sizes = {"max_running": rows, "num_pages": rows * 60, "max_model_len": 256}
     manager, ports = make_manager(engine_info(**sizes, max_step_tokens=rows), pp + 2, pp=pp)
     requests = [submit(rid, [1 + rid % 7, rid // 7 % 11, rid % 5], FOR_EVER) for rid in range(rows)]
@@ -83,7 +83,7 @@ def test_microbatch_decodes_again_once_its_tokens_passed_all_stages(pp: int) -> 
     steady = ports.steps[-10 * (pp + 1) :]
     assert {step.step - step.sampled_upto for step in steady} == {pp + 1}
     even = rows / (pp + 1)
-    assert all(abs(len(step.decode_slot) - even) <= even * SLACK + 2 for step in steady)
+    assert all(abs(len(step.decode_slot) - even) <= even * MAX_EXCESS_SHARE + 2 for step in steady)
 
 
 def test_run_ahead_queues_one_more_step_per_pipeline_stage() -> None:

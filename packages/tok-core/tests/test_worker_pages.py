@@ -55,7 +55,7 @@ def test_samples_that_share_a_prompt_match_transformers(path: Path, at_once: int
     prompts = random_prompts((5, 64, 130))
     wanted = [list(tokens) for tokens, _ in reference_greedy(path, prompts, 40)]
     with cpu_engine(path, kv_cache_tokens=1024, max_model_len=256, max_running=16) as engine:
-        manager_of(engine).paging.at_once = at_once
+        manager_of(engine).paging.min_shared_entries = at_once
         for params in (GREEDY, LATE):
             for output, tokens in zip(engine.generate(prompts, params), wanted, strict=True):
                 found = [sample.token_ids for sample in output.outputs]

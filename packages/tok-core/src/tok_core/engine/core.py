@@ -54,7 +54,7 @@ class _ReplicaEvents:
         self.dispatcher.replica_lost(replica, reason)
 
     def settled(self) -> None:
-        self.dispatcher.place_held()
+        self.dispatcher.dispatch_held()
 
 
 class EngineCore:
@@ -190,13 +190,13 @@ class EngineCore:
         request = self._make_request(request_id or self._new_id(), ids, params, sink, stream)
         request.tenant, request.salt = tenant, salt
         try:
-            asked = self._dispatcher.ask(request, tokens)
-            self._dispatcher.open(request, None if verdict is not None else asked, later=later)
+            routing = self._dispatcher.routing_request(request, tokens)
+            self._dispatcher.open(request, None if verdict is not None else routing, later=later)
         except BaseException:
             self._token_store.close(request.rid)
             raise
         if verdict is not None:
-            verdict.add_done_callback(lambda done: self._place_checked(request, asked, done))
+            verdict.add_done_callback(lambda done: self._dispatch_checked(request, routing, done))
         return request
 
     def verdict(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
@@ -206,7 +206,7 @@ class EngineCore:
             raise EngineClosed("the engine has not been started")
         return self._checker.begin(grammar, most, tenant)
 
-    def _place_checked(self, request: OpenRequest, asked: RoutingRequest, verdict: Future[str]) -> None:
+    def _dispatch_checked(self, request: OpenRequest, routing: RoutingRequest, verdict: Future[str]) -> None:
         """Dispatch an open request whose grammar has been checked, or fail it."""
         with request.lock:
             if request.ended():
@@ -214,7 +214,7 @@ class EngineCore:
             try:
                 assert request.params.grammar is not None
                 refuse(request.params.grammar, verdict.result())
-                self._dispatcher.place_or_hold(request, asked)
+                self._dispatcher.dispatch_or_hold(request, routing)
                 return
             except Exception as error:  # any error must end the request, or it would stay open
                 self._dispatcher.withdraw(request)
@@ -241,7 +241,7 @@ class EngineCore:
         self._dispatcher.require_ready()
         request = EmbedRequest(next(self._numbers), self._new_id(), ids, params, pooling, sink)
         request.tenant, request.salt = tenant, salt
-        self._dispatcher.open(request, self._dispatcher.ask(request, tokens))
+        self._dispatcher.open(request, self._dispatcher.routing_request(request, tokens))
         return request
 
     def _make_request(

@@ -50,13 +50,13 @@ class Dispatcher:
                 raise EngineClosed(detail)
             raise EngineDead(f"the engine is {state}" + (f": {detail}" if detail else ""))
 
-    def ask(self, request: OpenRequest, tokens: Int32) -> RoutingRequest:
+    def routing_request(self, request: OpenRequest, tokens: Int32) -> RoutingRequest:
         """Return what the router needs to place the request. `tokens`: its prompt."""
         room = self.info.max_model_len - len(tokens)
         return self._router.ask(request.rid, tokens, request.params, room, request.salt)
 
-    def open(self, request: OpenRequest, asked: RoutingRequest | None, *, later: bool = False) -> None:
-        """Register the request and dispatch it to replicas; if `asked` is None, a later call dispatches it.
+    def open(self, request: OpenRequest, routing: RoutingRequest | None, *, later: bool = False) -> None:
+        """Register the request and dispatch it to replicas; if `routing` is None, a later call dispatches it.
 
         Raises InvalidField for an id that is in use, and as `require_ready` does.
         """
@@ -64,31 +64,31 @@ class Dispatcher:
             self.require_ready()
             self._requests.add(request)
             try:
-                if asked is not None:
-                    self._place(request, asked, later=later)
+                if routing is not None:
+                    self._dispatch(request, routing, later=later)
             except BaseException:
                 self.withdraw(request)
                 raise
 
-    def place_or_hold(self, request: OpenRequest, asked: RoutingRequest) -> None:
+    def dispatch_or_hold(self, request: OpenRequest, routing: RoutingRequest) -> None:
         """Dispatch a registered request, or hold it while no replica is ready. Raise EngineDead if none will be."""
         with self._lock:
             if self._replica_set.state in ("restarting", "unresponsive"):
-                self.held.append((request, asked))
+                self.held.append((request, routing))
                 return
             self.require_ready()
-            self._place(request, asked)
+            self._dispatch(request, routing)
 
-    def place_held(self) -> None:
+    def dispatch_held(self) -> None:
         """Dispatch held requests. Called when a replica serves again, or will not be restarted."""
         with self._lock:
             held, self.held = self.held, []
-        for request, asked in held:
+        for request, routing in held:
             with request.lock:
                 if request.ended():
                     continue
                 try:
-                    self.place_or_hold(request, asked)
+                    self.dispatch_or_hold(request, routing)
                     continue
                 except Exception as error:
                     self.withdraw(request)
@@ -130,14 +130,14 @@ class Dispatcher:
             first = min((one.params.priority for one in hit if one.error is None), default=None)
         which = f" (replica {replica})" if self._router.several else ""
         error = f"the request was open when {reason}{which}"
-        notify([request for request in hit if not self._rescue(request, replica, EngineDead(error, first))])
+        notify([request for request in hit if not self._redispatch_or_fail(request, replica, EngineDead(error, first))])
 
-    def _place(self, request: OpenRequest, asked: RoutingRequest, *, later: bool = False) -> None:
+    def _dispatch(self, request: OpenRequest, routing: RoutingRequest, *, later: bool = False) -> None:
         split = request.params.prompt_logprobs is None  # else each replica would compute the prompt's log-probabilities
-        shares = self._router.assign(asked, range(request.params.n), self._replica_set.ready(), split=split)
+        shares = self._router.assign(routing, range(request.params.n), self._replica_set.ready(), split=split)
         request.parts = [RequestPart(*share) for share in shares]
         for index in range(len(shares)):
-            self._send(request, index, asked.tokens, later=later)
+            self._send(request, index, routing.tokens, later=later)
 
     def _send(self, request: OpenRequest, index: int, tokens: Int32, *, later: bool = False) -> None:
         part, params = request.parts[index], request.params
@@ -147,11 +147,11 @@ class Dispatcher:
         message = Submit(number, tokens, params, first, request.pooling, *caller)
         self._replica_set.send(part.replica, message, later=later)
 
-    def _rescue(self, request: OpenRequest, replica: int, error: EngineDead) -> bool:
+    def _redispatch_or_fail(self, request: OpenRequest, replica: int, error: EngineDead) -> bool:
         """Dispatch the request's lost parts again and return True, or fail it and return False."""
         with request.lock:
             try:
-                if request.ended() or self._replay(request, replica):
+                if request.ended() or self._redispatch(request, replica):
                     return True
             except Exception:
                 log.exception("request %s cannot be computed anew", request.request_id)
@@ -161,7 +161,7 @@ class Dispatcher:
             )  # a copy each, since raising one sets its traceback
             return False
 
-    def _replay(self, request: OpenRequest, lost: int) -> bool:
+    def _redispatch(self, request: OpenRequest, lost: int) -> bool:
         """Dispatch the request's parts of a dead replica to others, each part at most once; False if not possible."""
         with self._lock:
             ready = self._replica_set.ready()
@@ -178,11 +178,11 @@ class Dispatcher:
             if not all(request.restart(request.parts[index].samples) for index in indices):
                 return False
             self._router.remove(lost, request.rid)
-            asked = self.ask(request, array(request.prompt))
+            routing = self.routing_request(request, array(request.prompt))
             for index in indices:
-                (share,) = self._router.assign(asked, request.parts[index].samples, ready, split=False)
+                (share,) = self._router.assign(routing, request.parts[index].samples, ready, split=False)
                 request.parts[index] = RequestPart(*share, again=True)
-                self._send(request, index, asked.tokens)
+                self._send(request, index, routing.tokens)
             return True
 
 

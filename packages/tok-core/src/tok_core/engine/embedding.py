@@ -93,8 +93,8 @@ class Embedder:
         normalize: bool,
         dimensions: int | None,
         priority: int,
-        tenant: str = "",
-        cache_salt: str | None = None,
+        tenant: str,
+        cache_salt: str | None,
     ) -> None:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
@@ -122,13 +122,13 @@ class Embedder:
         """Return one output per prompt, in order."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Sequence[OpenRequest]]()
 
-        def tell(requests: Sequence[OpenRequest]) -> None:
+        def notify_loop(requests: Sequence[OpenRequest]) -> None:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(arrived.put_nowait, requests)
 
         with self._aborting():
             for index, (ids, tokens) in enumerate(self._prompts):
-                self._add(self._core.embed(ids, self._params, self._pooling, tell, tokens, *self._caller))
+                self._add(self._core.embed(ids, self._params, self._pooling, notify_loop, tokens, *self._caller))
                 if index % BATCH == BATCH - 1:
                     await asyncio.sleep(0)
             while self._left:

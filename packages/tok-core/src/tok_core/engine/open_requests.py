@@ -244,9 +244,6 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self.by_rid)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._by_id
-
     def add(self, request: OpenRequest) -> None:
         """Add a request. Raise InvalidField if an open request has its id."""
         with self._changed:

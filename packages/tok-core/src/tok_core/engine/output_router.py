@@ -124,12 +124,12 @@ class OutputRouter:
             return
         if self._router.several:
             progress = number_by_request(progress)
-        brought = group_by_request(progress, self._token_store, self._requests.each_token, self.tokenizer)
+        delivery = group_by_request(progress, self._token_store, self._requests.each_token, self.tokenizer)
         open_ones = self._requests.by_rid
         with self._lock:
-            self._note_progress(replica, progress, brought)
-            begun = self._requests.some(brought.begun)
-            changed = self._requests.some(brought.rids())
+            self._note_progress(replica, progress, delivery)
+            begun = self._requests.some(delivery.begun)
+            changed = self._requests.some(delivery.rids())
             prompts = [(open_ones[one.rid], one) for one in progress.prompt_outputs() if one.rid in open_ones]
         faults: list[tuple[OpenRequest, Exception]] = []
         for request, output in prompts:
@@ -149,9 +149,9 @@ class OutputRouter:
                 grammar = request.params.grammar
                 self._fail(request, InvalidField("grammar", grammar.value if grammar is not None else "", allowed))
         self._fail_faulty(faults)
-        notify(self._advance(changed, brought, progress))
+        notify(self._advance(changed, delivery, progress))
 
-    def _note_progress(self, replica: int, progress: Progress, brought: Delivery) -> None:
+    def _note_progress(self, replica: int, progress: Progress, delivery: Delivery) -> None:
         """Update cached-token counts of open requests, and the router's loads."""
         open_ones = self._requests.by_rid
         for rid, cached in progress.cached:
@@ -159,22 +159,22 @@ class OutputRouter:
                 open_ones[rid].cached_tokens = cached
         if not self._router.several:
             return
-        self._router.report(replica, *brought.counted)
-        for rid, ends in brought.ends.items():
+        self._router.report(replica, *delivery.counted)
+        for rid, ends in delivery.ends.items():
             if rid in open_ones:
                 self._router.end(replica, rid, open_ones[rid].params, ends)
 
-    def _advance(self, requests: list[OpenRequest], brought: Delivery, progress: Progress) -> list[OpenRequest]:
+    def _advance(self, requests: list[OpenRequest], delivery: Delivery, progress: Progress) -> list[OpenRequest]:
         """Advance the requests by the report, and return those to notify. Fail requests that raise an error."""
-        heard, over = [], []
+        notified, over = [], []
         faults: list[tuple[OpenRequest, Exception]] = []
         for request in requests:
-            ends = brought.ends.get(request.rid, NO_ENDS)
+            ends = delivery.ends.get(request.rid, NO_ENDS)
             with request.lock:  # an abort happens entirely before or after this
                 if request.ended():
                     continue
                 try:
-                    request.advance(brought.streamed, ends, progress)
+                    request.advance(delivery.streamed, ends, progress)
                 except Exception as error:
                     faults.append((request, error))
                     continue
@@ -185,12 +185,12 @@ class OutputRouter:
                 elif request.notified and not request.flooded:
                     continue  # the owner has not called `take` since its last notification
                 request.notified = True
-                heard.append(request)
+                notified.append(request)
         if over:
             self._dispatcher.remove(over)
             self._token_store.close_all([request.rid for request in over])
         self._fail_faulty(faults)
-        return heard
+        return notified
 
     def _fail_faulty(self, faults: list[tuple[OpenRequest, Exception]]) -> None:
         for request, error in faults:

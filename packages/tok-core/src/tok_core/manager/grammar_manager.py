@@ -8,7 +8,6 @@ Legend: W words of a packed set of tokens, n sequences, m distinct masks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -45,7 +44,7 @@ Bools = NDArray[np.bool_]
 LOOK: Final = 2e-3  # seconds between looks at grammars that are being compiled by threads
 PATIENCE: Final = 60.0  # seconds that a worker has for an answer, since the CPU may be busy with other work
 MAX_LOSSES: Final = 3  # workers lost in a row, without a sequence to blame, after which a grammar is refused
-MAX_ENDED: Final = 64  # ended sequences of a grammar after which its worker is told
+MAX_ENDED: Final = 64  # ended sequences of a grammar after which its worker is notified
 TOO_MUCH: Final = "grammars whose texts take less time and memory to follow: fewer alternatives that begin alike"
 
 
@@ -84,7 +83,7 @@ class GrammarManager:
         workers: GrammarWorkers,
         vocab_size: int,
         faults: Faults,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self.pool = GrammarPool(workers, faults, clock)
         self.waiting: dict[int, Request] = {}

@@ -6,6 +6,7 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -228,12 +229,10 @@ class CallerQueue:
         if self._fresh and self._fresh[0] is pending:
             self._fresh.popleft()
             return True
-        for some in (self._back, self._fresh):
-            try:
-                some.remove(pending)
-            except ValueError:
-                continue
-            return True
+        for entries in (self._back, self._fresh):
+            with suppress(ValueError):
+                entries.remove(pending)
+                return True
         return False
 
     def remove(self, rids: set[int]) -> None:
@@ -243,21 +242,21 @@ class CallerQueue:
 
 
 class WaitingQueue:
-    """Queues by class and caller; none of them is empty."""
+    """Samples that wait for a slot: queues by class and caller; of one caller, first come, first served."""
 
     def __init__(self) -> None:
-        self._classes: dict[int, dict[str, CallerQueue]] = {}  # by priority, ascending, and tenant
+        self._classes: dict[int, dict[str, CallerQueue]] = {}  # by priority, ascending, and tenant; no queue is empty
 
     def __len__(self) -> int:
-        return sum(len(line) for lines in self._classes.values() for line in lines.values())
+        return sum(len(queue) for queues in self._classes.values() for queue in queues.values())
 
     def __bool__(self) -> bool:
         return bool(self._classes)
 
     def __iter__(self) -> Iterator[Pending]:
         """Iterate by class, and within a class by arrival, across callers."""
-        for lines in self._classes.values():
-            yield from heapq.merge(*lines.values(), key=_order) if len(lines) > 1 else next(iter(lines.values()))
+        for queues in self._classes.values():
+            yield from heapq.merge(*queues.values(), key=_order) if len(queues) > 1 else next(iter(queues.values()))
 
     @property
     def min_open_priority(self) -> int | None:
@@ -268,50 +267,45 @@ class WaitingQueue:
         """Return the priorities that wait, ascending."""
         return list(self._classes)
 
-    def lines(self, priority: int) -> Collection[CallerQueue]:
+    def queues(self, priority: int) -> Collection[CallerQueue]:
         """Return the callers' queues of one class."""
         return self._classes.get(priority, {}).values()
 
     def append(self, pending: Pending) -> None:
         """Add a request that arrives after all the others."""
-        self._line(pending).append(pending)
+        self._queue_of(pending).append(pending)
 
     def put_back(self, pending: Pending) -> None:
         """Insert samples at their place by age."""
-        self._line(pending).put_back(pending)
+        self._queue_of(pending).put_back(pending)
 
     def take(self, pending: Pending) -> bool:
         """Remove an entry; return whether it was there."""
-        priority, tenant = _place(pending)
-        line = self._classes.get(priority, {}).get(tenant)
-        taken = line is not None and line.take(pending)
-        if line is not None and not line:
-            self._drop(priority, tenant)
+        priority, tenant = pending.request.params.priority, pending.request.tenant
+        queue = self._classes.get(priority, {}).get(tenant)
+        if queue is None:
+            return False
+        taken = queue.take(pending)
+        self._drop_empty(priority, tenant, queue)
         return taken
 
     def remove(self, rids: set[int]) -> None:
         """Drop the samples of these requests."""
-        for priority, lines in list(self._classes.items()):
-            for tenant, line in list(lines.items()):
-                line.remove(rids)
-                if not line:
-                    self._drop(priority, tenant)
+        for priority, queues in list(self._classes.items()):
+            for tenant, queue in list(queues.items()):
+                queue.remove(rids)
+                self._drop_empty(priority, tenant, queue)
 
-    def _line(self, pending: Pending) -> CallerQueue:
-        priority, tenant = _place(pending)
+    def _queue_of(self, pending: Pending) -> CallerQueue:
+        """Return the queue to which the entry belongs, a new one if there is none."""
+        priority, tenant = pending.request.params.priority, pending.request.tenant
         if priority not in self._classes:
             self._classes[priority] = {}
             self._classes = dict(sorted(self._classes.items()))
-        lines = self._classes[priority]
-        if tenant not in lines:
-            lines[tenant] = CallerQueue()
-        return lines[tenant]
+        return self._classes[priority].setdefault(tenant, CallerQueue())
 
-    def _drop(self, priority: int, tenant: str) -> None:
-        del self._classes[priority][tenant]
-        if not self._classes[priority]:
-            del self._classes[priority]
-
-
-def _place(pending: Pending) -> tuple[int, str]:
-    return pending.request.params.priority, pending.request.tenant
+    def _drop_empty(self, priority: int, tenant: str, queue: CallerQueue) -> None:
+        if not queue:
+            del self._classes[priority][tenant]
+            if not self._classes[priority]:
+                del self._classes[priority]

@@ -143,6 +143,10 @@ class SequenceTable:
         slots: Int64 = (self.state == state).nonzero()[0]
         return slots
 
+    def active(self) -> Int64:
+        """Return the slots whose sequences prefill, then those whose sequences decode: these can be preempted."""
+        return np.concatenate((self.in_state(State.PREFILL), self.in_state(State.DECODE)))
+
     def claim(self, request: Request, samples: Sequence[int], tokens: Int32) -> Int64:
         """Assign a free slot to each of `samples`, with `tokens` to prefill; return the slots in order."""
         if len(samples) == 1:
@@ -161,7 +165,7 @@ class SequenceTable:
         return found
 
     def claim_one(self, request: Request, sample: int, tokens: Int32) -> int:
-        """Assign a free slot to one sample: NumPy sets an entry by a plain integer in a third of the time."""
+        """Like `claim` for one sample, in a third of the time: NumPy sets an entry by a plain integer."""
         slot = self._free.pop()
         self.requests_running += not request.slots
         request.slots[sample] = slot

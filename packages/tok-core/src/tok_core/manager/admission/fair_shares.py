@@ -25,7 +25,7 @@ from tok_core.messages import Int64
 
 # Seconds: half of the second within which a request is to begin; the other half is for the step in progress.
 QUANTUM = 0.5
-LOOKS = 2  # looks per quantum
+LOOKS = 2  # checks per quantum
 # Requests that share a caller's slots before they are served first come, first served: prefix groups stay large.
 MAX_SHARING_REQUESTS = 32
 MAX_COMPARED = 1024  # queue entries of one caller that are compared
@@ -76,10 +76,10 @@ class FairShares:
         """
         now = self._clock()
         for priority in classes:
-            lines = self._waiting.lines(priority)
-            for line, count in _levelled(lines, most) if len(lines) > 1 else [(line, most) for line in lines]:
+            queues = self._waiting.queues(priority)
+            for queue, count in _levelled(queues, most) if len(queues) > 1 else [(queue, most) for queue in queues]:
                 left = count
-                for turn in self._of_line(line, count, now):
+                for turn in self._of_queue(queue, count, now):
                     taken = min(turn.samples, left)
                     yield turn if taken == turn.samples else StartTurn(turn.pending, taken)
                     left, most = left - taken, most - taken
@@ -88,14 +88,14 @@ class FairShares:
             if most <= 0:
                 return
 
-    def _of_line(self, line: CallerQueue, most: int, now: float) -> Iterable[StartTurn]:
-        account, head = line.account, line.first
+    def _of_queue(self, queue: CallerQueue, most: int, now: float) -> Iterable[StartTurn]:
+        account, head = queue.account, queue.first
         share = max(1, (account.running + most) // min(max(1, len(account.open)), MAX_SHARING_REQUESTS))
         if head.request.running + len(head.samples) > share and account.holders < MAX_SHARING_REQUESTS:
-            others = islice(line, 1, MAX_COMPARED)
+            others = islice(queue, 1, MAX_COMPARED)
             if any(one.request.running < share and _aged(one.request, now) for one in others):
-                return _capped(line, share, MAX_SHARING_REQUESTS - account.holders, now)
-        return (StartTurn(pending, len(pending.samples)) for pending in line)
+                return _capped(queue, share, MAX_SHARING_REQUESTS - account.holders, now)
+        return (StartTurn(pending, len(pending.samples)) for pending in queue)
 
     def look(self, computed: int) -> list[int]:
         """Return slots to preempt for samples that have waited too long. Between looks, return none at once.
@@ -113,43 +113,43 @@ class FairShares:
 
     def _take_back(self, priority: int, now: float) -> list[int]:
         """Return slots of one class to take: for callers below their share, then for requests without running ones."""
-        lines = sorted(self._waiting.lines(priority), key=lambda line: line.account.running)
-        ledger = _Ledger(self._paging, self._preemption, priority, self._allowance)
+        queues = sorted(self._waiting.queues(priority), key=lambda queue: queue.account.running)
+        plan = _PreemptionPlan(self._paging, self._preemption, priority, self._allowance)
         accounts = list(self.accounts.of_class(priority))
         if len(accounts) > 1:
-            self._level_accounts(accounts, lines, ledger)
-        for line in lines:
-            self.due += self._first_starts(line, ledger, now)
-        self._allowance -= ledger.lost
-        return ledger.victims
+            self._level_accounts(accounts, queues, plan)
+        for queue in queues:
+            self.due += self._first_starts(queue, plan, now)
+        self._allowance -= plan.lost
+        return plan.victims
 
-    def _level_accounts(self, accounts: list[Account], lines: list[CallerQueue], ledger: _Ledger) -> None:
+    def _level_accounts(self, accounts: list[Account], queues: list[CallerQueue], plan: _PreemptionPlan) -> None:
         """Free slots for samples of callers that have waited and hold less than their share."""
-        waiting = {line.account.id: line.samples(self._table.slots) for line in lines}
+        waiting = {queue.account.id: queue.samples(self._table.slots) for queue in queues}
         for one in accounts:
             one.looks = one.looks + 1 if one.id in waiting else 0
         wanted = np.array([one.running + waiting.get(one.id, 0) for one in accounts], np.int64)
-        share = max(1, _level(np.zeros_like(wanted), wanted, sum(one.running for one in accounts) + ledger.free))
-        for line in lines:
-            account = line.account
+        share = max(1, _level(np.zeros_like(wanted), wanted, sum(one.running for one in accounts) + plan.free))
+        for queue in queues:
+            account = queue.account
             starts = min(share - account.running, waiting[account.id])
             if account.looks > LOOKS and starts > 0:
-                holders = ledger.holders(self._table.account)
-                got = sum(ledger.vacate(holders, max(share, account.running + 1), line.first) for _ in range(starts))
+                holders = plan.holders(self._table.account)
+                got = sum(plan.vacate(holders, max(share, account.running + 1), queue.first) for _ in range(starts))
                 self.due += got > 0
 
-    def _first_starts(self, line: CallerQueue, ledger: _Ledger, now: float) -> int:
+    def _first_starts(self, queue: CallerQueue, plan: _PreemptionPlan, now: float) -> int:
         """Free a slot for each of the caller's requests without a running sample; return how many of them get one."""
-        account, table = line.account, self._table
+        account, table = queue.account, self._table
         most = MAX_SHARING_REQUESTS - account.holders
         if most <= 0 or account.running <= account.holders:
             return 0
-        late = [one for one in islice(line, MAX_COMPARED) if not one.request.running and _aged(one.request, now)]
-        holders = ledger.holders(table.rid, account.id) if late else {}
-        return sum(ledger.vacate(holders, 1, one) for one in late[:most])
+        late = [one for one in islice(queue, MAX_COMPARED) if not one.request.running and _aged(one.request, now)]
+        holders = plan.holders(table.rid, account.id) if late else {}
+        return sum(plan.vacate(holders, 1, one) for one in late[:most])
 
 
-class _Ledger:
+class _PreemptionPlan:
     """Free slots and pages as they will be once `victims` of one class are preempted, and the tokens lost by that."""
 
     def __init__(self, paging: Paging, preemption: PreemptionPolicy, priority: int, allowance: float) -> None:
@@ -159,7 +159,6 @@ class _Ledger:
         self.free = table.free_slots + table.ended + int(np.count_nonzero(table.state == State.PREEMPTED))
         self._pages = paging.available
         self._table = table
-        self._paging = paging
         self._preemption = preemption
         self._priority = priority
         self._allowance = allowance
@@ -167,23 +166,22 @@ class _Ledger:
     def holders(self, owner: Int64, account: int | None = None) -> dict[int, list[tuple[int, int]]]:
         """Return running slots by `owner`, a column of the table, each with the tokens it would lose, least last."""
         table = self._table
-        slots = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        slots = table.active()
         slots = slots[table.priority[slots] == self._priority]
         if account is not None:
             slots = slots[table.account[slots] == account]
         ranked, lost = self._preemption.rank(slots[~np.isin(slots, self.victims)])
         found: dict[int, list[tuple[int, int]]] = {}
-        for one, slot, tokens in zip(
-            owner[ranked[::-1]].tolist(), ranked[::-1].tolist(), lost[::-1].tolist(), strict=True
-        ):
+        ranked, lost = ranked[::-1], lost[::-1]
+        for one, slot, tokens in zip(owner[ranked].tolist(), ranked.tolist(), lost.tolist(), strict=True):
             found.setdefault(one, []).append((slot, tokens))
         return found
 
     def vacate(self, holders: dict[int, list[tuple[int, int]]], min_slots: int, pending: Pending) -> bool:
-        """Choose victims until one more sample can start; each holder keeps at least `min_slots` slots.
+        """Choose victims until one more sample can start, and return whether it can.
 
-        Return whether the sample can start. The first victim is always allowed. Further ones are as long as the tokens
-        lost by all of them are within the allowance, or within the tokens of `pending` if these are more.
+        Each holder keeps at least `min_slots` slots. The first victim is always allowed. Further victims are allowed
+        while the tokens that all of them lose stay within the allowance, or within those of `pending` if it has more.
         """
         size = self._table.page_size
         pages = -(-len(pending.tokens) // size) + 1
@@ -208,7 +206,7 @@ def _aged(request: Request, now: float) -> bool:
     return now - request.arrived >= QUANTUM
 
 
-def _capped(line: CallerQueue, share: int, begin: int, now: float) -> Iterator[StartTurn]:
+def _capped(queue: CallerQueue, share: int, begin: int, now: float) -> Iterator[StartTurn]:
     """Return turns in three rounds.
 
     First comes one sample each of up to `begin` late requests without a running sample, then each request up to its
@@ -216,7 +214,7 @@ def _capped(line: CallerQueue, share: int, begin: int, now: float) -> Iterator[S
     """
     given: Counter[int] = Counter()
     firsts, within, beyond = list[StartTurn](), list[StartTurn](), list[StartTurn]()
-    for pending in islice(line, MAX_COMPARED):
+    for pending in islice(queue, MAX_COMPARED):
         request, left = pending.request, len(pending.samples)
         first = int(len(firsts) < begin and _aged(request, now))
         for turns, most in ((firsts, first), (within, share), (beyond, left)):
@@ -228,16 +226,16 @@ def _capped(line: CallerQueue, share: int, begin: int, now: float) -> Iterator[S
     return chain(firsts, within, beyond)
 
 
-def _levelled(lines: Collection[CallerQueue], most: int) -> list[tuple[CallerQueue, int]]:
-    """Return lines and how many of their samples are to start, so that all callers come to run equally many."""
-    ordered = sorted(lines, key=lambda line: (line.account.running, line.first.order))
-    running = np.array([line.account.running for line in ordered], np.int64)
-    waiting = np.array([line.samples(most) for line in ordered], np.int64)
+def _levelled(queues: Collection[CallerQueue], most: int) -> list[tuple[CallerQueue, int]]:
+    """Return queues and how many of their samples to start, so that all callers run equally many in the end."""
+    ordered = sorted(queues, key=lambda queue: (queue.account.running, queue.first.order))
+    running = np.array([queue.account.running for queue in ordered], np.int64)
+    waiting = np.array([queue.samples(most) for queue in ordered], np.int64)
     low = _level(running, waiting, most)
     gets = np.clip(low - running, 0, waiting)
     more = ((gets < waiting) & (running <= low)).nonzero()[0][: most - int(gets.sum())]
     gets[more] += 1
-    return [(line, count) for line, count in zip(ordered, gets.tolist(), strict=True) if count]
+    return [(queue, count) for queue, count in zip(ordered, gets.tolist(), strict=True) if count]
 
 
 def _level(running: Int64, waiting: Int64, most: int) -> int:

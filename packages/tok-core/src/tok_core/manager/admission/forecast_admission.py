@@ -217,7 +217,7 @@ class ForecastAdmission:
     def refresh(self) -> None:
         """Update the length model with how far the running sequences are now."""
         table = self.table
-        slots = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        slots = table.active()
         prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
         seen, generated, most = table.followed[slots].astype(np.int64), known - prompt, limit - prompt
         self.lengths.follow(seen, generated, most)

@@ -2,7 +2,8 @@
 
 Lengths are put in buckets of geometrically growing width. The probability to end within a bucket is the number of
 samples that ended there over the number that reached it (Kaplan and Meier 1958). Running samples count in every bucket
-they have passed, and samples cut off by their limit are no ends. Counts decay with every sample that finishes later.
+they have passed. Samples cut off by their limit count as censored, not as ended. Counts decay with every sample that
+finishes later.
 
 There is one survival curve for each power of two of the limit. With little data, it is pulled towards the curve of all
 samples. That curve is pulled towards a prior, the distribution of Lomax (1954): the longer a sample has run, the

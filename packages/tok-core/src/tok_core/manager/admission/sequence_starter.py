@@ -69,7 +69,7 @@ class SequenceStarter:
         priority  lower classes than this one give up their slots; None: no class does
         """
         table = self.table
-        running = np.concatenate((table.in_state(State.PREFILL), table.in_state(State.DECODE)))
+        running = table.active()
         reserved = {slot: len(forks) for slot, forks in self.pending_forks.items()}
         slots = table.free_slots
         if priority is not None:

@@ -13,16 +13,14 @@ from tok_core.manager.kv_cache.tree_nodes import Insertion
 from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, SharedPages
 
-MANY = 4  # slots of one node from which on their pages are inserted into the tree faster together than one by one
-AT_ONCE = 1 << 14  # page table entries of slots with common pages from which on the worker is sent these pages once
+MIN_TOGETHER_SLOTS = 4  # slots of one node from which on inserting their pages into the tree together is faster
+MIN_SHARED_ENTRIES = 1 << 14  # page table entries of slots with common pages from which on these are sent once
 
 
 class Paging:
     """Pages of the sequences in `table`. A page is free, the tree's, one slot's own, or the tail of a retained prompt.
 
     A page may be reallocated in the very step after its last use was scheduled: the worker executes steps in order.
-
-    at_once  as AT_ONCE
     """
 
     def __init__(self, table: SequenceTable, num_pages: int) -> None:
@@ -32,7 +30,7 @@ class Paging:
         self.allocator = PageAllocator(num_pages)
         self.copies = PageCopies(self.allocator)
         self.tree = PrefixTree(table.page_size)
-        self.at_once = AT_ONCE
+        self.min_shared_entries = MIN_SHARED_ENTRIES
         self._shared: list[SharedPages] = []
         self._changes: list[tuple[Int64, Int64]] = []  # slots and indices
         self._runs: list[tuple[int, int, int]] = []  # changes of one slot each: slot, first index, count
@@ -98,7 +96,7 @@ class Paging:
         """Let new slots begin with the tree's `pages` down to a node, which each of them locks."""
         self.tree.lock(self.tree.node(node_id), len(slots))
         self.table.node[slots] = node_id
-        if len(slots) * len(pages) < self.at_once:
+        if len(slots) * len(pages) < self.min_shared_entries:
             self._set(slots, 0, pages)
         else:
             self.table.pages[slots, : len(pages)] = pages
@@ -111,7 +109,7 @@ class Paging:
         self.table.node[slot] = self.tree.root.id
 
     def adopt(self, slot: int) -> None:
-        """Share whatever more of the slot's tokens the tree holds by now; the last one is always computed."""
+        """Share pages of the slot's further tokens that the tree holds by now; the last token is always computed."""
         table = self.table
         shared, page_size = int(table.num_shared[slot]), self.page_size
         limit = (int(table.target[slot]) - 1) // page_size * page_size
@@ -154,7 +152,7 @@ class Paging:
         shared, held, node = table.num_shared[slots], table.num_pages[slots], table.node[slots]
         depth = np.maximum(np.minimum(table.length[slots], table.known[slots]) // self.page_size, shared)
         holders = Counter(node.tolist())
-        rest = _one_by_one(np.stack((slots, depth, held - depth), axis=1)[held > depth])
+        rest = _expand_runs(np.stack((slots, depth, held - depth), axis=1)[held > depth])
         back = [table.pages[rest], *self._leave(slots[depth > shared], holders)]
         for node_id, count in holders.items():
             tree.unlock(tree.node(node_id), count)
@@ -185,7 +183,7 @@ class Paging:
         """
         shared, self._shared = self._shared, []
         if self._runs:
-            self._changes.append(_one_by_one(np.array(self._runs)))
+            self._changes.append(_expand_runs(np.array(self._runs)))
             self._runs = []
         if not self._changes:
             return shared, EMPTY, EMPTY, EMPTY
@@ -207,7 +205,7 @@ class Paging:
         together: defaultdict[tuple[int, int, int, bytes], list[int]] = defaultdict(list)
         columns = slots, table.node[slots], table.num_shared[slots], depth
         for slot, node_id, first, end in zip(*(column.tolist() for column in columns), strict=True):
-            if holders[node_id] >= MANY:
+            if holders[node_id] >= MIN_TOGETHER_SLOTS:
                 together[node_id, first, end, table.salt[slot]].append(slot)
             elif len(duplicates := self._extend(slot, first, end).duplicates):
                 back.append(duplicates)
@@ -239,7 +237,7 @@ class Paging:
             self._changes.append((np.repeat(slots, count), np.tile(np.arange(first, first + count), len(slots))))
 
 
-def _one_by_one(runs: Int64) -> tuple[Int64, Int64]:
+def _expand_runs(runs: Int64) -> tuple[Int64, Int64]:
     """Expand `runs`, int64 [n, 3] of slot, first index and count, to the slot and index of each entry.
 
     [[7, 2, 3]] gives the slots [7, 7, 7] and the indices [2, 3, 4].

@@ -76,7 +76,7 @@ class ChunkedPrefill:
         while not self._reclaimer.make_room(count):
             if self._retained_prompts.drop_youngest():
                 continue
-            running = self._reclaimer.running()
+            running = table.active()
             priority, order = table.priority[running], table.order[running]
             same, younger = priority == table.priority[slot], order > table.order[slot]
             spared = table.granted[running]
@@ -125,14 +125,8 @@ class Admitter:
         if budget + behind <= 0 or not self._waiting:
             return budget
         self._admission.account(computed, self._starter.recomputed_tokens)
-        turns = partial(self._fair_shares.turns, classes=self._waiting.classes())
-        cycles, tokens = self._microbatches.cycles, max(budget, 1)
-        try:
-            allowed, chosen = self._admission.count(turns, cycles, tokens)
-        except FaultyRequest as faulty:
-            self._faults.add(faulty.rid, faulty.error)
-            return budget
-        if due:
+        allowed, chosen = self._count(self._waiting.classes(), max(budget, 1))
+        if due and chosen:
             allowed = max(allowed, min(due, self._starter.unreserved_slots))
         return self._start(builder, chosen, allowed, budget, behind)
 
@@ -156,20 +150,23 @@ class Admitter:
             behind = int(np.count_nonzero(table.priority[decode] > priority))
             if budget + behind <= 0:
                 break
-            turns = partial(self._fair_shares.turns, classes=[priority])
-            cycles, tokens = self._microbatches.cycles, budget + behind
-            try:
-                allowed, chosen = self._admission.count(turns, cycles, tokens, priority)
-            except FaultyRequest as faulty:
-                self._faults.add(faulty.rid, faulty.error)
-                break
+            allowed, chosen = self._count([priority], budget + behind, priority)
             short = allowed - table.free_slots - int(np.count_nonzero(table.state == State.PREEMPTED))
             if short > 0:
                 self._reclaimer.preempt_for_slots(self._reclaimer.rank_below(priority, builder.busy)[:short])
             budget = self._start(builder, chosen, min(allowed, table.free_slots), budget, behind, priority)
-            if waiting.lines(priority):
+            if waiting.queues(priority):
                 break
         return budget
+
+    def _count(self, classes: list[int], tokens: int, priority: int | None = None) -> tuple[int, list[StartTurn]]:
+        """Return how many waiting samples of these classes may start, and in which turns; 0 if a request is faulty."""
+        turns = partial(self._fair_shares.turns, classes=classes)
+        try:
+            return self._admission.count(turns, self._microbatches.cycles, tokens, priority)
+        except FaultyRequest as faulty:
+            self._faults.add(faulty.rid, faulty.error)
+            return 0, []
 
     def _start(
         self,

@@ -16,10 +16,10 @@ from tok_core.messages import Int64
 
 
 class Reclaimer:
-    """Slots and pages on their way back from sequences to the free ones.
+    """Takes slots and pages back, and counts preemptions.
 
     preemptions  sequences preempted so far
-    shortages    those of them that were preempted because no pages were left
+    shortages    sequences among them that were preempted because no pages were left
     """
 
     def __init__(
@@ -93,23 +93,16 @@ class Reclaimer:
 
         spared  slots that are not preempted
         """
-        while not self.make_room(count):
-            if not self._retained_prompts.drop_youngest(priority):
-                break
-        else:
-            return
-        for slot in self.rank_below(priority, spared):
+        while not (free := self.make_room(count)) and self._retained_prompts.drop_youngest(priority):
+            pass
+        for slot in () if free else self.rank_below(priority, spared):
             self.preempt_for_slots([slot])
             if self.make_room(count):
                 return
 
-    def running(self) -> Int64:
-        """Return the slots that may be preempted."""
-        return np.concatenate((self._table.in_state(State.PREFILL), self._table.in_state(State.DECODE)))
-
     def rank_below(self, priority: int, spared: Int64) -> list[int]:
         """Return running slots of lower classes without those `spared`, the first to be preempted first."""
-        running = self.running()
+        running = self._table.active()
         running = running[self._table.priority[running] > priority]
         ranked: list[int] = self._preemption.rank(running[~np.isin(running, spared)])[0].tolist()
         return ranked

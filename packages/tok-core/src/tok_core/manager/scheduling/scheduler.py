@@ -114,60 +114,70 @@ class Scheduler:
 
         `first`: this is the first turn that this call of `next_step` tries. Samples are admitted in it alone.
         """
+        table, shortages = self.table, self.reclaimer.shortages
         self.microbatches.balance()
-        builder = BatchBuilder(self.table, self.info.eos_token_ids, self.grammars, self.faults, self.steps + 1)
-        shortages = self.reclaimer.shortages
         if first and self.waiting:
             self.reclaimer.preempt_for_slots(self.fair_shares.look(self.computed_tokens))
         decode = self._grow_decoders()
-        epoch = self.table.epoch[decode]
-        budget = max(0, self.token_budget.tokens - len(decode))
-        prefilling = self.prefill.slots()
-        owners = self.table.epoch[prefilling]
-        admitting = first and bool(self.waiting)
-        if first:
-            self.reclaimer.settle()
-            if admitting and self.table.free_slots:
-                self.admission.refresh()
-        above = self.waiting.min_open_priority if admitting else None
-        if (
-            above is not None
-            and self.fair_shares.due
-            and len(prefilling)
-            and above <= self.table.priority[prefilling[0]]
-        ):
-            budget = self.admitter.admit_due(builder, decode, budget)  # otherwise long prompts would fill every step
-        for slot, owner in zip(prefilling.tolist(), owners.tolist(), strict=True):
-            if above is not None and above < self.table.priority[slot]:
-                above, budget = None, self.admitter.admit_above(builder, decode, budget, self.table.priority[slot])
-            if self.table.state[slot] == State.PREFILL and self.table.epoch[slot] == owner:
-                try:
-                    room = budget + self.prefill.rows_behind(slot, decode, budget)
-                    budget -= self.prefill.schedule(builder, slot, room, preempting=True) if room > 0 else 0
-                except Exception as error:
-                    self.faults.add(int(self.table.rid[slot]), error)
-                    budget = min(budget, 0)  # unknown: the failed prefill may have used some of it
-        if above is not None and (lowest := self.accounts.lowest_running()) is not None and above < lowest:
-            budget = self.admitter.admit_above(builder, decode, budget, lowest)
-        if admitting and (shortages == self.reclaimer.shortages or self.fair_shares.due):
-            budget = self.admitter.admit(builder, decode, budget, self.computed_tokens)
-        decode = decode[(self.table.state[decode] == State.DECODE) & (self.table.epoch[decode] == epoch)]
+        epoch = table.epoch[decode]
+        builder = BatchBuilder(table, self.info.eos_token_ids, self.grammars, self.faults, self.steps + 1)
+        budget = self._add_prefills(builder, decode, shortages, first=first)
+        decode = decode[(table.state[decode] == State.DECODE) & (table.epoch[decode] == epoch)]
         if (over := min(-budget, len(decode) + builder.tokens - self.token_budget.tokens)) > 0:
             decode = self._without(decode, over)
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
             return None
         self.token_budget.observe(exhausted=budget <= 0)
-        groups = self._find_groups(decode)
+        return self._build(builder, decode)
+
+    def _add_prefills(self, builder: BatchBuilder, decode: Int64, shortages: int, *, first: bool) -> int:
+        """Add prefill chunks and new samples to the step, in order of class, and return the token budget left.
+
+        A budget below 0 means that as many rows of `decode` skip this step. `shortages`: those before this step; if
+        sequences of this step were preempted for lack of pages, no sample starts.
+        """
+        table, admitter = self.table, self.admitter
+        budget = max(0, self.token_budget.tokens - len(decode))
+        prefilling = self.prefill.slots()
+        owners = table.epoch[prefilling]
+        admitting = first and bool(self.waiting)
+        if first:
+            self.reclaimer.settle()
+            if admitting and table.free_slots:
+                self.admission.refresh()
+        above = self.waiting.min_open_priority if admitting else None  # highest class that waits and was not admitted
+        if above is not None and self.fair_shares.due and len(prefilling) and above <= table.priority[prefilling[0]]:
+            budget = admitter.admit_due(builder, decode, budget)  # otherwise long prompts would fill every step
+        for slot, owner in zip(prefilling.tolist(), owners.tolist(), strict=True):
+            if above is not None and above < table.priority[slot]:
+                above, budget = None, admitter.admit_above(builder, decode, budget, table.priority[slot])
+            if table.state[slot] == State.PREFILL and table.epoch[slot] == owner:
+                try:
+                    room = budget + self.prefill.rows_behind(slot, decode, budget)
+                    budget -= self.prefill.schedule(builder, slot, room, preempting=True) if room > 0 else 0
+                except Exception as error:
+                    self.faults.add(int(table.rid[slot]), error)
+                    budget = min(budget, 0)  # unknown: the failed prefill may have used some of it
+        if above is not None and (lowest := self.accounts.lowest_running()) is not None and above < lowest:
+            budget = admitter.admit_above(builder, decode, budget, lowest)
+        if admitting and (shortages == self.reclaimer.shortages or self.fair_shares.due):
+            budget = admitter.admit(builder, decode, budget, self.computed_tokens)
+        return budget
+
+    def _build(self, builder: BatchBuilder, decode: Int64) -> StepInput:
+        """Group the decode rows, advance each by one position, and return the step."""
+        table, groups = self.table, self._find_groups(decode)
         decode = decode[groups.order] if len(groups.order) else decode
-        self._advance(decode)
+        table.length[decode] += 1  # the last token enters the cache, and the next one is sampled
+        table.state[decode[table.length[decode] + 1 >= table.limit[decode]]] = State.DRAIN
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
         self.steps += 1
         changes = Changes(*self.paging.take_changes(), *self.paging.copies.take())
         step = builder.build(self.microbatches.step(self.steps, decode), decode, groups, changes)
         self.microbatches.record_sampled(self.steps, step.sample_slot)
         if len(step.mask_row):
-            self.table.held[step.sample_slot[step.mask_row]] = True
+            table.held[step.sample_slot[step.mask_row]] = True
         return step
 
     def _grow_decoders(self) -> Int64:
@@ -187,7 +197,7 @@ class Scheduler:
                 return slots
             if self.retained_prompts.drop_youngest():
                 continue
-            running = self.reclaimer.running()
+            running = table.active()
             if len(running) == 1:  # the other pages belong to sequences in DRAIN, whose last tokens are in flight
                 return np.compress(~full, slots)
             self.reclaimer.preempt_one(running)
@@ -210,12 +220,3 @@ class Scheduler:
         groups = grouping.find(decode, table.node[decode], table.epoch[decode], around)
         self.group_rows += groups.rows
         return groups
-
-    def _advance(self, decode: Int64) -> None:
-        """Advance each decode row by one position: its last token enters the cache, and the next one is sampled."""
-        self.table.length[decode] += 1
-        self._drain(decode)
-
-    def _drain(self, slots: Int64) -> None:
-        """Set slots to DRAIN that have just sampled the last token that their limit allows."""
-        self.table.state[slots[self.table.length[slots] + 1 >= self.table.limit[slots]]] = State.DRAIN

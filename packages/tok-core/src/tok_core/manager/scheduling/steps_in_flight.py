@@ -11,9 +11,9 @@ from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.messages import Int64
 
-COVERED = 3e-3  # seconds of queued device time that cover the manager's taking in a step and building the next
+QUEUED_SECONDS = 3e-3  # seconds of queued device time in which the manager processes an output and builds a step
 MIN_QUEUED_STEPS, MAX_QUEUED_STEPS = 2, 8  # the step in progress included
-WEIGHT = 0.1  # weight of the newest step in the moving average
+AVERAGE_WEIGHT = 0.1  # weight of the newest step in the moving average
 
 
 class RunAhead:
@@ -36,10 +36,10 @@ class RunAhead:
     def observe(self, seconds: float) -> None:
         """Update the average with the device time of a step.
 
-        The time is clamped to 0 … 2 · COVERED, since a clock may jump. Longer steps make no difference.
+        The time is clamped to 0 … 2 · QUEUED_SECONDS, since a clock may jump. Longer steps make no difference.
         """
-        seconds = min(max(seconds, 0.0), 2 * COVERED)
-        self._mean = seconds if self._mean is None else self._mean + WEIGHT * (seconds - self._mean)
+        seconds = min(max(seconds, 0.0), 2 * QUEUED_SECONDS)
+        self._mean = seconds if self._mean is None else self._mean + AVERAGE_WEIGHT * (seconds - self._mean)
 
     @property
     def steps(self) -> int:
@@ -53,14 +53,14 @@ class RunAhead:
             return self._fixed
         if self._mean is None:
             return MIN_QUEUED_STEPS
-        queued = math.ceil(COVERED / max(self._mean, COVERED / MAX_QUEUED_STEPS))
+        queued = math.ceil(QUEUED_SECONDS / max(self._mean, QUEUED_SECONDS / MAX_QUEUED_STEPS))
         return min(max(1 + queued, MIN_QUEUED_STEPS), MAX_QUEUED_STEPS)
 
 
 MIN_MICROBATCH_ROWS = 8  # rows of a microbatch: fewer gain nothing by being computed separately
-SPARE = 128  # rows per microbatch from which on reading the weights once more, for the spare one, costs little
-CONTEXT = 1024  # positions to attend to that cost about as much as the rest of a row
-SLACK = 1 / 32  # fraction of its share by which a microbatch may exceed it
+MIN_SPARE_ROWS = 128  # rows per microbatch from which on a spare one pays: reading the weights once more costs little
+ROW_CONTEXT_TOKENS = 1024  # positions to attend to that cost about as much as the rest of a row
+MAX_EXCESS_SHARE = 1 / 32  # fraction of its share by which a microbatch may exceed it
 
 
 class Microbatches:
@@ -72,7 +72,6 @@ class Microbatches:
     Sequences beyond their microbatch's share, or of one no longer needed, move to the next one and wait one turn.
 
     turn      microbatch whose turn it is
-    used      microbatches that had sequences at the last step, at least 1
     returned  last step whose tokens are back
     cycles    how often every sequence has had its turn; without microbatches, the number of steps
     """
@@ -83,7 +82,6 @@ class Microbatches:
         self.returned = 0
         self.cycles = 0.0
         self.turn = 0
-        self.used = 1
         self._table = table
         self._stages = stages
         self._sampled_upto = 0
@@ -126,12 +124,12 @@ class Microbatches:
         return any(step == last and chain >= depth for step, chain in self._chains)
 
     def balance(self) -> None:
-        """Move sequences to the next microbatch if this turn's one exceeds its share or is no longer needed."""
+        """Move sequences to the next microbatch if this turn's exceeds its share or is no longer needed."""
         if self.count == 1:
             return
         table = self._table
         slots = table.in_state(State.DECODE)
-        microbatch, cost = table.microbatch[slots], 1 + table.length[slots] / CONTEXT
+        microbatch, cost = table.microbatch[slots], 1 + table.length[slots] / ROW_CONTEXT_TOKENS
         load = np.bincount(microbatch, cost, self.count)
         used, wanted = np.count_nonzero(load), self._wanted(len(slots))
         mine = microbatch == self.turn
@@ -142,10 +140,10 @@ class Microbatches:
             table.microbatch[slots[leaving]] = (self.turn + 1) % self.count
             return
         share = load.sum() / wanted
-        if load[self.turn] > share * (1 + SLACK) + cost[mine].max():
+        if load[self.turn] > share * (1 + MAX_EXCESS_SHARE) + cost[mine].max():
             oldest = np.argsort(table.order[slots[mine]])  # keeps samples of a request together
             before = np.cumsum(cost[mine][oldest]) - cost[mine][oldest]
-            over = oldest[before >= share]  # no more than these: sequences that no microbatch keeps would never decode
+            over = oldest[before >= share]  # only these: a sequence that no microbatch keeps would never decode
             table.microbatch[slots[mine][over]] = (self.turn + 1) % self.count
 
     def step(self, number: int, decode: Int64) -> int:
@@ -158,8 +156,8 @@ class Microbatches:
         chain = next((chain for step, chain in self._chains if step == last), 0)
         self._chains.append((number, chain + 1))
         microbatches = self._table.microbatch[self._table.in_state(State.DECODE)]
-        self.used = max(1, int(np.count_nonzero(np.bincount(microbatches, minlength=self.count))))
-        self.cycles += 1 / self.used
+        used = np.count_nonzero(np.bincount(microbatches, minlength=self.count))
+        self.cycles += 1 / max(1, used)
         return self._sampled_upto
 
     def record_sampled(self, number: int, slots: Int64) -> None:
@@ -174,7 +172,7 @@ class Microbatches:
 
     def _wanted(self, rows: int) -> int:
         """Return how many microbatches pay off for so many rows."""
-        if rows >= SPARE * self.count:
+        if rows >= MIN_SPARE_ROWS * self.count:
             return self.count
         return max(1, min(self._stages, -(-rows // self.fewest)))
 
