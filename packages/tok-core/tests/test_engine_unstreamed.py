@@ -21,7 +21,7 @@ from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig,
 from tok_core.engine.generation_requests import StreamedRequest
 from tok_core.engine.open_requests import OpenRequest, StreamedTokens
 from tok_core.engine.request_stream import WOKEN, Mailbox, RequestStream
-from tok_core.manager.output_processor import NOTHING
+from tok_core.manager.output_processor import EMPTY_REPORT
 from tok_core.messages import Finished, Progress, Stats, Submit, ToEngine, ToManager
 from tok_core.replicas.replica import Death, Report, ThreadReplica
 from tok_core.text import Tokenizer
@@ -352,4 +352,4 @@ def test_stream_bounds_unread_tokens_and_keeps_no_read_tokens(path: Path, top: i
     assert [delta.finish_reason for delta in request.take()] == ["abort"] * 2
 
 
-NOTHING_MORE = Progress(*NOTHING, [], Stats())
+NOTHING_MORE = Progress(*EMPTY_REPORT, [], Stats())

@@ -25,7 +25,7 @@ def test_allocated_page_is_not_allocated_again_until_released(
             allocator.release(np.array(back, np.int32))
             in_use -= set(back)
         elif count > NUM_PAGES - len(in_use):
-            with pytest.raises(OutOfPages, match=f"{count} pages wanted"):
+            with pytest.raises(OutOfPages, match=f"{count} pages requested"):
                 allocator.allocate(count)
         else:
             pages = allocator.allocate(count)

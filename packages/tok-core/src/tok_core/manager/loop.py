@@ -113,7 +113,7 @@ class Manager:
             self.intake.take(message)
         for output in outputs:
             self._take_output(output)
-        advanced = [] if outputs else self.output_processor.skip()
+        advanced = [] if outputs else self.output_processor.jump_forward()
         self.intake.submit_compiled()
         if advanced or self.faults:
             self._report(advanced)
@@ -127,7 +127,7 @@ class Manager:
     def _take_output(self, output: StepOutput) -> None:
         began = time.thread_time()
         self.scheduler.step_returned(output.step)
-        self._report([self.output_processor.take(output), *self.output_processor.skip()])
+        self._report([self.output_processor.take(output), *self.output_processor.jump_forward()])
         self.run_ahead.observe(output.device_seconds)
         self.reporter.add_output(output, time.thread_time() - began)
 

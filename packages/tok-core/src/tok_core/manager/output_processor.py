@@ -14,12 +14,12 @@ from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
 from tok_core.manager.sequences import SequenceTable, State
-from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopHit, StopSets, TokenRows
+from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopSets, TokenRows
 from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
 
 
 class Reported(NamedTuple):
-    """Tokens of one step that belong to open samples, in columns, and the samples that they end."""
+    """Tokens of one step that belong to open samples, in columns, and the samples that they end; as in `Progress`."""
 
     rid: np.ndarray
     sample: np.ndarray
@@ -36,12 +36,15 @@ class _Endings(NamedTuple):
     """Sequences that end, int64 [n]; whether each ends by a stop and not by length, bool [n]; the report of each."""
 
     slots: Int64
-    of_own: np.ndarray
+    by_stop: np.ndarray
     finished: list[Finished]
 
 
 class OutputProcessor:
-    """Processor of StepOutputs, in the order of their StepInputs. Tokens of slots freed meanwhile are dropped."""
+    """Processor of StepOutputs, in the order of their StepInputs. Tokens of slots freed meanwhile are dropped.
+
+    in_flight  for each step at the worker: its number, the slots that sample in it, and their epochs
+    """
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class OutputProcessor:
             live &= ~np.isin(self.table.rid[slots], list(broken))
             scores = [one for one in scores if one.rid not in broken]
             embedded = [one for one in embedded if one.rid not in broken]
-        done = self._end_silent(slots, live)
+        done = self._end_without_output(slots, live)
         slots = slots[live].astype(np.int64)
         token = output.token[live]
         self.discarded_tokens += len(live) - len(slots) - len(done)
@@ -104,10 +107,11 @@ class OutputProcessor:
             self.grammars.follow(slots[followed], token[followed])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
 
-    def skip(self) -> list[Reported]:
+    def jump_forward(self) -> list[Reported]:
         """Append the forced tokens of guided sequences that are known by now; return one report per round of tokens.
 
-        Call this after each `take`, and whenever grammars may have been followed: these sequences can go on then.
+        Call this after each `take`, and whenever grammar workers may have replied: sequences that were held can then
+        sample again.
         """
         advance = self.grammars.advance()
         if advance is None:
@@ -122,11 +126,11 @@ class OutputProcessor:
             here = ((count > at) & (self.table.epoch[slots] == epoch)).nonzero()[0]
             if len(here):
                 token = np.array([runs[i][at] for i in here], np.int32)
-                reported.append(self._append_tokens(slots[here], token, *_certain(token, top)))
+                reported.append(self._append_tokens(slots[here], token, *_forced_values(token, top)))
                 self.skipped_tokens += len(here)
         left = self.table.epoch[slots] == epoch
         if (stuck & left).any():
-            reported.append(_nothing(top)._replace(finished=self._end_stuck(slots[stuck & left])))
+            reported.append(_empty_report(top)._replace(finished=self._end_stuck(slots[stuck & left])))
         self._resume_held(slots[left & ~stuck])
         self._requeue(slots[left & ~stuck])
         return reported
@@ -170,24 +174,24 @@ class OutputProcessor:
     def _end_stuck(self, slots: Int64) -> list[Finished]:
         """End sequences whose grammar no token can continue; report them as ended by length."""
         table = self.table
-        found = _cut(table.rid[slots], table.sample[slots], table.known[slots] - table.prompt_len[slots])
-        if found:
-            self._end(slots)
-        return found
+        tokens = table.known[slots] - table.prompt_len[slots]
+        finished = _ended_by_length(table.rid[slots], table.sample[slots], tokens)
+        self._end(slots)
+        return finished
 
-    def _end_silent(self, slots: np.ndarray, live: np.ndarray) -> list[Finished]:
-        """End the live sequences that may have no output token: the sampled one only shows that the prompt is computed.
+    def _end_without_output(self, slots: np.ndarray, live: np.ndarray) -> list[Finished]:
+        """End the live sequences that may have no output token, and remove them from `live`.
 
-        They are removed from `live`.
+        Their sampled token only shows that the prompt has been computed.
         """
-        silent = live & (self.table.limit[slots] <= self.table.prompt_len[slots])
-        if not silent.any():
+        without_output = live & (self.table.limit[slots] <= self.table.prompt_len[slots])
+        if not without_output.any():
             return []
-        live &= ~silent
-        over = slots[silent].astype(np.int64)
-        found = _cut(self.table.rid[over], self.table.sample[over], np.zeros_like(over))
-        self._close(over)
-        return found
+        live &= ~without_output
+        ending = slots[without_output].astype(np.int64)
+        finished = _ended_by_length(self.table.rid[ending], self.table.sample[ending], np.zeros_like(ending))
+        self._close(ending)
+        return finished
 
     def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
         """End the sequences among `slots` that their new token ends, and return their reports."""
@@ -196,7 +200,7 @@ class OutputProcessor:
         except Exception:
             endings = self._endings_each(slots, token)
         if endings.finished:
-            self._learn(endings.slots, endings.of_own)
+            self._learn(endings.slots, endings.by_stop)
             self._end(endings.slots)
         return endings.finished
 
@@ -214,8 +218,8 @@ class OutputProcessor:
                 self.faults.add(rid, error)
         if not found:
             return _Endings(NOBODY, np.zeros(0, np.bool_), [])
-        ended, of_own, _ = zip(*found, strict=True)
-        return _Endings(np.concatenate(ended), np.concatenate(of_own), [end for one in found for end in one.finished])
+        ended, by_stop, _ = zip(*found, strict=True)
+        return _Endings(np.concatenate(ended), np.concatenate(by_stop), [end for one in found for end in one.finished])
 
     def _endings(self, slots: Int64, token: np.ndarray) -> _Endings:
         """Find the sequences among `slots` that their new token ends; changes nothing."""
@@ -223,21 +227,21 @@ class OutputProcessor:
         known = table.known[slots]
         kind = self.stops.classify(table.stop_set[slots], token)
         kind = np.where(known > table.min_total[slots], kind, 0)
-        self._rule_out(slots, kind)
+        self._rule_out_strings(slots, kind)
         full = known >= table.limit[slots]
         rows = ((kind != 0) | full).nonzero()[0]
         of = slots[rows]
         tokens = known[rows] - table.prompt_len[of]
         whose = table.rid[of], table.sample[of], tokens
         if not kind.any():  # the common case
-            return _Endings(of, np.zeros(len(of), np.bool_), _cut(*whose))
+            return _Endings(of, np.zeros(len(of), np.bool_), _ended_by_length(*whose))
         columns = of, *whose, token[rows], kind[rows], full[rows]
         finished = [self._finished(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
-        over = np.array([one is not None for one in finished], np.bool_)
+        ending = np.array([one is not None for one in finished], np.bool_)
         ended = [one for one in finished if one is not None]
-        return _Endings(of[over], np.array([one.reason != "length" for one in ended], np.bool_), ended)
+        return _Endings(of[ending], np.array([one.reason != "length" for one in ended], np.bool_), ended)
 
-    def _rule_out(self, slots: Int64, kind: np.ndarray) -> None:
+    def _rule_out_strings(self, slots: Int64, kind: np.ndarray) -> None:
         """Clear MAYBE_STRING in `kind` where the bytes before the new token rule out a match."""
         table = self.table
         maybe = (kind & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
@@ -245,11 +249,11 @@ class OutputProcessor:
             return
         of = slots[maybe]
         rows = TokenRows(table.tokens, of, table.prompt_len[of], table.known[of] - 1)
-        over = maybe[~self.stops.possible(table.stop_set[of], rows)]
-        kind[over] &= END | STOP_ID
+        impossible = maybe[~self.stops.possible(table.stop_set[of], rows)]
+        kind[impossible] &= END | STOP_ID
 
     def _learn(self, slots: Int64, ended: np.ndarray) -> None:
-        """Update the length model with sequences that are over; `ended`: by a stop and not by length."""
+        """Update the length model with sequences that have ended; `ended`: by a stop and not by length."""
         table = self.table
         prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
         columns = (table.followed[slots], known - prompt, limit - prompt)
@@ -261,16 +265,15 @@ class OutputProcessor:
     ) -> Finished | None:
         """Return how the new token ends the slot's sequence, which has `tokens` output tokens; None if it does not."""
         # A stop string that ends with an end token still has to be cut from the text.
-        if kind & MAYBE_STRING and (hit := self._find_string(slot)) is not None:
-            return Finished(rid, sample, "stop", tokens, hit.stop, hit.cut)
+        if kind & MAYBE_STRING:
+            table = self.table
+            generated = table.tokens[slot, table.prompt_len[slot] : table.known[slot]]
+            hit = self.stops.find(int(table.stop_set[slot]), generated)
+            if hit is not None:
+                return Finished(rid, sample, "stop", tokens, hit.stop, hit.cut)
         if kind & (END | STOP_ID):
             return Finished(rid, sample, "stop", tokens, None if kind & END else token)
         return Finished(rid, sample, "length", tokens) if full else None
-
-    def _find_string(self, slot: int) -> StopHit | None:
-        table = self.table
-        generated = table.tokens[slot, table.prompt_len[slot] : table.known[slot]]
-        return self.stops.find(int(table.stop_set[slot]), generated)
 
     def _end(self, slots: Int64) -> None:
         """End sequences with the last token that they have."""
@@ -315,15 +318,15 @@ NOBODY: Int64 = np.empty(0, np.int64)
 def merge_reports(rounds: list[Reported]) -> Reported:
     """Concatenate rounds of tokens to one report; prompt outputs are those of the first. No rounds: an empty report."""
     if len(rounds) < 2:
-        return rounds[0] if rounds else NOTHING
+        return rounds[0] if rounds else EMPTY_REPORT
     top = max(one.top_token.shape[1] for one in rounds)
-    columns = list(zip(*(_widened(one, top) for one in rounds), strict=True))[:6]
+    columns = list(zip(*(_widen(one, top) for one in rounds), strict=True))[:6]
     rid, sample, token, logprob, top_token, top_logprob = (np.concatenate(part) for part in columns)
     finished = [end for one in rounds for end in one.finished]
     return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, *rounds[0][7:])
 
 
-def _widened(one: Reported, top: int) -> Reported:
+def _widen(one: Reported, top: int) -> Reported:
     """Return the report with `top` most likely tokens per row, padded with tokens of log-probability −inf."""
     more = ((0, 0), (0, top - one.top_token.shape[1]))
     if not more[1][1]:
@@ -332,24 +335,24 @@ def _widened(one: Reported, top: int) -> Reported:
     return one._replace(top_token=np.pad(one.top_token, more), top_logprob=logprob)
 
 
-def _cut(rid: np.ndarray, sample: np.ndarray, tokens: np.ndarray) -> list[Finished]:
+def _ended_by_length(rid: np.ndarray, sample: np.ndarray, tokens: np.ndarray) -> list[Finished]:
     """Return the reports of samples that end by length."""
     columns = rid.tolist(), sample.tolist(), tokens.tolist()
     return [Finished(of, index, "length", count) for of, index, count in zip(*columns, strict=True)]
 
 
-def _nothing(top: int) -> Reported:
+def _empty_report(top: int) -> Reported:
     columns = NOBODY, EMPTY, EMPTY, np.empty(0, np.float32), EMPTY.reshape(0, top), np.empty((0, top), np.float32)
     return Reported(*columns, [], [], [])
 
 
-NOTHING = _nothing(0)
+EMPTY_REPORT = _empty_report(0)
 
 
-def _certain(token: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the log-probabilities, 0, of forced tokens, and their `top` most likely tokens and log-probabilities.
+def _forced_values(token: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the log-probabilities of forced tokens, and their `top` most likely tokens with log-probabilities.
 
-    The most likely token is the forced one; the others are padding of log-probability −inf.
+    A forced token has log-probability 0 and is the most likely one; the others are padding of log-probability −inf.
     """
     top_token, top_logprob = np.zeros((len(token), top), np.int32), np.full((len(token), top), -np.inf, np.float32)
     top_token[:, :1], top_logprob[:, :1] = token[:, None], 0.0

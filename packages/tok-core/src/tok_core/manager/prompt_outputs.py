@@ -51,7 +51,7 @@ def _pooled_rows(request: Request, end: int, count: int) -> int:
 
 
 class _Scored(NamedTuple):
-    """Tokens of a prompt that a step scores, from position `first` on. They stay valid whatever becomes of its slot."""
+    """Tokens of a prompt that a step scores, from position `first` on; valid even if the slot gets another owner."""
 
     rid: int
     first: int
@@ -59,7 +59,7 @@ class _Scored(NamedTuple):
 
 
 class _Pooled(NamedTuple):
-    """Part of an embedding: the first, the last, both or neither. It belongs to the slot's owner of this epoch."""
+    """Part of the embedding of a slot's owner in this epoch: the first part, the last, both or neither."""
 
     slot: int
     epoch: int

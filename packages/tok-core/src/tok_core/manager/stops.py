@@ -96,7 +96,7 @@ class StopStringPrefilter:
     def _before(self, reach: Int64, longest: int, rows: TokenRows) -> tuple[Words, Bools]:
         """Return the last bytes before each new token, up to `reach`, and where they are unknown.
 
-        They are unknown if too many of the last `longest` tokens have no bytes, or if one of these is hidden.
+        The bytes are unknown if too many of the last `longest` tokens have no bytes, or if one of these is hidden.
         """
         at = rows.last - np.arange(1, longest + 1)[:, None]  # [longest, n]
         token = rows.tokens[rows.slot, np.maximum(at, 0)]

@@ -1,8 +1,9 @@
 """Share slots fairly: choose whose samples start next within a class, and whose slots are taken back.
 
 A free slot goes to the caller with the fewest running samples. Requests of one caller are served first come, first
-served. If fewer than `MAX_SHARING_REQUESTS` requests hold all of a caller's slots and another has waited for `QUANTUM`,
-requests that run fewer samples than their share come before those with more, and a first sample before all others.
+served, with one exception: fewer than `MAX_SHARING_REQUESTS` requests hold all of the caller's slots, and another one
+has waited for `QUANTUM`. Then a request's first sample comes before all others, and requests that run fewer samples
+than their share come before those with more.
 
 If no slot becomes free, callers below their share, and waiting requests without a running sample, get slots by
 preempting the largest holder. A slot moves only to a holder that still has fewer afterwards, so slots never move back

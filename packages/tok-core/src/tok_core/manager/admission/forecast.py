@@ -67,8 +67,8 @@ def admissible(
     All candidates may start, whatever the reserve, if they fit even when every sequence has its most pages at once.
     Candidates are admitted in blocks of `together`; m is a multiple of it.
 
-    The largest k is found by search. A sequence never needs less than 0 pages (shared ≤ its pages), so one candidate
-    more does not lower the use at any time, and hence not the peak.
+    The largest k is found by search, since the peak never falls with k: no sequence needs fewer than 0 pages of its own
+    (shared ≤ its pages).
     """
     most = _sum_of_peaks(length, remaining, shared, page_size)
     if most + _sum_of_peaks(cand_length, cand_remaining, cand_shared, page_size) <= capacity:
@@ -92,7 +92,7 @@ def _search(candidates: _Growth, moments: Int64, spare: Int64, page_size: int, t
     low, high = 0, len(candidates.now) // together + 1  # `low` blocks fit, or it is 0; `high` do not, or do not exist
     k, streak = high - 1, 0  # number of equal answers in a row: positive if too many, negative if they fit
     while high - low > 1:
-        # These include moments at which none of the k blocks finishes, which matter only with a reserve.
+        # Moments at which none of the k blocks finishes are included; they matter only with a reserve.
         added = _usage(candidates.first(k * together), moments, page_size)
         over = added > spare
         if over.any():  # fewer blocks can be too many only where k are
@@ -127,7 +127,7 @@ def _growth(length: Int64, shared: Int64, until: Int64, page_size: int) -> _Grow
 def _usage(growth: _Growth, moments: Int64, page_size: int) -> Int64:
     """Return the pages needed at each of `moments`, int64 [M].
 
-    With t = Q · P + s, a sequence has Q pages more than now after t steps, and one more if it lacks fewer than s
+    Let t = Q · P + s. After t steps, a sequence has Q pages more than now, and another one if it lacks fewer than s
     tokens. Sums over all sequences that still run are tail sums of a table with a row for each moment.
 
     P = 16, t = 20 = 1 · 16 + 4: one page more, and a second one if the last page lacks 0 to 3 tokens

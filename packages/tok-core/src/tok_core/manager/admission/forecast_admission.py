@@ -1,4 +1,4 @@
-"""Decide how many waiting samples may start now, so that memory is full but not overfull later."""
+"""Admit samples by a forecast of page use, so that memory is full but not overfull later."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ class Demand(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples whose remaining lengths are to be predicted: int64 [n] each. `min_length`: tokens at the end."""
+    """Samples whose remaining lengths are to be predicted: int64 [n] each.
+
+    min_length        tokens that a sample has at least when it ends
+    shared            pages that are counted elsewhere
+    """
 
     length: Int64
     prompt: Int64
@@ -52,7 +56,7 @@ class Samples(NamedTuple):
 
 
 class ForecastAdmission:
-    """Forecast of page use over future time from predicted lengths; admits as many samples as the capacity holds."""
+    """Admission by a forecast of page use over time from predicted lengths: as many samples start as memory holds."""
 
     def __init__(self, starter: SequenceStarter, lengths: LengthModel) -> None:
         self.starter = starter
@@ -69,6 +73,7 @@ class ForecastAdmission:
         self.watermark.observe(computed, recomputed, each, guessed=self._guesses(len(running)))
 
     def _guesses(self, running: int) -> bool:
+        """Return whether too few samples have finished, relative to those running, for lengths to be known."""
         return self.lengths.finished <= running + min(running, MAX_LEARNING_SAMPLES)
 
     def count(
@@ -81,30 +86,35 @@ class ForecastAdmission:
             return 0, []
         common = self.paging.depth_in_common(running)
         held = self._running(running, common, reserved)
-        used = int((-(-held.length // self.paging.page_size) - held.shared).sum())
+        used = self._own_pages(held.length, held.shared)
         capacity = self._capacity(int((table.num_shared[running] - common).sum()), priority)
         samples, chosen = self._candidates(turns(slots), capacity - used, budget)
         fitting = len(samples.length)
-        if self._at_limit(held) + self._at_limit(samples) > capacity:
+        at_limits = self._own_pages(held.limit, held.shared) + self._own_pages(samples.limit, samples.shared)
+        if at_limits > capacity:  # otherwise all fit even if all run to their limits and end at once
             guessed = self._guesses(len(running))
             stream = priority is None and not guessed and self._stream(capacity, cycle)
-            fitting = self._fitting(held, samples, capacity, guessed=guessed, stream=stream)
+            fitting = self._fitting(held, samples, capacity, used, guessed=guessed, stream=stream)
         if priority is None:
             self.stagger.observe(used, capacity, waits=fitting < len(samples.length))
         return (fitting if len(running) else max(1, fitting)), chosen
 
-    def _at_limit(self, samples: Samples) -> int:
-        """Return the pages that suffice even if all samples run to their limits and end at once."""
-        return int((-(-samples.limit // self.paging.page_size) - samples.shared).sum())
+    def _own_pages(self, length: Int64, shared: Int64) -> int:
+        """Return how many pages of their own samples of these lengths have, all together."""
+        return int((-(-length // self.paging.page_size) - shared).sum())
 
-    def _fitting(self, held: Samples, samples: Samples, capacity: int, *, guessed: bool, stream: bool) -> int:
-        """Return how many of the samples fit into `capacity` pages beside those `held`, by predicted lengths."""
+    def _fitting(
+        self, held: Samples, samples: Samples, capacity: int, used: int, *, guessed: bool, stream: bool
+    ) -> int:
+        """Return how many of the samples fit into `capacity` pages beside those `held`, by predicted lengths.
+
+        `used`: pages that those `held` have now. `guessed`, `stream`: as in `_guesses` and `_stream`.
+        """
         count, size = len(held.length), self.paging.page_size
         times = min(MAX_COPIES, max(1, MAX_FORECAST_SEQUENCES // (count + 1)))
         demand, candidates = self._predicted(held, times, 0), self._predicted(samples, times, count * times)
-        used = int((-(-held.length // size) - held.shared).sum())
-        reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
         room = int((UNLEARNED_PAGE_SHARE if guessed else 1) * capacity) * times
+        reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
         fitting = admissible(*demand[:3], *candidates[:3], room, size, reserve, together=times)
         if guessed and fitting < len(candidates.length):
             unending = *demand.unending()[:3], *candidates.unending()[:3]
@@ -153,11 +163,11 @@ class ForecastAdmission:
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
         columns = table.prompt_len, table.limit, table.min_length
         prompt, limit, min_length = (column[slots].astype(np.int64) for column in columns)
+        samples = Samples(length, prompt, limit, min_length, shared)
         if reserved:
-            each, shared = self._with_forks(slots, reserved, length, shared)
-            length, prompt, limit = (np.repeat(column, each) for column in (length, prompt, limit))
-            min_length = np.repeat(min_length, each)
-        return Samples(length, prompt, limit, min_length, shared)
+            each, shared_by_each = self._with_forks(slots, reserved, length, shared)
+            samples = Samples(*(np.repeat(column, each) for column in samples))._replace(shared=shared_by_each)
+        return samples
 
     def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
         """Return the predicted demand of the samples, each counted `times` times.
@@ -170,6 +180,7 @@ class ForecastAdmission:
         return Demand(samples.length, remaining, samples.shared, samples.limit - samples.length)
 
     def _remaining(self, samples: Samples, shares: Float64) -> Int64:
+        """Return the remaining tokens of each sample at a quantile of its own, `shares`; at least its known minimum."""
         length, prompt, limit, min_length, _ = samples
         remaining = self.lengths.remaining(length - prompt, limit - prompt, shares)
         surely: Int64 = np.maximum(remaining, min_length - length)
@@ -187,20 +198,12 @@ class ForecastAdmission:
         return samples.length, self._remaining(samples, _shares(0, TYPICAL_SAMPLES)), samples.shared
 
     def _row(self, pending: Pending) -> tuple[int, int, int, int, int]:
-        """Return the values that `Samples` has of each of these samples: the known ones, then its shared pages."""
+        """Return the row of `Samples` of each of these samples, with the pages that most of them share."""
         try:
-            return *_known(pending), self._shared(pending)
+            costs = self.starter.costs(pending, len(pending.samples))
+            return *_known(pending), costs.first if len(pending.samples) == 1 else costs.others
         except Exception as error:
             raise FaultyRequest(pending.request.rid, error) from error
-
-    def _pages(self, pending: Pending) -> int:
-        """Return how many pages hold the tokens of one of the samples."""
-        return -(-len(pending.tokens) // self.paging.page_size)
-
-    def _shared(self, pending: Pending) -> int:
-        """Return how many pages most of the samples share."""
-        costs = self.starter.costs(pending, len(pending.samples))
-        return costs.first if len(pending.samples) == 1 else costs.others
 
     def _with_forks(self, slots: Int64, reserved: dict[int, int], length: Int64, shared: Int64) -> tuple[Int64, Int64]:
         """Return how many sequences each of `slots` stands for, itself first, and the shared pages of each sequence."""
@@ -234,7 +237,7 @@ class ForecastAdmission:
             pending, here = turn
             chosen.append(turn)
             try:
-                pages = self._pages(pending)
+                pages = -(-len(pending.tokens) // self.paging.page_size)
                 first, others, computed = self.starter.costs(pending, here)
                 rows.append((here, first, *_known(pending), others))
             except Exception as error:
@@ -250,7 +253,7 @@ class ForecastAdmission:
 
 
 def _known(pending: Pending) -> tuple[int, int, int, int]:
-    """Return what is known of its samples, in the order of the first columns of `Samples`."""
+    """Return the first four columns of `Samples` for each of these samples."""
     request = pending.request
     return len(pending.tokens), len(request.prompt), request.limit, request.min_length
 

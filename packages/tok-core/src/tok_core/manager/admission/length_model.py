@@ -6,7 +6,7 @@ they have passed. Samples cut off by their limit count as censored, not as ended
 finishes later.
 
 There is one survival curve for each power of two of the limit. With little data, it is pulled towards the curve of all
-samples. That curve is pulled towards a prior, the distribution of Lomax (1954): the longer a sample has run, the
+samples, which is itself pulled towards a prior, the distribution of Lomax (1954): the longer a sample has run, the
 longer it will still run. Observed lengths soon outweigh the prior.
 """
 

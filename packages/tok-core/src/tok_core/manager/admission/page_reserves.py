@@ -54,7 +54,7 @@ class PageWatermark:
 
 FULL_SHARE = 0.85  # share of the capacity in use from which on admission is staggered
 STREAM_SHARE = 0.93  # share of the capacity that is reserved for a stream
-CURVE_STEPS = 8  # steps after which the curve is computed anew
+CURVE_STEPS = 8  # steps after which the curve is computed again
 KNOTS = 64  # points of the curve
 MIN_STREAM_SAMPLES = 32  # samples at their largest that memory must hold at once; fewer form no stream
 
@@ -63,7 +63,7 @@ class StaggeredAdmission:
     """Staggered starts: a curve along which a steady stream of later samples, starting now, fills the memory.
 
     Samples that start together end together. Memory is then full only just before they end, and samples that take over
-    their pages all at once repeat the pattern for ever. If samples start evenly instead, as many as memory can hold,
+    their pages all at once repeat the pattern without end. If samples start evenly instead, as many as memory can hold,
     each age holds the same share of memory at any time. So samples that start now must leave most of the pages that
     such a stream needs free at every future moment. Their ages, and with them their ends, spread out.
 

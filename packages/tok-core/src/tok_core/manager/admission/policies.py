@@ -28,7 +28,7 @@ class AdmissionPolicy(Protocol):
         budget    tokens that the step may still compute; samples beyond these are not considered
         priority  lower classes than this one give up what they hold; None: no class does
 
-        At least one sample may start if none runs: otherwise a sample larger than the rule allows would wait for ever.
+        At least one sample may start if none runs: otherwise a sample larger than the rule allows would never start.
         """
         ...
 

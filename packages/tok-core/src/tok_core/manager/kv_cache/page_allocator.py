@@ -27,7 +27,7 @@ class PageAllocator:
     def allocate(self, count: int) -> Int32:
         """Return `count` pages, int32 [count]. Raises OutOfPages, with nothing changed, if fewer are free."""
         if count > self.free:
-            raise OutOfPages(f"{count} pages wanted, {self.free} of {self.num_pages} free")
+            raise OutOfPages(f"{count} pages requested, {self.free} of {self.num_pages} are free")
         pages = self._stack[self.free - count : self.free][::-1].copy()
         self._in_use[pages] = True
         self.free -= count

@@ -178,7 +178,7 @@ class Paging:
         """Return the page table entries set since the last call.
 
         First come pages shared by many slots, then slots, indices and page ids of other entries. An entry of the second
-        kind that was set several times occurs as often, each time with its present page. That also corrects entries of
+        kind that was set several times occurs as often, each time with its present page. So it also corrects entries of
         shared pages that have changed since.
         """
         shared, self._shared = self._shared, []

@@ -1,8 +1,8 @@
 """Cache KV pages in a path-compressed radix tree over whole pages of tokens, evicted in order of last use.
 
 The tree owns the pages in it. A lock on a node protects the node and all its ancestors from eviction. Every holder of
-pages of the tree has a lock on the node that these pages end with. When a node is split, its id and its locks stay with
-the lower part, which ends where the whole node did, so the node ids of holders stay valid.
+pages of the tree has a lock on the node that these pages end with. The id and the locks of a split node stay with its
+lower part, which ends where the whole node did, so the node ids of holders stay valid.
 
 Prompts with different salts share no page: the root finds its children by the salt followed by the tokens of their
 first page. All salts have the same length, except the empty one.
@@ -61,7 +61,7 @@ class PrefixTree:
     def depths(self, tokens: Int32, salt: bytes = b"") -> tuple[int, int]:
         """Return how many leading pages of `tokens` are locked, and how many are cached.
 
-        This does not count as use and splits no node.
+        The lookup does not count as use and splits no node.
         """
         data, width, node, at, locked = tokens.tobytes(), self._width, self.root, 0, 0
         whole = len(data) // width * width
@@ -88,7 +88,7 @@ class PrefixTree:
         return int((self.depth[nodes] - self.depth[self.parent[nodes]]).sum())
 
     def continues(self, node: Node, tokens: Int32, salt: bytes = b"") -> bool:
-        """Return whether a page of `tokens`, int32 [page_size], follows on `node`. This does not count as use."""
+        """Return whether a page of `tokens`, int32 [page_size], follows on `node`; the lookup does not count as use."""
         return bool(node.children) and self._key(node, tokens, salt) in node.children
 
     def lock(self, node: Node, count: int = 1) -> None:
@@ -102,7 +102,7 @@ class PrefixTree:
             at = at.parent
 
     def unlock(self, node: Node, count: int = 1) -> None:
-        """Remove `count` locks from `node` and its ancestors. They count as used until now."""
+        """Remove `count` locks from `node` and its ancestors, which count as used until now."""
         self._touch(node)
         at: Node | None = node
         while at is not None:

@@ -1,7 +1,7 @@
 """Keep prompts in the cache for samples that start after the prefill, as decode rows.
 
-Such a sample feeds the last token of the prompt. It shares the full pages of all tokens before that one, and gets one
-page of its own with a copy of the remaining tokens, the tail.
+A sample that starts late feeds the last token of the prompt. The sample shares the full pages of all tokens before
+that one, and gets one page of its own with a copy of the remaining tokens, the tail.
 
     prompt   ┌──────────┬──────────┬──────┐┌─┐
              │  pages, shared      │ tail ││ │ ◄ the last token: fed by the sample's first decode row

@@ -9,8 +9,8 @@ the end of one of the chain's groups. Its rows leave the groups of the chain bey
 
     chain (A, B), and a branch C below B: not chosen (A, B); chosen (A, B, C), (A, C) or (C)
 
-The search goes from the branches furthest from the root towards it. It finds the best saving of each branch for every
-chain that may stand above it.
+The search starts at the branches furthest from the root. It finds the best saving of each branch for every chain that
+may stand above the branch.
 
 Legend: V branches; H their greatest height; k the height of a branch, which is its number of steps to the root; C
 chains of at most L of the k − 1 branches between it and the root.
@@ -56,8 +56,8 @@ class BranchPoints(NamedTuple):
 def find_branch_points(tree: PrefixTree, counts: Int64) -> BranchPoints:
     """Return the branch points; `counts[i]`, int64, is the number of rows that hold tree node i.
 
-    If a path has more than MAX_EXACT_HEIGHT branch points, row counts are rounded to a few steps per doubling, and only
-    nodes at which the rounded count changes are kept.
+    If a path has more than MAX_EXACT_HEIGHT branch points, not all are kept: row counts are rounded to a few steps
+    per doubling, and nodes at which the rounded count does not change are dropped.
     """
     held = counts.nonzero()[0]
     place = _shared(tree, held)
@@ -166,7 +166,7 @@ class CascadeCosts(NamedTuple):
 COSTS = CascadeCosts(member=2, group=20, level=4096, compute_bound_rows=40)
 """Measured on an H200: decode attention of one layer, pages of 16 tokens, 256 to 8192 rows with 16 or more common
 pages, in no group, in one level and in two. A least-squares fit of the relative error gives 1.7 pages per member, 19
-per group and 2800 per level with the Triton kernels, where a page takes 0.0068 µs; 3.6, 21 and 2900 with FlashInfer's.
+per group and 2800 per level with the Triton kernels, and 3.6, 21 and 2900 with FlashInfer's. A page takes 0.0068 µs.
 The CUDA graph that further levels lose comes on top of these.
 
 compute_bound_rows: 700 TFLOP/s over 4.5 TB/s are 156 operations per byte. With 4 query heads per key head, bfloat16

@@ -54,7 +54,7 @@ NOBODY: Int64 = np.empty((3, 0), np.int64)
 
 
 class Grouping:
-    """Groups of the sequences that hold nodes of one tree; found anew only when rows have been added, removed or moved.
+    """Groups of the sequences that hold nodes of one tree; found again only when rows were added, removed or moved.
 
     Rows that sit out a step leave their groups for that step. The remaining rows still share the same pages, since a
     decoding sequence changes no page but its last one.
@@ -79,7 +79,7 @@ class Grouping:
         node_ids     int32 [n], the deepest tree node of each row's pages, on which the row has a lock
         epochs       int64 [n], the epoch of each slot, which identifies its owner
         sitting_out  int64 [3, m], slots, nodes and epochs of sequences that sit out only this step. Groups are found
-                     with them and then used without them, so nothing is found anew when they sit out or return
+                     with them and then used without them, so no groups are searched when they sit out or return
 
         Changes of the tree between two calls do not matter. A lock keeps the path above it. If a node on that path is
         split, no sequence holds its upper part before one of these rows does, and then the rows have changed.
@@ -147,7 +147,7 @@ def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int
 
 
 def _drop_singletons(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
-    """Drop from `stays` the rows that are the only ones of their group to stay."""
+    """Drop singleton groups: clear `stays` for rows that are the only ones left of their group."""
     for level in outermost:
         until = np.append(0, np.cumsum(stays))
         first = until[level.start]

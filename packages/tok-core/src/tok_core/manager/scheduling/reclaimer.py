@@ -44,9 +44,9 @@ class Reclaimer:
         self._ended: list[Int64] = []  # slots whose sequences have ended but that still hold pages
 
     def release(self, slots: Int64) -> None:
-        """Mark sequences as ended, whether finished or cancelled. They hold slots and pages until `settle`.
+        """Mark sequences as ended, whether finished or cancelled; `settle` frees their slots and pages.
 
-        Preempted sequences hold no pages; their slots are freed at once.
+        Preempted sequences hold no pages, so their slots are freed at once.
         """
         for slot in slots.tolist() if self._pending_forks else ():
             request, forks = self._table.requests[slot], self._pending_forks.pop(slot, None)
@@ -112,7 +112,7 @@ class Reclaimer:
         self.preempt(self._preemption.choose(slots))
 
     def preempt(self, slot: int) -> None:
-        """Preempt a sequence for lack of pages. It is requeued at once, or when its last scheduled token is back."""
+        """Preempt a sequence for lack of pages; requeue it at once, or when its last scheduled token is back."""
         self.shortages += 1
         request = self._table.requests[slot]
         assert request is not None

@@ -21,8 +21,8 @@ class RunAhead:
 
     The worker never waits if the step in progress and those queued behind it last until the manager has sent another.
     Each queued step has a cost: sequences whose end is not back yet take part in it for nothing, and an arriving
-    request waits for it. So as many steps are queued as take about 3 ms together, besides the one in progress. That is
-    two steps in all if a step takes longer than 3 ms, and eight at most.
+    request waits for it. So as many steps are queued as take about 3 ms together, besides the one in progress: one if
+    a step takes longer than 3 ms, and seven at most.
 
     In a pipeline, `stages` more steps are in flight: each stage computes another one, and one more is spare. The number
     above then bounds how many of them may wait for each other.
@@ -97,7 +97,7 @@ class Microbatches:
     def sitting_out(self, decode: Int64) -> Int64:
         """Return the guided slots of this turn that are not in `decode`, but would be without a grammar.
 
-        They wait for a token's value, or prefill several tokens at once.
+        Such sequences wait for a token's value, or prefill several tokens at once.
         """
         table = self._table
         among = table.guided & (table.length >= table.prompt_len)
@@ -187,8 +187,8 @@ class TokenBudget:
     long one has passed all stages. Prompts arrive irregularly, or start when others have freed pages. So a step holds
     no more prompt tokens than recent steps have needed; the rest follows in the next steps.
 
-    The budget lies between MIN_STEP_TOKENS and `max_tokens`. It grows while prompts wait for it and shrinks otherwise,
-    with each step by 1 / (2 · `microbatches`) of itself. With one microbatch it is `max_tokens`.
+    The budget lies between MIN_STEP_TOKENS and `max_tokens`. With each step it grows by 1 / (2 · `microbatches`) of
+    itself if prompts have used it up, and shrinks by as much otherwise. With one microbatch it is `max_tokens`.
     """
 
     def __init__(self, max_tokens: int, microbatches: int) -> None:
