@@ -109,7 +109,7 @@ def group_saving(members: int, below: int, end: int, start: int, here: int, cost
     `below`: rows that share all of the pages, whether members or not.
     """
     read = (here - end) * read_cost(below, cost) + end - start
-    return members * ((here - start) * read_cost(1, cost) - cost.member) - read - cost.group
+    return float(members * ((here - start) * read_cost(1, cost) - cost.member) - read - cost.group)
 
 
 def best_saving(made: Rows, levels: int, cost: CascadeCosts) -> float:

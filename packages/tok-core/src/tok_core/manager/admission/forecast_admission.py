@@ -44,8 +44,8 @@ class Demand(NamedTuple):
 class Samples(NamedTuple):
     """Samples whose remaining lengths are to be predicted: int64 [n] each.
 
-    min_length        tokens that a sample has at least when it ends
-    shared            pages that are counted elsewhere
+    min_length  tokens that a sample has at least when it ends
+    shared      pages that are counted elsewhere
     """
 
     length: Int64

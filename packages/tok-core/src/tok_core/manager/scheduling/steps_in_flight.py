@@ -156,7 +156,7 @@ class Microbatches:
         chain = next((chain for step, chain in self._chains if step == last), 0)
         self._chains.append((number, chain + 1))
         microbatches = self._table.microbatch[self._table.in_state(State.DECODE)]
-        used = np.count_nonzero(np.bincount(microbatches, minlength=self.count))
+        used = int(np.count_nonzero(np.bincount(microbatches, minlength=self.count)))
         self.cycles += 1 / max(1, used)
         return self._sampled_upto
 
