@@ -84,7 +84,7 @@ def test_preempted_simulated_sample_keeps_its_length() -> None:
     simulation = Simulation(msgspec.structs.replace(INFO, num_pages=24), lives_from_30_to_38)
     once = np.ones(64, np.int64)
     # These observations make the length model expect short samples.
-    simulation.manager.lengths.observe(0 * once, once, 40 * once, once > 0, 0 * once)
+    simulation.manager.lengths.observe(0 * once, once, 40 * once, once > 0)
     for request in requests:
         simulation.submit(request)
     while simulation.ports.finished < len(wide):

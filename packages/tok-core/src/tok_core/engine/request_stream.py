@@ -90,8 +90,13 @@ class RequestStream:
             self._read()
         return self._request.output()
 
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self._deltas()
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while self._left:
+            await self._wait()
+            if self._unread:
+                delta = self._unread.popleft()
+                self._left -= delta.finish_reason is not None
+                yield delta
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
         """Yield the deltas in lists, each with all that are available."""
@@ -105,19 +110,10 @@ class RequestStream:
         await self._wait()
         return self._read()
 
-    async def _deltas(self) -> AsyncIterator[Delta]:
-        while self._left:
-            await self._wait()
-            if self._unread:
-                delta = self._unread.popleft()
-                self._left -= delta.finish_reason is not None
-                yield delta
-
     def _read(self) -> list[Delta]:
         batch = list(self._unread)
         self._unread.clear()
-        for delta in batch:
-            self._left -= delta.finish_reason is not None
+        self._left -= sum(delta.finish_reason is not None for delta in batch)
         return batch
 
     async def _wait(self) -> None:

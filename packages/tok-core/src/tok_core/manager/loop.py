@@ -64,7 +64,6 @@ class Manager:
         workers: GrammarWorkers | None = None,
     ) -> None:
         self._watchdog = Watchdog(config.step_timeout, clock)
-        self.config = config
         self.info = info
         self.ports = ports
         self.faults = Faults()
@@ -82,7 +81,6 @@ class Manager:
             stages=config.pp,
             clock=clock,
         )
-        self.starter = self.scheduler.starter
         self.reclaimer = self.scheduler.reclaimer
         self.output_processor = OutputProcessor(
             self.table, self.reclaimer, self.stops, self.lengths, self.grammars, self.faults, info.dtype

@@ -29,7 +29,7 @@ TIMED: Final[dict[str, Part]] = {
     "BatchBuilder.build": "messages",
     "scheduler._grow_decoders": "pages",
     "scheduler._find_groups": "groups",
-    "starter.*": "schedule",
+    "scheduler.starter.*": "schedule",
     "paging.*": "pages",
     "paging.copies.*": "pages",
     "scheduler.retained_prompts.*": "pages",
