@@ -1,8 +1,8 @@
-"""The JSON of OpenAI's completions, chat completions, models and errors, as msgspec structs.
+"""The JSON of OpenAI's API, and of tok's extensions, as msgspec structs.
 
-Servers decode requests and encode responses with them; the SDK does the reverse. They follow version 2.3.0 of OpenAI's
-API reference. Responses are lenient where servers differ: finish reasons are plain strings, and fields that some
-servers leave out have a default.
+Servers decode requests and encode responses with them; the client does the reverse. They follow version 2.3.0 of
+OpenAI's API reference. Responses are lenient where servers differ: finish reasons are plain strings, and fields that
+some servers leave out have a default.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from tok_client.types.batches import (
     BatchRequestCounts,
     BatchResponse,
     BatchUsage,
+    ExpiresAfter,
+    FileDeleted,
+    FileList,
+    FileObject,
     InputTokensDetails,
     OutputTokensDetails,
 )
 from tok_client.types.chat import (
-    AllowedTools,
-    AssistantMessage,
-    AudioPart,
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
@@ -35,15 +36,22 @@ from tok_client.types.chat import (
     ChatMessage,
     ChatTokenLogprob,
     ChunkChoice,
+    Delta,
+    FunctionCallDelta,
+    ToolCallDelta,
+    TopLogprob,
+)
+from tok_client.types.chat_messages import (
+    AllowedTools,
+    AssistantMessage,
+    AudioPart,
     ContentPart,
     CustomCall,
     CustomTool,
     CustomToolCall,
-    Delta,
     DeveloperMessage,
     FilePart,
     FunctionCall,
-    FunctionCallDelta,
     FunctionDefinition,
     FunctionMessage,
     FunctionName,
@@ -57,85 +65,98 @@ from tok_client.types.chat import (
     SystemMessage,
     TextPart,
     Tool,
-    ToolCallDelta,
     ToolChoice,
     ToolMessage,
     ToolSubset,
-    TopLogprob,
     UserMessage,
-)
-from tok_client.types.common import (
-    CompletionTokensDetails,
-    PromptLogprob,
-    PromptLogprobs,
-    PromptTokensDetails,
-    StreamOptions,
-    Usage,
 )
 from tok_client.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from tok_client.types.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
-from tok_client.types.error import ErrorBody, ErrorResponse
-from tok_client.types.files import ExpiresAfter, FileDeleted, FileList, FileObject
-from tok_client.types.models import Model, ModelList
-from tok_client.types.reports import HealthReport, ReadyReport, ReplicaReport, VersionReport
-from tok_client.types.responses import (
+from tok_client.types.generation import (
+    CompletionTokensDetails,
+    Distinct,
+    FirstMatch,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    Majority,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    ResponseFormat,
+    StopWhen,
+    StopWhenResult,
+    StreamOptions,
+    StructuredOutputs,
+    TextFormat,
+    Usage,
+)
+from tok_client.types.response import (
     AnyItem,
     AnyPart,
+    FunctionCallItem,
+    IncompleteDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningEcho,
+    ReasoningItem,
+    Response,
+    ResponseError,
+    ResponseInputDetails,
+    ResponseUsage,
+)
+from tok_client.types.response_events import (
     ContentPartAdded,
     ContentPartDone,
     FunctionCallArgumentsDelta,
     FunctionCallArgumentsDone,
-    FunctionCallItem,
-    IncompleteDetails,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+)
+from tok_client.types.response_input import (
     InputFilePart,
     InputImagePart,
     InputItem,
     InputPart,
     InputTextPart,
     ItemStatus,
-    OutputItem,
-    OutputItemAdded,
-    OutputItemDone,
-    OutputMessage,
     OutputRefusalPart,
-    OutputText,
-    OutputTextDelta,
-    OutputTextDone,
     OutputTextPart,
-    ReasoningEcho,
-    ReasoningItem,
-    ReasoningTextDelta,
-    ReasoningTextDone,
     ReasoningTextPart,
-    Response,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseError,
-    ResponseEvent,
-    ResponseFailed,
     ResponseFormatConfig,
-    ResponseIncomplete,
-    ResponseInProgress,
-    ResponseInputDetails,
     ResponseReasoning,
     ResponseRequest,
     ResponseStreamOptions,
     ResponseText,
     ResponseTool,
     ResponseToolChoice,
-    ResponseUsage,
     SummaryTextPart,
 )
-from tok_client.types.stop_when import Distinct, FirstMatch, Majority, StopWhen, StopWhenResult
-from tok_client.types.structured import (
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
-    ResponseFormat,
-    StructuredOutputs,
-    TextFormat,
+from tok_client.types.server import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorBody,
+    ErrorResponse,
+    HealthReport,
+    Model,
+    ModelList,
+    ReadyReport,
+    ReplicaReport,
+    TokenizeRequest,
+    TokenizeResponse,
+    VersionReport,
 )
-from tok_client.types.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 __all__ = [
     "UNSET",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from msgspec import field
 
 from tok_client.types.base import UNSET, Maybe, Wire
-from tok_client.types.common import GenerationRequest, PromptLogprobs, Usage
+from tok_client.types.generation import GenerationRequest, PromptLogprobs, StopWhenResult, Usage
 from tok_client.types.prompts import Prompts, check_prompts, one_by_one
-from tok_client.types.stop_when import StopWhenResult
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):

@@ -1,10 +1,108 @@
-"""Types shared by completions and chat completions: usage, stream options, sampling extensions."""
+"""Types shared by completions and chat completions: sampling parameters, constraints on the text, usage."""
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
-from tok_client.types.stop_when import StopWhen
-from tok_client.types.structured import ResponseFormat, StructuredOutputs
+
+
+class Distinct(Wire, frozen=True, kw_only=True, tag_field="type", tag="distinct"):
+    """The condition that `count` different answers are known.
+
+    `pattern`, here and below, is a regular expression (RE2 syntax) with one group, which is the answer. The last match
+    in a sample's text counts; a sample without a match has no answer.
+    """
+
+    type: ClassVar[Literal["distinct"]] = "distinct"
+    count: int
+    pattern: str
+
+
+class Majority(Wire, frozen=True, kw_only=True, tag_field="type", tag="majority"):
+    """The condition that the most frequent answer has won the vote.
+
+    The answer leads the next one by at least `margin`, or by more than the number of samples left.
+    """
+
+    type: ClassVar[Literal["majority"]] = "majority"
+    margin: int
+    pattern: str
+
+
+class FirstMatch(Wire, frozen=True, kw_only=True, tag_field="type", tag="first_match"):
+    """The condition that one sample has an answer."""
+
+    type: ClassVar[Literal["first_match"]] = "first_match"
+    pattern: str
+
+
+StopWhen = Distinct | Majority | FirstMatch
+
+
+class StopWhenResult(Wire, frozen=True, kw_only=True):
+    """The votes of the samples.
+
+    met        whether the condition was met, before or with the last finished sample
+    answers    how often finished samples gave each answer, the most frequent first
+    finished   samples that ended by themselves, including those that ended just after the condition was met
+    unmatched  finished samples without an answer
+    cancelled  samples that were ended early, with finish reason "stop_when" and their text so far
+    """
+
+    met: bool
+    answers: dict[str, int]
+    finished: int
+    cancelled: int
+    unmatched: int
+
+
+class TextFormat(Wire, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """Any text."""
+
+    type: ClassVar[Literal["text"]] = "text"
+
+
+class JsonObjectFormat(Wire, frozen=True, kw_only=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+    type: ClassVar[Literal["json_object"]] = "json_object"
+
+
+class JsonSchema(Wire, frozen=True, kw_only=True):
+    """A JSON schema with a name. `strict` requests an answer that always follows it."""
+
+    name: str
+    schema: Maybe[JSONObject] = UNSET
+    description: Maybe[str] = UNSET
+    strict: Maybe[bool] = UNSET
+
+
+class JsonSchemaFormat(Wire, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+    type: ClassVar[Literal["json_schema"]] = "json_schema"
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(Wire, frozen=True, kw_only=True):
+    """A constraint on the text beyond OpenAI's reference; exactly one field is set.
+
+    json         JSON schema, as an object or as text
+    regex        regular expression that the whole text matches
+    choice       texts to choose from
+    grammar      grammar in EBNF, whose `root` is the whole text
+    json_object  any JSON object
+    """
+
+    json: Maybe[JSONObject | str] = UNSET
+    regex: Maybe[str] = UNSET
+    choice: Maybe[list[str]] = UNSET
+    grammar: Maybe[str] = UNSET
+    json_object: Maybe[bool] = UNSET
 
 
 class StreamOptions(Wire, frozen=True, kw_only=True):
@@ -25,8 +123,8 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
 
     priority          lower values are served first
     return_token_ids  adds `token_ids` to each choice of the response
-    prompt_logprobs   k: adds the log-probability of each prompt token and those of the k most likely tokens in its
-                      place
+    prompt_logprobs   k: adds the log-probability of each prompt token and those of the k most likely tokens at its
+                      position
     cache_salt        requests with different values share nothing in the prefix cache
     stop_when         ends the samples still running once the finished ones meet a condition
 

@@ -1,13 +1,34 @@
-"""Tokenisation and detokenisation: not in OpenAI's reference; the types follow vLLM's."""
+"""The server's models, health, version, tokenisation and errors."""
 
 from __future__ import annotations
 
+from msgspec import field
+
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
-from tok_client.types.chat import Message, Tool
+from tok_client.types.chat_messages import Message, Tool
+
+
+class Model(Wire, frozen=True, kw_only=True):
+    """One model. `created` is in seconds since 1970."""
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = ""
+    shutdown_date: Maybe[str] = UNSET
+
+
+class ModelList(Wire, frozen=True, kw_only=True):
+    """Response of `GET /models`."""
+
+    object: str = "list"
+    data: list[Model]
 
 
 class TokenizeRequest(Wire, frozen=True, kw_only=True):
     """Body of `POST /tokenize`: a text, or the messages of a chat, which the model's template renders as a text.
+
+    OpenAI's reference has no such endpoint; the fields follow vLLM's.
 
     add_special_tokens  adds BOS and EOS tokens; by default for a `prompt` only, since templates write their own
 
@@ -52,3 +73,46 @@ class DetokenizeResponse(Wire, frozen=True, kw_only=True):
     """Response of `POST /detokenize`: the text, including special tokens."""
 
     prompt: str
+
+
+class ReplicaReport(Wire, frozen=True, kw_only=True):
+    """One replica of the engine: "ready" or another state, and the reason."""
+
+    state: str
+    detail: str = ""
+
+
+class HealthReport(Wire, frozen=True, kw_only=True):
+    """Response of `GET /health`, with status 503 unless the server takes requests."""
+
+    status: str
+    detail: str = ""
+    replicas: list[ReplicaReport] = field(default_factory=list)
+
+
+class ReadyReport(Wire, frozen=True, kw_only=True):
+    """Response of `GET /ready`, with status 503 unless the server takes requests."""
+
+    ready: bool
+    status: str
+
+
+class VersionReport(Wire, frozen=True, kw_only=True):
+    """Response of `GET /version`."""
+
+    version: str
+
+
+class ErrorBody(Wire, frozen=True, kw_only=True):
+    """An error. `param` names the request field at fault, `code` the kind of error for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(Wire, frozen=True, kw_only=True):
+    """Body of every error answer, and of the event that ends a failed stream: `{"error": {...}}`."""
+
+    error: ErrorBody

@@ -9,7 +9,7 @@ from msgspec import field
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
 from tok_client.types.batches import OutputTokensDetails
 from tok_client.types.chat import ChatTokenLogprob
-from tok_client.types.responses.input import (
+from tok_client.types.response_input import (
     ItemStatus,
     ReasoningTextPart,
     ResponseFormatConfig,
