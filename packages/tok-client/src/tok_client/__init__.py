@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tok_client.async_client import AsyncClient
-from tok_client.client import Client
+from tok_client.client import AsyncClient, Client
 from tok_client.errors import (
     APIConnectionError,
     APIResponseError,

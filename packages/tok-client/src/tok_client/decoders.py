@@ -19,8 +19,8 @@ _lock = Lock()
 
 def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """Return the decoder of `kind`. Afterwards `msgspec.convert` to the same type is safe in any thread, too."""
-    found = _decoders.get(kind)
-    if found is None:
+    cached = _decoders.get(kind)
+    if cached is None:
         with _lock:
-            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
-    return found
+            cached = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return cached

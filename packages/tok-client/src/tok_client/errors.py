@@ -1,7 +1,7 @@
 """Exceptions that calls raise.
 
 TokError
-├── APIConnectionError                 no connection, or it broke off
+├── APIConnectionError                 no connection, or it broke
 │   └── APITimeoutError (TimeoutError)     no response from the server for `timeout` seconds
 ├── APIStatusError                     the server answered with an error status
 │   ├── BadRequestError           400
@@ -19,7 +19,8 @@ TokError
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -33,7 +34,7 @@ class TokError(Exception):
 
 
 class APIConnectionError(TokError):
-    """There was no connection, or it broke off before the answer was complete."""
+    """There was no connection, or it broke before the answer was complete."""
 
 
 class APITimeoutError(APIConnectionError, TimeoutError):
@@ -156,7 +157,7 @@ def status_error(status: int, headers: Mapping[str, str], content: bytes) -> API
 
 
 def event_error(data: bytes) -> TokError:
-    """Return the exception for a stream event that is no chunk.
+    """Return the exception for a stream event that is not a chunk.
 
     An error object gives StreamError, anything else APIResponseError.
     """
@@ -164,6 +165,19 @@ def event_error(data: bytes) -> TokError:
     if details.message is None:
         return APIResponseError(f"the stream has an event that is not a chunk: {data[:200]!r}", body=data)
     return StreamError(details.message, type=details.type, param=details.param, code=details.code)
+
+
+@contextmanager
+def translate_errors(url: object) -> Iterator[None]:
+    """Raise APITimeoutError or APIConnectionError in place of exceptions of the HTTP library and the system."""
+    import aiohttp
+
+    try:
+        yield
+    except TimeoutError as error:
+        raise APITimeoutError(f"no response from {url} in time: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise APIConnectionError(f"no complete answer from {url}: {error or type(error).__name__}") from error
 
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -25,12 +25,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         return 1.0
     # Two products give the same ratio, one with c factors and one with k; compute the shorter one.
     if c < k:
-        return 1.0 - math.prod((n - k - drawn) / (n - drawn) for drawn in range(c))
-    return 1.0 - math.prod((n - c - drawn) / (n - drawn) for drawn in range(k))
+        return 1.0 - math.prod((n - k - i) / (n - i) for i in range(c))
+    return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))
 
 
 def majority(answers: Iterable[A | None]) -> A | None:
-    """Return the most frequent answer; of several, the one given first; None if there is no answer.
+    """Return the most frequent answer, of equally frequent ones the first; None if there is no answer.
 
     None in `answers` stands for a sample without an answer and does not count. Source: Wang et al. 2022,
     "Self-Consistency Improves Chain of Thought Reasoning in Language Models".

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from tok_client.mapping.inputs import chats_of, completions_of, embeddings_of
 from tok_client.mapping.iterate import AsyncMap, Map
 from tok_client.mapping.options import ChatCompletionMapParams, CompletionMapParams, EmbeddingMapParams, MapOptions
 from tok_client.mapping.output import SavedAnswer, read_answers
-from tok_client.mapping.result import MapResult
-from tok_client.mapping.run import MapRun
+from tok_client.mapping.run import MapResult, MapRun
 
 __all__ = [
     "AsyncMap",
@@ -19,8 +17,5 @@ __all__ = [
     "MapResult",
     "MapRun",
     "SavedAnswer",
-    "chats_of",
-    "completions_of",
-    "embeddings_of",
     "read_answers",
 ]

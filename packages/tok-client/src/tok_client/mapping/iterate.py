@@ -8,8 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from tok_client.mapping.result import MapResult
-from tok_client.mapping.run import MapRun
+from tok_client.mapping.run import MapResult, MapRun
 from tok_client.transport import LoopThread
 
 P = TypeVar("P")

@@ -13,7 +13,7 @@ from typing import IO, Generic, TypeVar
 import msgspec
 
 from tok_client.decoders import decoder
-from tok_client.mapping.done import AnsweredPrompts
+from tok_client.mapping.answered_prompts import AnsweredPrompts
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -39,15 +39,15 @@ class SavedAnswer(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True):
 class Output:
     """Writer that appends answers to the file `path`, for one run at a time.
 
-    `resume` cuts off an incomplete last line, as a killed process leaves it. OSError: the file cannot be written, or
-    (BlockingIOError) another run writes it. ValueError: it is no output file.
+    `resume` cuts off an incomplete last line, which a killed process may leave. OSError: the file cannot be written, or
+    (BlockingIOError) another run writes it. ValueError: it is not an output file of `map`.
     """
 
     def __init__(self, path: str | PathLike[str], *, keyed: bool) -> None:
         self._name = os.fspath(path)
         self._lock = threading.Lock()
         self._file: FileIO | None = open(path, "ab", buffering=0)  # noqa: SIM115 - it is closed by `close`
-        self.done = AnsweredPrompts(self._name, keyed=keyed)
+        self.answered = AnsweredPrompts(self._name, keyed=keyed)
         try:
             _lock_file(self._file, self._name)
         except BaseException:
@@ -55,18 +55,18 @@ class Output:
             raise
 
     def resume(self) -> None:
-        """Read the answers of an earlier run. Call this before anything else; it may take long."""
+        """Read the answers of an earlier run. Call this first; a large file takes long."""
         complete_bytes = 0
         with open(self._name, "rb") as file:
             for line in _lines(file, self._name):
-                self.done.add(line.index, line.key, int(line.request, 16))
+                self.answered.add(line.index, line.key, int(line.request, 16))
                 complete_bytes = file.tell()
         with self._lock:
             if self._file is not None:
                 self._file.truncate(complete_bytes)
 
     def write(self, index: int, key: str | None, body: bytes, answer: msgspec.Struct) -> None:
-        """Append an answer. It has been handed to the operating system when this returns."""
+        """Append an answer; on return, the operating system has it, so that a killed process loses nothing."""
         encoded = msgspec.Raw(msgspec.json.encode(answer))
         line = Line(index=index, key=key, request=f"{digest(body):016x}", answer=encoded)
         with self._lock:
@@ -100,7 +100,8 @@ class Output:
 def read_answers(path: str | PathLike[str], kind: type[T]) -> Iterator[SavedAnswer[T]]:
     """Yield the answers of an output file, decoded as `kind` (for instance `Completion`), in the order of completion.
 
-    An incomplete last line is left out. OSError: the file cannot be read; ValueError: it is no output file.
+    An incomplete last line is left out. OSError: the file cannot be read. ValueError: it is not an output file of
+    `map`.
     """
     answers = decoder(kind)
     with open(path, "rb") as file:

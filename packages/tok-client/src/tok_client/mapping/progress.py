@@ -35,7 +35,7 @@ class MappingProgress:
                 self._write("\n")
 
     def line(self) -> str:
-        """Return the current text."""
+        """Return the text to show now."""
         count, elapsed = self.answered + self.failed, self._clock() - self._started_at
         processed, rate = count + self.skipped, count / elapsed if elapsed > 0 else 0.0
         total_text = "" if self._total is None else f"/{self._total} ({processed / max(1, self._total):.0%})"

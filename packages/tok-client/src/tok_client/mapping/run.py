@@ -14,14 +14,34 @@ from tok_client.errors import TokError
 from tok_client.mapping.options import MapOptions
 from tok_client.mapping.output import Output, digest
 from tok_client.mapping.progress import MappingProgress
-from tok_client.mapping.result import MapResult
 from tok_client.mapping.source import Source
 from tok_client.transport import Call, Transport, check_timeout
 
 P = TypeVar("P")
 T = TypeVar("T")
+P_co = TypeVar("P_co", covariant=True)
+T_co = TypeVar("T_co", covariant=True)
 
 _HELD_FACTOR = 4  # held prompts as a multiple of open requests, so that one slow request does not stall the window
+
+
+class MapResult(msgspec.Struct, Generic[P_co, T_co], frozen=True, kw_only=True):
+    """A prompt, its number in the input (from 0), its key if the run has keys, and its answer or error.
+
+    `error` is a TokError, or the ValueError or TypeError of a prompt that cannot be sent.
+    """
+
+    index: int
+    prompt: P_co
+    key: str | None = None
+    answer: T_co | None = None
+    error: Exception | None = None
+
+    def result(self) -> T_co:
+        """Return the answer; raise the error if there is none."""
+        if self.answer is None:
+            raise self.error or ValueError("the result has neither an answer nor an error")
+        return self.answer
 
 
 class MapRun(Generic[P, T]):
@@ -56,7 +76,7 @@ class MapRun(Generic[P, T]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = self._read_all = False
         self._index = self._position = self._next_position = 0
-        self._out_of_order: dict[int, MapResult[P, T]] = {}  # results by place that wait for earlier ones
+        self._out_of_order: dict[int, MapResult[P, T]] = {}  # by position; they wait for the results before them
         self._ready: deque[MapResult[P, T]] = deque()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -130,7 +150,7 @@ class MapRun(Generic[P, T]):
             await self._held.acquire()
             self._add_result(self._take_position(), MapResult(index=index, prompt=prompt, key=key, error=error))
             return
-        if self._output is not None and self._output.done.has(index, key, digest(call.body or b"")):
+        if self._output is not None and self._output.answered.has(index, key, digest(call.body or b"")):
             self._progress.skipped += 1
             self._progress.update()
             return

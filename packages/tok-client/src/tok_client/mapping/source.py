@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 P = TypeVar("P")
 
-_READ_SECONDS = 0.005  # of reading, after which the prompts read so far are returned
+_READ_SECONDS = 0.005  # a read that takes longer returns the prompts read so far
 
 
 class Source(Generic[P]):
@@ -34,18 +34,14 @@ class Source(Generic[P]):
     async def take(self, max_prompts: int) -> list[P]:
         """Return the next prompts: 1 to `max_prompts`, or none at the end. Raises the errors of the iterable."""
         if self._async_iterator is not None:
-            return [prompt async for prompt in _first(self._async_iterator)]
+            try:
+                return [await anext(self._async_iterator)]
+            except StopAsyncIteration:
+                return []
         assert self._iterator is not None
         if self.total is not None:
             return list(islice(self._iterator, max_prompts))
         return await asyncio.to_thread(_read, self._iterator, max_prompts)
-
-
-async def _first(prompts: AsyncIterator[P]) -> AsyncIterator[P]:
-    try:
-        yield await anext(prompts)
-    except StopAsyncIteration:
-        return
 
 
 def _read(prompts: Iterator[P], max_prompts: int) -> list[P]:

@@ -1,4 +1,4 @@
-"""Turn the parameters of an endpoint into a Call."""
+"""Parameters of the endpoints, and the calls made of them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ from tok_client.requests.bodies import Object
 from tok_client.requests.generation import CHAT, COMPLETION, RESPONSE, Generation
 from tok_client.requests.params import (
     BatchParams,
+    ChatCompletionCreateParams,
     ChatCompletionOptions,
     ChatCompletionParams,
+    CompletionCreateParams,
     CompletionOptions,
     CompletionParams,
     Conversation,
     EmbeddingParams,
     Prompt,
     Prompts,
+    ResponseCreateParams,
     ResponseParams,
     TokenizeParams,
 )
-from tok_client.requests.upload_form import upload
 
 __all__ = [
     "CHAT",
     "COMPLETION",
     "RESPONSE",
     "BatchParams",
+    "ChatCompletionCreateParams",
     "ChatCompletionOptions",
     "ChatCompletionParams",
+    "CompletionCreateParams",
     "CompletionOptions",
     "CompletionParams",
     "Conversation",
@@ -34,7 +38,7 @@ __all__ = [
     "Object",
     "Prompt",
     "Prompts",
+    "ResponseCreateParams",
     "ResponseParams",
     "TokenizeParams",
-    "upload",
 ]

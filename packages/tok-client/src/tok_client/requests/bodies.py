@@ -13,8 +13,8 @@ Object = Mapping[str, object]
 def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object | None = None) -> bytes:
     """Return the JSON of a `kind` with the fields `params`, and with the members of `extra` added unchanged.
 
-    TypeError: a parameter is unknown to the API or cannot be encoded as JSON. ValueError: NaN, infinity, a lone
-    surrogate.
+    TypeError: a parameter is unknown to the API or cannot be encoded as JSON. ValueError: a parameter is
+    NaN, infinite or has a lone surrogate.
     """
     for name, value in params.items():
         if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: msgspec would send null
@@ -25,29 +25,29 @@ def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object |
             return msgspec.json.encode(request)
         return msgspec.json.encode({**msgspec.to_builtins(request), **extra})
     except UnicodeEncodeError:
-        raise _surrogate(_invalid_param({**params, **(extra or {})})) from None
+        raise _surrogate_error(_invalid_param({**params, **(extra or {})})) from None
 
 
 def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
-    """Return the path of the member `value` of a collection. ValueError, naming `name`: empty, or a lone surrogate."""
+    """Return the path of the member `value` of a collection. ValueError: it is empty or has a lone surrogate."""
     if not value:
         raise ValueError(f"{name} is ''; allowed: an id")
-    from urllib.parse import quote  # slow to import, and the HTTP library has it anyway
+    from urllib.parse import quote  # slow to import; the HTTP library imports it anyway
 
     try:
         return f"{collection}/{quote(value, safe='')}{rest}"
     except UnicodeEncodeError:
-        raise _surrogate(name) from None
+        raise _surrogate_error(name) from None
 
 
 def query_of(**params: str | int | None) -> str:
-    """Return the query of a URL with the parameters that are not None, or "". ValueError: a lone surrogate."""
+    """Return the query of a URL with the parameters that are not None, or "". ValueError: one has a lone surrogate."""
     from urllib.parse import urlencode
 
     try:
         query = urlencode({name: value for name, value in params.items() if value is not None})
     except UnicodeEncodeError:
-        raise _surrogate(_invalid_param(params)) from None
+        raise _surrogate_error(_invalid_param(params)) from None
     return f"?{query}" if query else ""
 
 
@@ -61,7 +61,7 @@ def _invalid_param(params: Object) -> str:
     return "extra_body"
 
 
-def _surrogate(name: str) -> ValueError:
+def _surrogate_error(name: str) -> ValueError:
     return ValueError(
         f"{name} has a lone surrogate (half of a UTF-16 pair), which UTF-8 cannot encode; allowed: valid text"
     )

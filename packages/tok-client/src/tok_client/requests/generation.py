@@ -1,4 +1,4 @@
-"""Endpoints that generate text, answered whole or as a stream of chunks."""
+"""The endpoints that generate text: their answers come whole or as a stream of chunks."""
 
 from __future__ import annotations
 

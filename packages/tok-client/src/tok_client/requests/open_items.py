@@ -11,9 +11,9 @@ from tok_client.types import AnyItem, JSONObject, OutputItem, Response, Response
 
 T = TypeVar("T")
 
-ITEM: JSONObject = {"type": "reasoning", "id": "", "status": "completed"}
-PART: JSONObject = {"type": "reasoning_text", "text": ""}
-"""Placeholders for an item or a part of unknown type while the rest of an event is decoded."""
+# These stand for an item and a part of unknown type while the rest of an event is decoded.
+_PLACEHOLDER_ITEM: JSONObject = {"type": "reasoning", "id": "", "status": "completed"}
+_PLACEHOLDER_PART: JSONObject = {"type": "reasoning_text", "text": ""}
 
 
 def open_response(data: bytes) -> Response:
@@ -29,9 +29,9 @@ def open_event(data: bytes) -> ResponseEvent:
         event = _event({**decoded, "response": {**response, "output": []}})
         return msgspec.structs.replace(event, response=_response(response))
     if "item" in decoded:
-        return msgspec.structs.replace(_event({**decoded, "item": ITEM}), item=_item(decoded["item"]))
+        return msgspec.structs.replace(_event({**decoded, "item": _PLACEHOLDER_ITEM}), item=_item(decoded["item"]))
     if "part" in decoded:
-        return msgspec.structs.replace(_event({**decoded, "part": PART}), part=_object(decoded["part"]))
+        return msgspec.structs.replace(_event({**decoded, "part": _PLACEHOLDER_PART}), part=_object(decoded["part"]))
     return _event(decoded)
 
 

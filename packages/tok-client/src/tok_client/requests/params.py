@@ -39,6 +39,13 @@ Conversation = str | Messages
 """A conversation; a text is one user message."""
 
 
+class CallParams(TypedDict, total=False):
+    """Parameters of a call that are not fields of the request."""
+
+    timeout: float | None
+    extra_body: Object | None
+
+
 class GenerationParams(TypedDict, total=False):
     """Parameters of both completion endpoints; see `tok_client.types.GenerationRequest`."""
 
@@ -89,6 +96,10 @@ class CompletionParams(CompletionOptions, total=False):
     prompt: Required[Prompts]
 
 
+class CompletionCreateParams(CompletionParams, CallParams, total=False):
+    """Keyword parameters of `completions.create` beside `stream`."""
+
+
 class ChatCompletionOptions(GenerationParams, total=False):
     """Parameters of `chat.completions.create` except its messages; see `tok_client.types.ChatCompletionRequest`."""
 
@@ -125,6 +136,10 @@ class ChatCompletionParams(ChatCompletionOptions, total=False):
     messages: Required[Messages]
 
 
+class ChatCompletionCreateParams(ChatCompletionParams, CallParams, total=False):
+    """Keyword parameters of `chat.completions.create` beside `stream`."""
+
+
 class ResponseParams(TypedDict, total=False):
     """Parameters of `responses.create`; see `tok_client.types.ResponseRequest`. Output items are valid input."""
 
@@ -159,6 +174,10 @@ class ResponseParams(TypedDict, total=False):
     prompt_cache_retention: Maybe[Literal["in_memory", "24h"]]
     prompt_cache_options: Maybe[Object]
     cache_salt: Maybe[str]
+
+
+class ResponseCreateParams(ResponseParams, CallParams, total=False):
+    """Keyword parameters of `responses.create` beside `stream`."""
 
 
 class EmbeddingParams(TypedDict, total=False):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Literal, Unpack, overload
 
-from tok_client.mapping import AsyncMap, ChatCompletionMapParams, Map, chats_of
-from tok_client.requests import CHAT, ChatCompletionParams, Conversation, Object
-from tok_client.resources.resource import AsyncResource, Resource
+from tok_client.mapping import AsyncMap, ChatCompletionMapParams, Map
+from tok_client.requests import CHAT, ChatCompletionCreateParams, ChatCompletionParams, Conversation, Object
+from tok_client.resources.resource import AsyncResource, Resource, chats_of
 from tok_client.transport import AsyncStream, BlockingTransport, Stream, Transport
 from tok_client.types import ChatCompletion, ChatCompletionChunk
 
@@ -17,32 +17,17 @@ class AsyncChatCompletions(AsyncResource):
 
     @overload
     async def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
+        self, *, stream: Literal[False] = False, **params: Unpack[ChatCompletionCreateParams]
     ) -> ChatCompletion: ...
 
     @overload
     async def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
+        self, *, stream: Literal[True], **params: Unpack[ChatCompletionCreateParams]
     ) -> AsyncStream[ChatCompletionChunk]: ...
 
     @overload
     async def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
+        self, *, stream: bool, **params: Unpack[ChatCompletionCreateParams]
     ) -> ChatCompletion | AsyncStream[ChatCompletionChunk]: ...
 
     async def create(
@@ -69,7 +54,7 @@ class AsyncChatCompletions(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[ChatCompletionMapParams],
     ) -> AsyncMap[Conversation, ChatCompletion]:
-        """Answer all of `conversations`, of which there may be millions, with many requests open at a time.
+        """Answer all of `conversations`, possibly millions, with many requests open at a time.
 
         See `AsyncMap` for the results and `MapOptions` for the options. `key` returns a conversation's key, by which a
         later run continues an output file. The other parameters are those of `create`.
@@ -82,32 +67,17 @@ class ChatCompletions(Resource):
 
     @overload
     def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
+        self, *, stream: Literal[False] = False, **params: Unpack[ChatCompletionCreateParams]
     ) -> ChatCompletion: ...
 
     @overload
     def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
+        self, *, stream: Literal[True], **params: Unpack[ChatCompletionCreateParams]
     ) -> Stream[ChatCompletionChunk]: ...
 
     @overload
     def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ChatCompletionParams],
+        self, *, stream: bool, **params: Unpack[ChatCompletionCreateParams]
     ) -> ChatCompletion | Stream[ChatCompletionChunk]: ...
 
     def create(
@@ -134,7 +104,7 @@ class ChatCompletions(Resource):
         extra_body: Object | None = None,
         **params: Unpack[ChatCompletionMapParams],
     ) -> Map[Conversation, ChatCompletion]:
-        """Answer all of `conversations`, of which there may be millions, with many requests open at a time.
+        """Answer all of `conversations`, possibly millions, with many requests open at a time.
 
         See `Map` for the results and `MapOptions` for the options. `key` returns a conversation's key, by which a
         later run continues an output file. The other parameters are those of `create`.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Literal, Unpack, overload
 
-from tok_client.mapping import AsyncMap, CompletionMapParams, Map, completions_of
-from tok_client.requests import COMPLETION, CompletionParams, Object, Prompt
-from tok_client.resources.resource import AsyncResource, Resource
+from tok_client.mapping import AsyncMap, CompletionMapParams, Map
+from tok_client.requests import COMPLETION, CompletionCreateParams, CompletionParams, Object, Prompt
+from tok_client.resources.resource import AsyncResource, Resource, completions_of
 from tok_client.transport import AsyncStream, Stream
 from tok_client.types import Completion
 
@@ -17,32 +17,17 @@ class AsyncCompletions(AsyncResource):
 
     @overload
     async def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
+        self, *, stream: Literal[False] = False, **params: Unpack[CompletionCreateParams]
     ) -> Completion: ...
 
     @overload
     async def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
+        self, *, stream: Literal[True], **params: Unpack[CompletionCreateParams]
     ) -> AsyncStream[Completion]: ...
 
     @overload
     async def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
+        self, *, stream: bool, **params: Unpack[CompletionCreateParams]
     ) -> Completion | AsyncStream[Completion]: ...
 
     async def create(
@@ -69,7 +54,7 @@ class AsyncCompletions(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[CompletionMapParams],
     ) -> AsyncMap[Prompt, Completion]:
-        """Complete all of `prompts`, of which there may be millions, with many requests open at a time.
+        """Complete all of `prompts`, possibly millions, with many requests open at a time.
 
         See `AsyncMap` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a
         later run continues an output file. The other parameters are those of `create`.
@@ -81,34 +66,13 @@ class Completions(Resource):
     """The `/completions` endpoints."""
 
     @overload
-    def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
-    ) -> Completion: ...
+    def create(self, *, stream: Literal[False] = False, **params: Unpack[CompletionCreateParams]) -> Completion: ...
 
     @overload
-    def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
-    ) -> Stream[Completion]: ...
+    def create(self, *, stream: Literal[True], **params: Unpack[CompletionCreateParams]) -> Stream[Completion]: ...
 
     @overload
-    def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[CompletionParams],
-    ) -> Completion | Stream[Completion]: ...
+    def create(self, *, stream: bool, **params: Unpack[CompletionCreateParams]) -> Completion | Stream[Completion]: ...
 
     def create(
         self,
@@ -134,7 +98,7 @@ class Completions(Resource):
         extra_body: Object | None = None,
         **params: Unpack[CompletionMapParams],
     ) -> Map[Prompt, Completion]:
-        """Complete all of `prompts`, of which there may be millions, with many requests open at a time.
+        """Complete all of `prompts`, possibly millions, with many requests open at a time.
 
         See `Map` for the results and `MapOptions` for the options. `key` returns a prompt's key, by which a
         later run continues an output file. The other parameters are those of `create`.

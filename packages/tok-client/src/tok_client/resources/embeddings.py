@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Unpack
 
-from tok_client.mapping import AsyncMap, EmbeddingMapParams, Map, embeddings_of
+from tok_client.mapping import AsyncMap, EmbeddingMapParams, Map
 from tok_client.requests import EmbeddingParams, Object, Prompt, Prompts, calls
-from tok_client.resources.resource import AsyncResource, Resource
+from tok_client.resources.resource import AsyncResource, Resource, embeddings_of
 from tok_client.types import EmbeddingList
 
 
@@ -39,7 +39,7 @@ class AsyncEmbeddings(AsyncResource):
         extra_body: Object | None = None,
         **params: Unpack[EmbeddingMapParams],
     ) -> AsyncMap[Prompt, EmbeddingList]:
-        """Embed all of `inputs`, of which there may be millions, with many requests open at a time.
+        """Embed all of `inputs`, possibly millions, with many requests open at a time.
 
         See `AsyncMap` for the results and `MapOptions` for the options. `key` returns an input's key, by which a
         later run continues an output file. The other parameters are those of `create`.
@@ -75,7 +75,7 @@ class Embeddings(Resource):
         extra_body: Object | None = None,
         **params: Unpack[EmbeddingMapParams],
     ) -> Map[Prompt, EmbeddingList]:
-        """Embed all of `inputs`, of which there may be millions, with many requests open at a time.
+        """Embed all of `inputs`, possibly millions, with many requests open at a time.
 
         See `Map` for the results and `MapOptions` for the options. `key` returns an input's key, by which a
         later run continues an output file. The other parameters are those of `create`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
-from tok_client.requests import calls, upload
+from tok_client.requests import calls
 from tok_client.transport import BlockingTransport, Transport
 from tok_client.types import ExpiresAfter, FileDeleted, FileList, FileObject
 
@@ -29,7 +29,7 @@ class AsyncFiles:
 
         `filename` is the file's name on the server. OSError: the file cannot be read.
         """
-        return await self._transport.fetch(upload(file, purpose, filename, expires_after), timeout)
+        return await self._transport.fetch(calls.file_creation(file, purpose, filename, expires_after), timeout)
 
     async def list(
         self,
@@ -82,7 +82,7 @@ class Files:
 
         `filename` is the file's name on the server. OSError: the file cannot be read.
         """
-        return self._transport.fetch(upload(file, purpose, filename, expires_after), timeout)
+        return self._transport.fetch(calls.file_creation(file, purpose, filename, expires_after), timeout)
 
     def list(
         self,

@@ -25,13 +25,13 @@ class AsyncOperations:
 
     async def tokenize(self, *, timeout: float | None = None, **params: Unpack[TokenizeParams]) -> TokenizeResponse:
         """Return the tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
-        return await self._transport.fetch(calls.tokens(params), timeout)
+        return await self._transport.fetch(calls.tokenization(params), timeout)
 
     async def detokenize(
         self, tokens: Sequence[int], *, model: str | None = None, timeout: float | None = None
     ) -> DetokenizeResponse:
         """Return the text of tokens."""
-        return await self._transport.fetch(calls.text_of_tokens(tokens, model), timeout)
+        return await self._transport.fetch(calls.detokenization(tokens, model), timeout)
 
     async def health(self, *, timeout: float | None = None) -> HealthReport:
         """Return the server's health. It takes requests if `status` is "ready"."""
@@ -62,13 +62,13 @@ class Operations:
 
     def tokenize(self, *, timeout: float | None = None, **params: Unpack[TokenizeParams]) -> TokenizeResponse:
         """Return the tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
-        return self._transport.fetch(calls.tokens(params), timeout)
+        return self._transport.fetch(calls.tokenization(params), timeout)
 
     def detokenize(
         self, tokens: Sequence[int], *, model: str | None = None, timeout: float | None = None
     ) -> DetokenizeResponse:
         """Return the text of tokens."""
-        return self._transport.fetch(calls.text_of_tokens(tokens, model), timeout)
+        return self._transport.fetch(calls.detokenization(tokens, model), timeout)
 
     def health(self, *, timeout: float | None = None) -> HealthReport:
         """Return the server's health. It takes requests if `status` is "ready"."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tok_client.mapping import AsyncMap, Map, MapOptions, MapRun
-from tok_client.requests import Generation, Object
+from tok_client.requests import CHAT, COMPLETION, Conversation, EmbeddingParams, Generation, Object, Prompt, calls
 from tok_client.transport import AsyncStream, BlockingTransport, Call, Stream, Transport
+from tok_client.types import ChatCompletion, Completion, EmbeddingList
 
 A = TypeVar("A")
 C = TypeVar("C")
@@ -68,3 +69,33 @@ class Resource:
         options, rest = MapOptions.split(params)
         transport, thread = self._transport.transport, self._transport.thread
         return Map(MapRun(transport, inputs, calls_of(rest, extra), key, options, timeout), thread)
+
+
+def completions_of(params: Object, extra: Object | None) -> Callable[[Prompt], Call[Completion]]:
+    """Return a function from a prompt to its completion call. ValueError, TypeError: a parameter cannot be sent."""
+    return _checked(lambda prompt: COMPLETION.whole({**params, "prompt": prompt}, extra), "")
+
+
+def chats_of(params: Object, extra: Object | None) -> Callable[[Conversation], Call[ChatCompletion]]:
+    """Return a function from a conversation to its chat call; a text becomes one user message.
+
+    ValueError, TypeError: a parameter cannot be sent.
+    """
+
+    def call(conversation: Conversation) -> Call[ChatCompletion]:
+        text = isinstance(conversation, str)
+        messages = [{"role": "user", "content": conversation}] if text else conversation
+        return CHAT.whole({**params, "messages": messages}, extra)
+
+    return _checked(call, "")
+
+
+def embeddings_of(params: Object, extra: Object | None) -> Callable[[Prompt], Call[EmbeddingList]]:
+    """Return a function from an input to its embedding call. ValueError, TypeError: a parameter cannot be sent."""
+    return _checked(lambda prompt: calls.embedding(prompt, cast(EmbeddingParams, params), extra), "")
+
+
+def _checked(make: Callable[[P], Call[A]], example: P) -> Callable[[P], Call[A]]:
+    """Return `make` after one trial call, so that bad parameters raise once rather than for each prompt."""
+    make(example)
+    return make

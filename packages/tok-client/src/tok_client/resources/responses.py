@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Unpack, overload
 
-from tok_client.requests import RESPONSE, Object, ResponseParams
+from tok_client.requests import RESPONSE, Object, ResponseCreateParams, ResponseParams
 from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.transport import AsyncStream, Stream
 from tok_client.types import Response, ResponseEvent
@@ -14,33 +14,16 @@ class AsyncResponses(AsyncResource):
     """The `/responses` endpoints."""
 
     @overload
-    async def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ResponseParams],
-    ) -> Response: ...
+    async def create(self, *, stream: Literal[False] = False, **params: Unpack[ResponseCreateParams]) -> Response: ...
 
     @overload
     async def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ResponseParams],
+        self, *, stream: Literal[True], **params: Unpack[ResponseCreateParams]
     ) -> AsyncStream[ResponseEvent]: ...
 
     @overload
     async def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ResponseParams],
+        self, *, stream: bool, **params: Unpack[ResponseCreateParams]
     ) -> Response | AsyncStream[ResponseEvent]: ...
 
     async def create(
@@ -63,34 +46,13 @@ class Responses(Resource):
     """The `/responses` endpoints."""
 
     @overload
-    def create(
-        self,
-        *,
-        stream: Literal[False] = False,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ResponseParams],
-    ) -> Response: ...
+    def create(self, *, stream: Literal[False] = False, **params: Unpack[ResponseCreateParams]) -> Response: ...
 
     @overload
-    def create(
-        self,
-        *,
-        stream: Literal[True],
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ResponseParams],
-    ) -> Stream[ResponseEvent]: ...
+    def create(self, *, stream: Literal[True], **params: Unpack[ResponseCreateParams]) -> Stream[ResponseEvent]: ...
 
     @overload
-    def create(
-        self,
-        *,
-        stream: bool,
-        timeout: float | None = None,
-        extra_body: Object | None = None,
-        **params: Unpack[ResponseParams],
-    ) -> Response | Stream[ResponseEvent]: ...
+    def create(self, *, stream: bool, **params: Unpack[ResponseCreateParams]) -> Response | Stream[ResponseEvent]: ...
 
     def create(
         self,

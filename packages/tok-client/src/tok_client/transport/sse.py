@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tok_client.errors import APIResponseError
 
-MAX_EVENT_BYTES = 16 << 20
+MAX_EVENT_BYTES = 16 << 20  # bounds the memory that a broken stream can take
 _BOM = b"\xef\xbb\xbf"
 
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar, get_args
 import msgspec
 
 from tok_client.decoders import decoder
-from tok_client.errors import DECODE_ERRORS, APIConnectionError, TokError, event_error
+from tok_client.errors import DECODE_ERRORS, APIConnectionError, TokError, event_error, translate_errors
 from tok_client.transport.call import Call
 from tok_client.transport.loop_thread import LoopThread
 from tok_client.transport.sse import ServerSentEvent, SSEDecoder
-from tok_client.transport.translate import translate_errors
 
 if TYPE_CHECKING:
     import aiohttp

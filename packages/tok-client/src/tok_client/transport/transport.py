@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from io import BytesIO
 from itertools import count
 from os import PathLike
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 from weakref import WeakSet
 
 from tok_client.decoders import decoder
-from tok_client.errors import DECODE_ERRORS, APIResponseError, TokError, status_error
+from tok_client.errors import DECODE_ERRORS, APIResponseError, TokError, status_error, translate_errors
 from tok_client.transport.backoff import Backoff, may_retry
 from tok_client.transport.call import Call
-from tok_client.transport.streaming import AsyncStream, decoded
-from tok_client.transport.translate import translate_errors
-from tok_client.transport.whole_file import write_whole
+from tok_client.transport.loop_thread import LoopThread
+from tok_client.transport.streaming import AsyncStream, Stream, decoded
 
 if TYPE_CHECKING:
     import aiohttp
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 U = TypeVar("U")
 
-_PIECE = 1 << 20  # bytes
+_PIECE_BYTES = 1 << 20
 
 
 class Transport:
@@ -87,7 +88,7 @@ class Transport:
         async def attempt() -> int:
             response = await self._open(call, seconds)
             try:
-                return await write_whole(path, _pieces(response))
+                return await _write_whole(path, _pieces(response))
             finally:
                 response.close()  # in case the file could not be written; a no-op after a whole body
 
@@ -150,6 +151,26 @@ class Transport:
         return self._session
 
 
+class BlockingTransport:
+    """A blocking view of `transport`, whose calls run on `thread`."""
+
+    def __init__(self, transport: Transport, thread: LoopThread) -> None:
+        self.transport = transport
+        self.thread = thread
+
+    def fetch(self, call: Call[T], timeout: float | None = None) -> T:
+        """Fetch as `Transport.fetch`."""
+        return self.thread.call(lambda: self.transport.fetch(call, timeout))
+
+    def stream(self, call: Call[T], timeout: float | None = None) -> Stream[T]:
+        """Stream as `Transport.stream`."""
+        return Stream(self.thread.call(lambda: self.transport.stream(call, timeout)), self.thread)
+
+    def save(self, call: Call[bytes], path: str | PathLike[str], timeout: float | None = None) -> int:
+        """Save as `Transport.save`."""
+        return self.thread.call(lambda: self.transport.save(call, path, timeout))
+
+
 def _session(api_key: str | None) -> aiohttp.ClientSession:
     from importlib.metadata import version
 
@@ -172,13 +193,38 @@ def check_timeout(timeout: float) -> float:
 
 def _chunked_body(body: bytes | None) -> bytes | BytesIO | None:
     """Return a large body as a file object, which aiohttp writes piece by piece."""
-    return BytesIO(body) if body is not None and len(body) > _PIECE else body
+    return BytesIO(body) if body is not None and len(body) > _PIECE_BYTES else body
 
 
 async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     with translate_errors(response.url):
-        async for piece in response.content.iter_chunked(_PIECE):
+        async for piece in response.content.iter_chunked(_PIECE_BYTES):
             yield piece
+
+
+async def _write_whole(path: str | PathLike[str], pieces: AsyncIterator[bytes]) -> int:
+    """Write `pieces` to a temporary file and rename it to `path`, replacing an old file. Returns the size in bytes.
+
+    OSError: the file cannot be written.
+    """
+    temporary = f"{os.fspath(path)}.part"
+    size = 0
+    try:
+        with open(temporary, "wb") as file:
+            async for piece in pieces:
+                size += await asyncio.to_thread(file.write, piece)
+            await asyncio.to_thread(_flush_to_disk, file)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    return size
+
+
+def _flush_to_disk(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _answer(call: Call[T], response: aiohttp.ClientResponse, content: bytes) -> T:

@@ -23,7 +23,7 @@ class AnsweredPrompts:
         if self._keyed:
             if key is None:
                 raise ValueError(
-                    f"{self._name} has no keys: an earlier run wrote it without; allowed: resuming it without keys"
+                    f"{self._name} has no keys: the run that wrote it had none; allowed: resuming without `key`"
                 )
             self._by_key[key] = digest
             return
