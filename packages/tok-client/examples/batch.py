@@ -1,4 +1,4 @@
-"""Sends a file of requests as a batch, waits for it, and fetches its answers.
+"""Send a file of requests as a batch, wait for its end, and fetch its answers.
 
 python batch.py http://127.0.0.1:10210/v1 requests.jsonl answers.jsonl
 """
@@ -11,16 +11,16 @@ from tok_client import Client
 
 
 def main(url: str, source: str, target: str) -> None:
-    """Answers the requests in `source`, all to /v1/completions, into `target`."""
+    """Write the answers to the requests in `source`, all to /v1/completions, to `target`."""
     with Client(url) as client:
         file = client.files.create(file=source)
-        begun = client.batches.create(input_file_id=file.id, endpoint="/v1/completions")
-        done = client.batches.wait(begun.id, poll=0.5)
-        print(done.status, done.request_counts)
-        if done.output_file_id:
-            client.files.save(done.output_file_id, target)
-        if done.error_file_id:
-            print(client.files.content(done.error_file_id).decode())
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions")
+        batch = client.batches.wait(batch.id, poll=0.5)
+        print(batch.status, batch.request_counts)
+        if batch.output_file_id:
+            client.files.save(batch.output_file_id, target)
+        if batch.error_file_id:
+            print(client.files.content(batch.error_file_id).decode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Samples one problem until a majority is sure, on a server that knows `stop_when`; pass@k of what was seen.
+"""Sample one problem until a majority is certain, and estimate pass@k; the server must know `stop_when`.
 
 python best_of_n.py http://127.0.0.1:10210/v1 "What is 6 times 7?" 42
 """
@@ -15,15 +15,15 @@ NUMBER = r"(\d+)"
 
 
 def answer_of(text: str) -> str | None:
-    """The last number of a sample's text."""
-    found = re.findall(NUMBER, text)
-    return found[-1] if found else None
+    """Return the last number of a sample's text."""
+    numbers = re.findall(NUMBER, text)
+    return numbers[-1] if numbers else None
 
 
 def main(url: str, problem: str, right: str) -> None:
-    """Prints the majority's answer, what it cost, and how often a few samples hold the right one."""
+    """Print the majority's answer, the number of finished samples, and pass@k for the answer `right`."""
     with Client(url) as client:
-        asked = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model=client.models.list().data[0].id,
             messages=[{"role": "user", "content": problem}],
             n=64,
@@ -31,7 +31,7 @@ def main(url: str, problem: str, right: str) -> None:
             max_tokens=64,
             stop_when=Majority(margin=8, pattern=NUMBER),
         )
-    finished = [choice for choice in asked.choices if choice.finish_reason != "stop_when"]
+    finished = [choice for choice in completion.choices if choice.finish_reason != "stop_when"]
     answers = [answer_of(choice.message.content or "") for choice in finished]
     print(f"{len(finished)} of 64 samples say {majority(answers)}")
     for k in (1, 4, 16):

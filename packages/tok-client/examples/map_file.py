@@ -1,4 +1,4 @@
-"""Answers a file of prompts, one a line, into a file of answers; run again, it goes on where it was stopped.
+"""Answer a file of prompts, one per line, into a file of answers; a further run resumes a stopped one.
 
 python map_file.py http://127.0.0.1:10210/v1 prompts.txt answers.jsonl
 """
@@ -12,14 +12,14 @@ from tok_client import Client, Completion, read_answers
 
 
 def prompts(path: str) -> Iterator[str]:
-    """The lines of the file, read as they are needed."""
+    """Yield the lines of the file, read as they are needed."""
     with open(path, encoding="utf-8") as file:
         for line in file:
             yield line.rstrip("\n")
 
 
 def main(url: str, source: str, target: str) -> None:
-    """Answers all of `source` into `target`."""
+    """Write the answers to all prompts in `source` to `target`, and print them."""
     with Client(url) as client:
         model = client.models.list().data[0].id
         run = client.completions.map(
@@ -33,9 +33,9 @@ def main(url: str, source: str, target: str) -> None:
             on_error="return",
             progress=True,
         )
-        for one in run:
-            if one.error is not None:
-                print(f"line {one.index + 1}: {one.error}", file=sys.stderr)
+        for result in run:
+            if result.error is not None:
+                print(f"line {result.index + 1}: {result.error}", file=sys.stderr)
     for saved in read_answers(target, Completion):
         print(saved.index, saved.answer.choices[0].text)
 

@@ -1,4 +1,4 @@
-"""Lets the model call a function, and gives it the result until it answers in words.
+"""Let the model call a function, and send it the results until it answers in words.
 
 python tools.py http://127.0.0.1:10210/v1 "What is the weather in Paris?"
 """
@@ -20,7 +20,7 @@ from tok_client.types import (
     UserMessage,
 )
 
-ROUNDS = 4
+MAX_ROUNDS = 4
 WEATHER = FunctionTool(
     function=FunctionDefinition(
         name="weather",
@@ -31,28 +31,28 @@ WEATHER = FunctionTool(
 
 
 def weather(city: str) -> str:
-    """What the model gets to know."""
+    """Return the weather in a city as JSON text, which the model reads."""
     return json.dumps({"city": city, "weather": "sunny"})
 
 
 async def main(url: str, question: str) -> None:
-    """Prints what the model calls, and its answer."""
+    """Print the model's tool calls and its answer."""
     messages: list[Message | ChatMessage] = [UserMessage(content=question)]
     async with AsyncClient(url) as client:
         model = (await client.models.list()).data[0].id
-        for _ in range(ROUNDS):
-            asked = await client.chat.completions.create(model=model, messages=messages, tools=[WEATHER])
-            said = asked.choices[0].message
-            if not said.tool_calls:
-                print(said.content)
+        for _ in range(MAX_ROUNDS):
+            completion = await client.chat.completions.create(model=model, messages=messages, tools=[WEATHER])
+            message = completion.choices[0].message
+            if not message.tool_calls:
+                print(message.content)
                 return
-            messages.append(said)
-            for call in said.tool_calls:
+            messages.append(message)
+            for call in message.tool_calls:
                 assert isinstance(call, FunctionToolCall)
                 print(call.function.name, call.function.arguments)
                 result = weather(**json.loads(call.function.arguments))
                 messages.append(ToolMessage(content=result, tool_call_id=call.id))
-    print(f"no answer after {ROUNDS} rounds")
+    print(f"no answer after {MAX_ROUNDS} rounds")
 
 
 if __name__ == "__main__":

@@ -27,15 +27,15 @@ def retry_after_error(retry_after: str) -> APIStatusError:
     return status_error(429, {"Retry-After": retry_after}, b"")
 
 
-@pytest.mark.parametrize(("luck", "waits"), [(0.0, [0.5, 1, 2, 4, 5, 5]), (1.0, [1, 2, 4, 8, 10, 10])])
-def test_backoff_doubles_up_to_the_limit_with_half_to_full_jitter(luck: float, waits: list[float]) -> None:
-    backoff = Backoff(first=1, most=10, uniform=lambda: luck)
+@pytest.mark.parametrize(("random_number", "waits"), [(0.0, [0.5, 1, 2, 4, 5, 5]), (1.0, [1, 2, 4, 8, 10, 10])])
+def test_backoff_doubles_up_to_the_limit_with_half_to_full_jitter(random_number: float, waits: list[float]) -> None:
+    backoff = Backoff(first=1, most=10, uniform=lambda: random_number)
     assert [backoff.delay(retry, BROKEN) for retry in range(1, 7)] == waits
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
-def test_backoff_never_exceeds_the_limit(retry: int, luck: float) -> None:
-    assert 0 < Backoff(uniform=lambda: luck).delay(retry, BROKEN) <= 8
+def test_backoff_never_exceeds_the_limit(retry: int, random_number: float) -> None:
+    assert 0 < Backoff(uniform=lambda: random_number).delay(retry, BROKEN) <= 8
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_non_idempotent_calls_are_retried_only_after_429_or_503(error: TokError,
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "details"),
     [
         (b'{"error":{"message":"bad n","type":"t","param":"n","code":"c"}}', ("bad n", "t", "n", "c")),
         (b'{"error":{"message":"bad","code":400}}', ("bad", None, None, "400")),
@@ -93,9 +93,9 @@ def test_non_idempotent_calls_are_retried_only_after_429_or_503(error: TokError,
         (b"[1]", ("no message", None, None, None)),
     ],
 )
-def test_error_bodies_of_any_form_become_error_messages(body: bytes, told: tuple[str | None, ...]) -> None:
+def test_error_bodies_of_any_form_become_error_messages(body: bytes, details: tuple[str | None, ...]) -> None:
     error = status_error(400, {"x-request-id": "r1"}, body)
-    assert (str(error), error.type, error.param, error.code) == (f"400: {told[0]}", *told[1:])
+    assert (str(error), error.type, error.param, error.code) == (f"400: {details[0]}", *details[1:])
     assert (error.status_code, error.request_id) == (400, "r1")
 
 

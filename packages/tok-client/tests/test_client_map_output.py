@@ -30,9 +30,9 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-async def run_into(echo: EchoServer, path: Path, asked: Iterable[str], **given: object) -> list[int]:
+async def run_into(echo: EchoServer, path: Path, inputs: Iterable[str], **params: object) -> list[int]:
     async with echo.client() as client:
-        run = client.completions.map(asked, **{"model": "m", "output": path, "on_error": "return", **given})  # type: ignore[arg-type]
+        run = client.completions.map(inputs, **{"model": "m", "output": path, "on_error": "return", **params})  # type: ignore[arg-type]
         return [one.index async for one in run]
 
 
