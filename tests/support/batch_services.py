@@ -17,7 +17,7 @@ from tok_server.batch.storage.clock import Clock
 from tok_server.batch.storage.store import ENDED, StoredJob
 from tok_server.openai.endpoints import ServedModel
 from tok_server.settings import Formats
-from tok_server.wire.ids import new_id
+from tok_server.wire.json import new_id
 
 RUNNING = 16
 LINES = [completion_line(number, max_tokens=6, ignore_eos=True) for number in range(80)]

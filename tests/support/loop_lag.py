@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from tok_server.http.pauses import SWITCH_INTERVAL_SECONDS
+from tok_server.http.event_loop import SWITCH_INTERVAL_SECONDS
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class LoopLag:
 
 @contextmanager
 def server_pauses() -> Iterator[None]:
-    """Configure garbage collection and thread switches as a server does (`tok_server.http.pauses`)."""
+    """Configure garbage collection and thread switches as a server does (`tok_server.http.event_loop`)."""
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.collect()
     gc.freeze()

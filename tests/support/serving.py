@@ -22,8 +22,7 @@ from tok_core import AsyncEngine, EngineConfig
 from tok_server import Settings, make_app
 from tok_server.http.connections import accept_connections
 from tok_server.http.context import CONTEXT, Context
-from tok_server.http.tls import server_context
-from tok_server.serve import listen
+from tok_server.serve import listen, server_context
 
 NAME = "tiny"
 

@@ -18,8 +18,14 @@ from tok_core import EngineConfig
 from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
 from tok_core.sampling_params import MAX_N
 from tok_server.cli import main, make_parser
-from tok_server.flags.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
-from tok_server.flags.engine_flags import ENGINE_FLAGS, engine_config, server_settings
+from tok_server.flags.engine_flags import (
+    DEMO_MODEL,
+    DEMO_NAME,
+    ENGINE_FLAGS,
+    engine_config,
+    model_and_name,
+    server_settings,
+)
 from tok_server.flags.server_flags import LIMITS
 
 SERVE_FLAGS = {

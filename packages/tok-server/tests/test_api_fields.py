@@ -6,8 +6,7 @@ import pytest
 
 from support.serving import Server
 from tok_client.types import ChatCompletionRequest, CompletionRequest, known_fields
-from tok_server.openai.generation.request_fields import ACCEPTED_FIELDS
-from tok_server.openai.generation.unsupported_fields import CHAT, COMPLETION, UnsupportedFields
+from tok_server.openai.generation.request_fields import ACCEPTED_FIELDS, CHAT, COMPLETION, UnsupportedFields
 
 
 def words(text: str) -> frozenset[str]:

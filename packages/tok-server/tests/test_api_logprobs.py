@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from tok_core import TokenLogprob
 from tok_core.text import Tokenizer
-from tok_server.openai.generation.logprobs import (
-    MIN_LOGPROB,
-    TextOffsets,
-    TokenTexts,
-    chat_logprobs,
-    completion_logprobs,
-)
+from tok_server.openai.generation.logprobs import MIN_LOGPROB, TextOffsets, chat_logprobs, completion_logprobs
+from tok_server.openai.generation.serializer import TokenTexts
 from tok_server.wire.json import encode
 
 

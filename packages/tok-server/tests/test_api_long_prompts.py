@@ -9,7 +9,7 @@ import pytest
 
 from support.serving import Server, serving
 from tok_core.text import Tokenizer
-from tok_server.limits.prompt_size import check_prompt_size, max_prompt_bytes
+from tok_server.openai.generation.prompts import check_prompt_size, max_prompt_bytes
 from tok_server.wire.errors import ApiError
 
 MIB = 1 << 20

@@ -40,7 +40,7 @@ from tok_client.types import (
 from tok_core import Delta, RequestOutput
 from tok_core.text import Detokeniser
 from tok_server.openai.generation.job import GenerationJob
-from tok_server.openai.generation.logprobs import TokenTexts
+from tok_server.openai.generation.serializer import TokenTexts
 from tok_server.openai.responses.endpoint import parse
 from tok_server.openai.responses.output import ResponseOutput
 from tok_server.openai.responses.serializer import ResponseSerializer

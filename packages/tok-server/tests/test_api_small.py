@@ -9,7 +9,8 @@ import pytest
 
 from support.serving import NAME, Server
 from tok_core.text.template import ChatTemplate
-from tok_server.parsing.formats import CallFormat, tool_call_format, writes_reasoning
+from tok_server.openai.chat.prompt import tool_call_format, writes_reasoning
+from tok_server.parsing.message_reader import CallFormat
 from tok_server.settings import Formats
 
 TEXT = "the quick brown fox, naïve 日本"

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from support.serving import Answer, Server
-from tok_server.openai.generation.response_format import ebnf_grammar, schema_grammar
+from tok_server.openai.generation.params import ebnf_grammar, schema_grammar
 
 SCHEMA = {
     "type": "object",

@@ -10,11 +10,8 @@ import xgrammar
 from tok_client.types import ChatCompletionRequest, FunctionTool
 from tok_core.grammar.text import ebnf
 from tok_core.sampling_params import Grammar
-from tok_server.openai.chat.allowed_tools import AllowedToolCalls, allowed_tool_calls
-from tok_server.openai.chat.answer_grammar import answer_format
-from tok_server.parsing.formats import CallFormat
-from tok_server.parsing.markup import NO_MARKUP, Markup
-from tok_server.parsing.message_reader import MessageReader, build_message
+from tok_server.openai.chat.tools import AllowedToolCalls, allowed_tool_calls, answer_format
+from tok_server.parsing.message_reader import NO_MARKUP, CallFormat, Markup, MessageReader, build_message
 from tok_server.wire.errors import ApiError
 from tok_server.wire.json import decode, encode
 

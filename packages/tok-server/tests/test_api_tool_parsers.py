@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from support.fuzzing import fuzzed
 from tok_client.types import FunctionToolCall
 from tok_server.parsing.call_object import CallObject
-from tok_server.parsing.formats import CallFormat, call_parser
 from tok_server.parsing.json_scan import JsonScanner
-from tok_server.parsing.markup import Markup
-from tok_server.parsing.message_reader import MessageReader, build_message
+from tok_server.parsing.message_reader import CallFormat, Markup, MessageReader, build_message, call_parser
 from tok_server.parsing.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece, merge_pieces
 from tok_server.parsing.reasoning import ReasoningReader
 

@@ -30,7 +30,7 @@ from tok_server.batch.api import service
 from tok_server.batch.execution import line_runner
 from tok_server.batch.storage.answers import Answers, LineAnswer
 from tok_server.batch.storage.database import is_full
-from tok_server.batch.storage.quota import Quota, QuotaExceeded
+from tok_server.batch.storage.directory import Quota, QuotaExceeded
 from tok_server.batch.storage.store import Store
 
 

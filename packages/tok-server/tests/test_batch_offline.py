@@ -16,9 +16,8 @@ from support.tiny_models import make_model
 from tok_client.types import BatchError
 from tok_core import AsyncEngine, EngineConfig, InvalidField
 from tok_server.batch.execution.line_runner import LineSource
-from tok_server.batch.offline.offline import InvalidInput, OfflineBatch
+from tok_server.batch.offline.offline import InvalidInput, OfflineBatch, successful_answers
 from tok_server.batch.offline.progress import duration
-from tok_server.batch.offline.resume import successful_answers
 from tok_server.batch.storage import validation
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.database import StoreError

@@ -41,7 +41,7 @@ from tok_server.batch.storage.database import DamagedError, StoreError, check_da
 from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.recovery import check_index, recover
 from tok_server.batch.storage.store import FROM_VERSION_1, RecordNotFound, Store, StoredJob
-from tok_server.wire.ids import new_id
+from tok_server.wire.json import new_id
 
 MONTH = 31 * 86_400
 

@@ -53,7 +53,7 @@ from tok_server.batch.storage.validation import ValidationResult
 from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, ServedModel, background_params
 from tok_server.settings import Formats
 from tok_server.wire.errors import ApiError
-from tok_server.wire.ids import new_id
+from tok_server.wire.json import new_id
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from tok_server.batch.storage import states
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.blobs import Blobs, atomic_write
 from tok_server.batch.storage.database import StoreError
-from tok_server.batch.storage.directory import DataDirectory
-from tok_server.batch.storage.lock import FileLock
+from tok_server.batch.storage.directory import DataDirectory, FileLock
 from tok_server.batch.storage.store import FileInUse, RecordNotFound, Store, StoredJob
 from tok_server.batch.storage.validation import ValidationResult
 

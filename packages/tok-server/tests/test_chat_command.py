@@ -23,9 +23,8 @@ from support.serving import Server, serving
 from tok_core import AsyncEngine
 from tok_server.cli import main, make_parser
 from tok_server.commands import chat_backends
-from tok_server.commands.chat import Terminal, converse
+from tok_server.commands.chat import Dialogue, Terminal, converse
 from tok_server.commands.chat_backends import LocalChatBackend
-from tok_server.commands.dialogue import Dialogue
 
 WORDS = [f"w{number}. " for number in range(1, 61)]
 

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from support.patience import PATIENCE, wait_until
 from support.serving import Server, serving
-from tok_server.dashboard import page
+from tok_server import dashboard
+from tok_server.dashboard.events import FILES
 from tok_server.dashboard.history import COLUMNS, HOUR_ROWS, LATENCY, SECOND_ROWS, SECONDS_PER_ROW, History
-from tok_server.dashboard.page import FILES
-from tok_server.observability.latency import (
+from tok_server.observability.metrics import EngineStats
+from tok_server.observability.request_stats import (
     BUCKET_RATIO,
     HOUR_SLICES,
     MAX_LATENCY_SECONDS,
@@ -29,13 +30,12 @@ from tok_server.observability.latency import (
     RECENT_SECONDS,
     Latencies,
     RequestDurations,
+    Ring,
 )
-from tok_server.observability.metrics import EngineStats
-from tok_server.observability.ring import Ring
 
 KEY = {"Authorization": "Bearer secret"}
 NOTHING = [math.nan] * len(LATENCY)
-FOLDER = Path(page.__file__).parent / "page"
+FOLDER = Path(dashboard.__file__).parent / "page"
 
 
 @given(size=st.integers(1, 5), count=st.integers(0, 12))

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from support.fuzzing import TEXTS, VALUES, fuzzed
 from support.serving import Server
-from tok_server.http.body import decode_members
-from tok_server.openai.chat.messages import MAX_MESSAGES
-from tok_server.wire import json_limits
+from tok_server.http import body as body_module
+from tok_server.http.body import MAX_MEMBERS, MAX_NESTING, MAX_VALUES, _Scan, check_json, decode_members
+from tok_server.openai.chat.prompt import MAX_MESSAGES
 from tok_server.wire.errors import ApiError
-from tok_server.wire.json_limits import MAX_MEMBERS, MAX_NESTING, MAX_VALUES, _Scan, check_json
 
 MARKED = st.text(st.sampled_from('\\"[]{},a日'), max_size=12)
 
@@ -44,7 +43,7 @@ def test_json_scan_counts_members_and_depth_for_any_chunking(value: Any, ascii: 
     body = json.dumps(value, ensure_ascii=ascii).encode(errors="replace")
     depths: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_limits, "PIECE_BYTES", piece)
+        patch.setattr(body_module, "PIECE_BYTES", piece)
         patch.setattr(_Scan, "_check", lambda self, depth: depths.append(depth))
         scan = _Scan()
         scan.run(body)

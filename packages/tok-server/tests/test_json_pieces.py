@@ -22,7 +22,7 @@ from tok_server.openai.chat.serializer import ChatSerializer
 from tok_server.openai.completions import endpoint as completions
 from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation import answers as answer
-from tok_server.openai.generation.logprobs import TokenTexts
+from tok_server.openai.generation.serializer import TokenTexts
 from tok_server.wire import json_pieces
 from tok_server.wire.json_pieces import encode_elements, fill_lists, join_with_commas, next_piece, pop_slices, slices
 

@@ -20,7 +20,7 @@ from tok_server.cli import main, make_parser
 from tok_server.commands.bench_kernels import as_json
 from tok_server.commands.bench_kernels import show as show_kernels
 from tok_server.commands.kernels import show
-from tok_server.flags.default_model import DEMO_MODEL
+from tok_server.flags.engine_flags import DEMO_MODEL
 
 SHAPE = attention_shape(read_config(DEMO_MODEL), 16, torch.bfloat16, torch.float8_e4m3fn)
 TIMES = [

@@ -14,8 +14,8 @@ import pytest
 from support.fuzzing import FACTOR
 from support.loop_lag import least_lag, server_pauses
 from support.serving import NAME, Server, serving
-from tok_server.settings.limits import Limits
-from tok_server.wire.json_limits import MAX_MEMBERS, MAX_NESTING, MAX_VALUES
+from tok_server.http.body import MAX_MEMBERS, MAX_NESTING, MAX_VALUES
+from tok_server.settings import Limits
 
 MOST = 0.1  # seconds
 BYTES = Limits().max_body

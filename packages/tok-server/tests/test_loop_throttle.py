@@ -11,10 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from support.patience import PATIENCE
-from tok_server.http.event_loop import new_event_loop, run
-from tok_server.http.pauses import SWITCH_INTERVAL_SECONDS, shorten_pauses
-from tok_server.limits.deadlines import Deadlines
-from tok_server.limits.loop_throttle import LoopThrottle
+from tok_server.http.event_loop import SWITCH_INTERVAL_SECONDS, new_event_loop, run, shorten_pauses
+from tok_server.http.request_limits import Deadlines, LoopThrottle
 from tok_server.wire.errors import ApiError
 
 LONG = 3600.0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from tok_server.observability.seconds_histogram import BOUNDS, SecondsHistogram
+from tok_server.observability.metrics import BOUNDS, SecondsHistogram
 
 SECONDS = st.floats(0, 4000) | st.sampled_from(BOUNDS)
 

@@ -21,9 +21,14 @@ from support.serving import NAME, Server, serving
 from tok_client.types import Distinct, FirstMatch, Majority, StopWhen
 from tok_core import Delta
 from tok_server.openai.endpoints import ENDPOINTS, ServedModel
-from tok_server.parsing.answer_pattern import MAX_SEARCH_SECONDS, SEARCHED_TAIL_BYTES, AnswerPattern
-from tok_server.parsing.markup import NO_MARKUP
-from tok_server.parsing.stop_when_rule import StopWhenEvaluator, StopWhenRule
+from tok_server.openai.generation.stop_when import (
+    MAX_SEARCH_SECONDS,
+    SEARCHED_TAIL_BYTES,
+    AnswerPattern,
+    StopWhenEvaluator,
+    StopWhenRule,
+)
+from tok_server.parsing.message_reader import NO_MARKUP
 from tok_server.wire.errors import ApiError
 
 LETTER = "([a-e])"

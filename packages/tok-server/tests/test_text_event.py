@@ -14,7 +14,7 @@ from tok_core.outputs import Delta
 from tok_server.openai.chat.serializer import ChatSerializer
 from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation.job import GenerationJob
-from tok_server.openai.generation.logprobs import TokenTexts
+from tok_server.openai.generation.serializer import TokenTexts
 
 AnySerializer = CompletionSerializer | ChatSerializer
 Chunk = dict[str, Any]  # JSON as it comes

@@ -24,11 +24,9 @@ from tok_core.messages import Submit
 from tok_server import Settings
 from tok_server.cli import main, make_parser
 from tok_server.flags.server_flags import make_settings
-from tok_server.http.allowed_hosts import AllowedHosts
-from tok_server.http.auth import NO_KEY, ApiKeys
-from tok_server.http.origins import Origins
-from tok_server.http.tls import server_context
-from tok_server.limits.rate_limits import RateLimits, TokenBucket
+from tok_server.http.access import NO_KEY, AllowedHosts, ApiKeys, Origins
+from tok_server.http.request_limits import RateLimits, TokenBucket
+from tok_server.serve import server_context
 from tok_server.wire.errors import ApiError
 
 PAGE = "https://page.example"

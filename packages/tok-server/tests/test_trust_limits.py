@@ -28,7 +28,7 @@ from tok_server import Settings
 from tok_server.cli import make_parser
 from tok_server.flags.server_flags import LIMITS, make_settings
 from tok_server.http.connections import Connection, Listener
-from tok_server.settings.limits import Limits
+from tok_server.settings import Limits
 
 LIMITED: dict[str, Any] = {
     "max_connections": 24,

@@ -8,14 +8,15 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 
 from aiohttp import web
 
-from tok_core import AsyncEngine, EngineConfig, TokError
+from tok_core import AsyncEngine, EngineConfig, InvalidField, TokError
 from tok_server.app import make_app
-from tok_server.http import CONTEXT, Context, accept_connections, raise_file_limit, server_context, shorten_pauses
+from tok_server.http import CONTEXT, Context, accept_connections, raise_file_limit, shorten_pauses
 from tok_server.settings import Settings
 
 log = logging.getLogger("tok.server")
@@ -139,3 +140,29 @@ def _stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     return stopping
+
+
+def server_context(cert: str, key: str | None) -> ssl.SSLContext:
+    """Return a context of TLS 1.2 or later with this certificate. Errors: InvalidField naming the unusable file."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    for field, name in (("tls_cert", cert), ("tls_key", key)):
+        if name is not None:
+            _check_readable(field, name)
+    try:
+        # An empty password keeps OpenSSL from prompting on the terminal.
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise InvalidField(
+            "tls_cert", cert, f"a certificate and its key without password, as PEM ({reason})"
+        ) from error
+    return context
+
+
+def _check_readable(field: str, name: str) -> None:
+    try:
+        with open(name, "rb"):
+            pass
+    except OSError as error:
+        raise InvalidField(field, name, f"a readable file ({error.strerror})") from error

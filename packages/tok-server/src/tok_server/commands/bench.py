@@ -15,7 +15,8 @@ import msgspec
 from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.config import TRACE_STEPS
 from tok_core.runtime import trace_file
-from tok_server.bench.workloads import Result, Workload, read_workload, table
+from tok_server.bench.workloads.result import Result, table
+from tok_server.bench.workloads.workload import Workload, read_workload
 from tok_server.flags import engine_config, model_and_name
 
 

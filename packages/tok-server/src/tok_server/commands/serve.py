@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import logging
 import sys
 
 from tok_core import AsyncEngine
+from tok_core.runtime import TEXT, JsonFormatter
 from tok_server.flags import engine_config, server_settings
 from tok_server.http import run
-from tok_server.observability import log_to_stderr
 from tok_server.serve import ServeError, serve
 from tok_server.settings import Settings
 
@@ -65,3 +66,12 @@ def _reachable(host: str) -> str:
     if address.is_unspecified:
         return "127.0.0.1"
     return f"[{address}]" if address.version == 6 else str(address)
+
+
+def log_to_stderr(level: str, log_format: str) -> None:
+    """Send the log of this process, and of the processes it starts, to standard error, as "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(handlers=[handler])
+    for name in ("tok", "tok_core", "tok_server"):
+        logging.getLogger(name).setLevel(level.upper())

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from tok_server.flags.batch_flags import BATCH_EXAMPLES, add_batch
-from tok_server.flags.default_model import DEMO_MODEL, DEMO_NAME, model_and_name
+from tok_server.flags.command_flags import (
+    BATCH_EXAMPLES,
+    BENCH_EXAMPLES,
+    KERNELS_EXAMPLES,
+    SIZES,
+    add_batch,
+    add_bench_kernels,
+    add_kernels,
+)
 from tok_server.flags.engine_flags import (
     CHAT_EXAMPLES,
     CHAT_TEMPERATURE,
+    DEMO_MODEL,
+    DEMO_NAME,
     ENGINE_FLAGS,
     MODELS_EXAMPLES,
     SERVE_EXAMPLES,
@@ -15,9 +24,9 @@ from tok_server.flags.engine_flags import (
     add_engine_flags,
     add_serve,
     engine_config,
+    model_and_name,
     server_settings,
 )
-from tok_server.flags.kernel_flags import BENCH_EXAMPLES, KERNELS_EXAMPLES, SIZES, add_bench_kernels, add_kernels
 
 __all__ = [
     "BATCH_EXAMPLES",

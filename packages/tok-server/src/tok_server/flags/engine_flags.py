@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from tok_core import EngineConfig
 from tok_core.config import AdmissionName, BackendName, Device, DType, GenerationConfig, KVCacheDType, LoadFormat
-from tok_server.flags.default_model import model_and_name
 from tok_server.flags.server_flags import add_formats, add_limits, add_server, make_settings
 from tok_server.settings import Settings
+
+DEMO_NAME = "tok-demo"
+DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 
 TOK_EXAMPLES = """examples:
   tok serve                              serve the small demo model at http://127.0.0.1:10210
@@ -68,11 +71,18 @@ ENGINE_FLAGS = (
     "restart_window",
     "eos_probability",
 )
-
 CHAT_TEMPERATURE = 0.7
 
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 """Default of each engine flag."""
+
+
+def model_and_name(model: str | None) -> tuple[str, str]:
+    """Return the model that the engine loads, and the name under which it is served."""
+    if model is None:
+        return str(DEMO_MODEL), DEMO_NAME
+    directory = Path(model).expanduser()
+    return model, directory.resolve().name if directory.is_dir() else model
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from tok_server.http.auth import tenant_cache_salt
+from tok_server.http.access import tenant_cache_salt
 from tok_server.http.body import Members, check_compression_ratio, decode_members, read_body
 from tok_server.http.connections import MIN_READ_BYTES, accept_connections, raise_file_limit
 from tok_server.http.context import CONTEXT, Context
-from tok_server.http.event_loop import run
+from tok_server.http.event_loop import run, shorten_pauses
 from tok_server.http.middleware import request_middleware, set_response_headers
-from tok_server.http.pauses import shorten_pauses
-from tok_server.http.tls import server_context
+from tok_server.http.request_limits import Deadline
 
 __all__ = [
     "CONTEXT",
     "MIN_READ_BYTES",
     "Context",
+    "Deadline",
     "Members",
     "accept_connections",
     "check_compression_ratio",
@@ -23,7 +23,6 @@ __all__ = [
     "read_body",
     "request_middleware",
     "run",
-    "server_context",
     "set_response_headers",
     "shorten_pauses",
     "tenant_cache_salt",

@@ -14,10 +14,8 @@ from typing import TypeVar
 from aiohttp import web
 
 from tok_core import AsyncEngine
-from tok_server.http.allowed_hosts import AllowedHosts
-from tok_server.http.auth import ApiKeys
-from tok_server.http.origins import Origins
-from tok_server.limits import Deadlines, LoopThrottle, RateLimits
+from tok_server.http.access import AllowedHosts, ApiKeys, Origins
+from tok_server.http.request_limits import Deadlines, LoopThrottle, RateLimits
 from tok_server.observability import Latencies, Metrics, Telemetry
 from tok_server.settings import Settings
 from tok_server.wire import limited, unavailable

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from tok_core.runtime import FIELDS
 from tok_server.http.body import check_encoding
 from tok_server.http.connections import Connection
 from tok_server.http.context import CONTEXT, Context
-from tok_server.observability import COUNTS, FIELDS, RequestCounts
+from tok_server.observability import COUNTS, RequestCounts
 from tok_server.wire import NOT_SERVED, from_exception, new_id, unavailable
 
 log = logging.getLogger("tok.server")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from tok_server.observability.latency import KINDS, QUANTILES, Latencies
-from tok_server.observability.log_format import FIELDS, log_to_stderr
 from tok_server.observability.metrics import EngineStats, Metrics
-from tok_server.observability.request_counts import COUNTS, RequestCounts
-from tok_server.observability.ring import Ring
+from tok_server.observability.request_stats import COUNTS, KINDS, QUANTILES, Latencies, RequestCounts, Ring
 from tok_server.observability.telemetry import Telemetry
 
 __all__ = [
     "COUNTS",
-    "FIELDS",
     "KINDS",
     "QUANTILES",
     "EngineStats",
@@ -20,5 +16,4 @@ __all__ = [
     "RequestCounts",
     "Ring",
     "Telemetry",
-    "log_to_stderr",
 ]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from tok_core import InvalidField
-from tok_server.observability.request_counts import RequestCounts
+from tok_server.observability.request_stats import RequestCounts
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

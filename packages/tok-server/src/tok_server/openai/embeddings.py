@@ -14,18 +14,19 @@ from tok_client.types import Embedding, EmbeddingList, EmbeddingRequest, Embeddi
 from tok_core import AsyncEngine, EmbeddingOutput, InvalidField, Pooling
 from tok_server.http import CONTEXT, read_body, tenant_cache_salt
 from tok_server.observability import COUNTS
-from tok_server.openai.completions import MAX_LOOP_PROMPT_BYTES, prompt_field_name, tokenise_prompts
+from tok_server.openai.completions import MAX_LOOP_PROMPT_BYTES
 from tok_server.openai.generation import (
     cache_salt_of,
     check_model,
     ignored_header,
-    invalid_field,
     parse_request,
+    prompt_field_name,
     request_deadline,
+    tokenise_prompts,
     value_or_none,
     write_pieces,
 )
-from tok_server.wire import ApiError, Operation, encode, encode_elements, fill_lists, invalid, json_of
+from tok_server.wire import ApiError, Operation, encode, encode_elements, fill_lists, invalid, invalid_field, json_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -30,10 +30,10 @@ from tok_server.openai.generation import (
     check_priority,
     check_sample_count,
     estimate_bytes,
+    wait_for_output,
 )
 from tok_server.openai.responses import ResponseSerializer
 from tok_server.openai.responses import endpoint as responses
-from tok_server.parsing import wait_for_output
 from tok_server.settings import Formats, Limits
 from tok_server.wire import invalid
 

@@ -14,10 +14,9 @@ from tok_client.types import (
 from tok_core import AsyncEngine, InvalidField
 from tok_core.text import Tokenizer
 from tok_server.http import CONTEXT, read_body
-from tok_server.limits import check_prompt_size
 from tok_server.observability import COUNTS
 from tok_server.openai.chat import chat_text
-from tok_server.openai.generation import TokenTexts, check_model, parse_request, value_or_none
+from tok_server.openai.generation import TokenTexts, check_model, check_prompt_size, parse_request, value_or_none
 from tok_server.settings import Formats
 from tok_server.wire import Operation, encode, invalid, json_of, not_served
 

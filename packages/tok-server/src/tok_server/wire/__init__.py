@@ -9,14 +9,13 @@ from tok_server.wire.errors import (
     from_exception,
     internal,
     invalid,
+    invalid_field,
     limited,
     not_served,
     too_large,
     unavailable,
 )
-from tok_server.wire.ids import fingerprint, new_id
-from tok_server.wire.json import BadJson, decode, encode
-from tok_server.wire.json_limits import check_json
+from tok_server.wire.json import BadJson, decode, encode, fingerprint, new_id
 from tok_server.wire.json_pieces import (
     encode_elements,
     fill_lists,
@@ -27,9 +26,17 @@ from tok_server.wire.json_pieces import (
     slices,
     split_at_list,
 )
-from tok_server.wire.openapi import JSON, Handler, Media, Operation, json_of, json_or_events, openapi_document, raw
-from tok_server.wire.query import read_query
-from tok_server.wire.text_event import TextEvent
+from tok_server.wire.openapi import (
+    JSON,
+    Handler,
+    Media,
+    Operation,
+    json_of,
+    json_or_events,
+    openapi_document,
+    raw,
+    read_query,
+)
 
 __all__ = [
     "JSON",
@@ -40,8 +47,6 @@ __all__ = [
     "Handler",
     "Media",
     "Operation",
-    "TextEvent",
-    "check_json",
     "decode",
     "encode",
     "encode_elements",
@@ -51,6 +56,7 @@ __all__ = [
     "from_exception",
     "internal",
     "invalid",
+    "invalid_field",
     "join_with_commas",
     "json_of",
     "json_or_events",

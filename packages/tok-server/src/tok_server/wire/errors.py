@@ -23,7 +23,7 @@ NOT_SERVED = 501
 class ApiError(Exception):
     """A request that cannot be answered: HTTP status and the error object's four members.
 
-    `limit`: name of the limit that refused the request, as in `tok_server.settings.limits`; None: another reason.
+    `limit`: name of the limit that refused the request, as in `tok_server.settings.Limits`; None: another reason.
     """
 
     def __init__(
@@ -134,3 +134,8 @@ def _of_http(error: web.HTTPException) -> ApiError:
             return ApiError(404, "this URL does not exist", code="not_found")
         case _:
             return ApiError(error.status, error.text or error.reason)
+
+
+def invalid_field(error: InvalidField, name: str) -> ApiError:
+    """Return the error as ApiError (400) about the field `name`."""
+    return invalid(name, str(InvalidField(name, error.value, error.allowed)))

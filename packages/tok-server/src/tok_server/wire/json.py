@@ -1,8 +1,12 @@
-"""Decode JSON to wire types, with errors that name the field, and encode wire types to JSON."""
+"""Decode JSON to wire types, with errors that name the field; encode wire types to JSON; make their ids."""
 
 from __future__ import annotations
 
+import os
+import random
 import re
+from functools import cache
+from importlib.metadata import version
 from typing import TypeVar
 
 import msgspec
@@ -14,8 +18,10 @@ T = TypeVar("T")
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<field>.*)`")
-
 encode = msgspec.json.Encoder().encode
+
+_RANDOM = random.Random()  # seeded by the system once: a system call per id may block
+os.register_at_fork(after_in_child=_RANDOM.seed)  # else both processes would produce the same ids
 
 
 class BadJson(ValueError):
@@ -58,3 +64,14 @@ def _field_path(path: str) -> str:
 
 def _unprefixed(field: str, what: str) -> BadJson:
     return BadJson(field, what.removeprefix(f"{field} "))
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh id such as "cmpl-5f0c…"."""
+    return f"{prefix}-{_RANDOM.getrandbits(96):024x}"
+
+
+@cache
+def fingerprint() -> str:
+    """Return the engine's version as a fingerprint: it changes when answers to the same seed may change."""
+    return f"tok-{version('tok-core')}"

@@ -18,11 +18,14 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from tok_client.decoders import decoder
 from tok_client.types import ErrorResponse
+from tok_server.wire.errors import invalid
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Json = dict[str, object]
@@ -35,6 +38,7 @@ BODY_ERRORS = (413, 415, 504)  # of every operation with a body: too large, unsu
 
 _PARAMETER = re.compile(r"\{(?P<name>\w+)(:[^{}]*)?\}")
 _SCHEMAS = "#/components/schemas/"
+Q = TypeVar("Q", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +181,19 @@ def _query_parameters(operation: Operation) -> Iterator[Json]:
         yield {"name": member.encode_name, "in": "query", "required": member.required, "schema": schema}
 
 
-__all__ = ["Handler", "Media", "Operation", "json_of", "json_or_events", "openapi_document", "raw"]
+def read_query(request: web.Request, kind: type[Q]) -> Q:
+    """Return the query as a `kind`. Errors: ApiError 400 naming the parameter."""
+    values = dict(request.query)
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for name in values:
+        if name not in known:
+            raise invalid(name[:80], f"{name[:80]!r} is not a parameter of this URL; allowed: {', '.join(known)}")
+        if len(request.query.getall(name)) > 1:
+            raise invalid(name, f"{name} is given twice; allowed: once")
+    decoder(kind)  # prepares the type under a lock: the conversion is then safe in any thread
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        named = next((name for name in known if f"`$.{name}`" in message), None)
+        raise invalid(named, message.replace(f" - at `$.{named}`", f": {named}")) from error

@@ -6,7 +6,7 @@ from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.blobs import atomic_write
 from tok_server.batch.storage.clock import Clock
 from tok_server.batch.storage.database import StoreError, check_database, is_damage, is_full, remove_database
-from tok_server.batch.storage.directory import DataDirectory
+from tok_server.batch.storage.directory import DataDirectory, FileLock, Quota, QuotaExceeded
 from tok_server.batch.storage.lines import (
     LINES_PER_STOP_CHECK,
     InputChanged,
@@ -16,7 +16,6 @@ from tok_server.batch.storage.lines import (
     parse_line,
     read_lines,
 )
-from tok_server.batch.storage.lock import FileLock
 from tok_server.batch.storage.output_lines import (
     FinishedLine,
     UnansweredReason,
@@ -24,7 +23,6 @@ from tok_server.batch.storage.output_lines import (
     line_answer,
     unanswered_line,
 )
-from tok_server.batch.storage.quota import Quota, QuotaExceeded
 from tok_server.batch.storage.recovery import check_index, recover
 from tok_server.batch.storage.states import CANCELLABLE_STATUSES
 from tok_server.batch.storage.store import ENDED, NO_OWNER, FileInUse, RecordNotFound, Store, StoredJob

@@ -1,11 +1,14 @@
-"""DataDirectory: paths of all batch data in a data directory, accessible only to the owner of the process."""
+"""DataDirectory: paths of all batch data, accessible only to the owner of the process; its lock and its quota."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import re
 import stat
+import threading
 from pathlib import Path
 
 from tok_server.batch.storage.blobs import PRIVATE_DIRECTORY, Blobs, make_directory, sync_directory
@@ -15,6 +18,88 @@ log = logging.getLogger("tok.server")
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 SUFFIX = ".sqlite"
+
+
+class FileLock:
+    """Exclusive lock on `path`, a file made for it, until closed. Errors: StoreError naming the holding process."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._descriptor = _acquire(path, name)
+        # The last holder may have deleted the file at its end: a lock on a deleted file excludes no other process.
+        while not _is_same_file(self._descriptor, path):
+            os.close(self._descriptor)
+            self._descriptor = _acquire(path, name)
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, b"%d\n" % os.getpid())
+
+    def close(self) -> None:
+        """Release the lock. The file stays, since another process may have opened it to lock it."""
+        os.close(self._descriptor)
+
+
+def _acquire(path: Path, name: str) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise StoreError(f"{name} is in use by another tok process ({holder})") from error
+    return descriptor
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+class QuotaExceeded(OSError):
+    """The data directory would exceed its quota."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(errno.EDQUOT, f"the data directory has reached its quota of {limit} bytes")
+
+
+class Quota:
+    """Bytes used by each file or batch id. Thread-safe.
+
+    limit  bytes; None: unlimited
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._sizes: dict[str, int] = {}
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> int:
+        """Return the bytes of all ids together."""
+        return self._used
+
+    def put(self, id: str, size: int) -> None:
+        """Set the bytes of `id`, even beyond the limit."""
+        with self._lock:
+            self._used += size - self._sizes.get(id, 0)
+            self._sizes[id] = size
+
+    def add(self, id: str, size: int) -> None:
+        """Add `size` bytes to `id`. Errors: QuotaExceeded, which leaves the count unchanged."""
+        with self._lock:
+            if self.limit is not None and size > 0 and self._used + size > self.limit:
+                raise QuotaExceeded(self.limit)
+            self._used += size
+            self._sizes[id] = self._sizes.get(id, 0) + size
+
+    def remove(self, id: str) -> None:
+        """Remove the bytes of `id` from the count."""
+        with self._lock:
+            self._used -= self._sizes.pop(id, 0)
 
 
 class DataDirectory:

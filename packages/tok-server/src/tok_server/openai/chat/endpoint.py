@@ -12,9 +12,9 @@ from tok_core import AsyncEngine, InvalidField, SamplingParams
 from tok_core.sampling_params import Grammar
 from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
-from tok_server.openai.chat.answer_grammar import answer_format
 from tok_server.openai.chat.prompt import chat_prompt
 from tok_server.openai.chat.serializer import ChatSerializer
+from tok_server.openai.chat.tools import answer_format
 from tok_server.openai.generation import (
     CHAT,
     GenerationJob,
@@ -23,7 +23,6 @@ from tok_server.openai.generation import (
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
-    invalid_field,
     parse_request,
     parse_stop_when,
     requested_format,
@@ -33,7 +32,7 @@ from tok_server.openai.generation import (
     wants_usage,
 )
 from tok_server.settings import Formats
-from tok_server.wire import Operation, invalid, json_of, json_or_events, new_id
+from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
 
 AUTO = Formats()
 

@@ -24,17 +24,17 @@ from tok_core import Completion, Delta, RequestOutput, TokenLogprob
 from tok_server.openai.generation import (
     ChunkSerializer,
     GenerationJob,
-    SampleReader,
+    TextEvent,
     TokenTexts,
     chat_logprobs,
     event,
     prompt_logprobs,
     running_usage,
+    stop_when_result,
     total_usage,
 )
-from tok_server.parsing import build_message, stop_when_result
+from tok_server.parsing import MessageReader, build_message
 from tok_server.wire import (
-    TextEvent,
     encode,
     encode_elements,
     fill_lists,
@@ -52,7 +52,7 @@ class ChatSerializer(ChunkSerializer):
     def __init__(self, job: GenerationJob, texts: TokenTexts) -> None:
         super().__init__(job)
         self._texts = texts
-        self._readers: dict[int, SampleReader] = {}
+        self._readers: dict[int, MessageReader] = {}  # by running choice
         self._text_events: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
         self._tokens = 0
         self._reasoning_tokens = 0
@@ -114,7 +114,7 @@ class ChatSerializer(ChunkSerializer):
         if sample is None:
             if self._plain and not self._job.markup and delta.finish_reason is None:
                 self._text_events[index] = TextEvent(lambda text: self._text_chunk(index, text))
-            sample = self._readers[index] = SampleReader(self._job, self._texts)
+            sample = self._readers[index] = MessageReader(self._job.markup, self._texts.tokenizer)
             chunk_choices.append(ChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")))
         message_deltas = sample.message_deltas(delta)
         if not message_deltas and (delta.logprobs or (self._job.return_token_ids and delta.token_ids)):
@@ -127,7 +127,7 @@ class ChatSerializer(ChunkSerializer):
             reason = sample.finish_reason(delta.finish_reason)
             chunk_choices.append(ChunkChoice(index=index, delta=MessageDelta(), finish_reason=reason))
             self._reasoning_tokens += sample.reasoning_tokens
-            sample.free()
+            del self._readers[index]
         token_usage = self._running_usage() if chunk_choices else UNSET
         return b"".join(event(encode(self._chunk([part], token_usage))) for part in chunk_choices)
 
@@ -141,7 +141,7 @@ class ChatSerializer(ChunkSerializer):
         )
 
     def _choice(self, one: Completion, logprobs: ChatLogprobs | None) -> ChatChoice:
-        sample = SampleReader(self._job, self._texts)
+        sample = MessageReader(self._job.markup, self._texts.tokenizer)
         chat_message = build_message(sample.pieces(one.text, one.token_ids, ended=True))
         self._reasoning_tokens += sample.reasoning_tokens
         return ChatChoice(

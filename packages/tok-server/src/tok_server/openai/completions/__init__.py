@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from tok_server.openai.completions.endpoint import MAX_LOOP_PROMPT_BYTES
-from tok_server.openai.completions.prompts import prompt_field_name, tokenise_prompts
 from tok_server.openai.completions.serializer import CompletionSerializer
 
 __all__ = [
     "MAX_LOOP_PROMPT_BYTES",
     "CompletionSerializer",
-    "prompt_field_name",
-    "tokenise_prompts",
 ]

@@ -7,24 +7,9 @@ from typing import TypeVar
 
 from tok_client.types import CompletionLogprobs
 from tok_core import TokenLogprob
-from tok_server.openai.generation import GenerationJob, TextOffsets, TokenTexts, completion_logprobs
-from tok_server.wire import invalid
+from tok_server.openai.generation import TextOffsets, TokenTexts, completion_logprobs
 
 T = TypeVar("T")
-
-MAX_ECHO_TOKENS = 1 << 24  # prompt tokens, and top tokens reported beside them, repeated in all choices together
-
-
-def check_echo_size(job: GenerationJob) -> None:
-    """Raise ApiError (400) if the choices would repeat more of their prompts than fits into memory."""
-    entries_per_token = (1 + (0 if job.params.logprobs is None else 1 + job.params.logprobs)) if job.echo else 0
-    entries_per_token += 0 if job.prompt_logprobs is None else 1 + job.prompt_logprobs
-    tokens, n = sum(map(len, job.prompts)), job.params.n
-    if n * tokens * entries_per_token > MAX_ECHO_TOKENS:
-        name = "n" if n > 1 else "echo" if job.echo else "prompt_logprobs"
-        what = "n × prompt tokens × values that echo and prompt_logprobs report per token"
-        message = f"{name}: {what} is {n} × {tokens} × {entries_per_token}; allowed: at most {MAX_ECHO_TOKENS} in all"
-        raise invalid(name, message)
 
 
 class EchoedPrompt:

@@ -11,18 +11,16 @@ from tok_client.types import (
     Completion,
     CompletionRequest,
 )
-from tok_core import AsyncEngine
+from tok_core import AsyncEngine, InvalidField, SamplingParams
 from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
-from tok_server.openai.completions.best_of import best_of_count
-from tok_server.openai.completions.echo import check_echo_size
-from tok_server.openai.completions.prompts import tokenise_prompts
 from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation import (
     COMPLETION,
     GenerationJob,
     TokenTexts,
     answer,
+    best_of_params,
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
@@ -30,16 +28,18 @@ from tok_server.openai.generation import (
     parse_stop_when,
     requested_format,
     sampling_params,
+    tokenise_prompts,
     value_or_none,
     wants_continuous_usage,
     wants_usage,
 )
-from tok_server.wire import Operation, invalid, json_of, json_or_events, new_id
+from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default; lowered where the model's length leaves fewer tokens
 MAX_CHOICES = 65_536  # prompts × samples of a request
 MAX_LOOP_PROMPT_BYTES = 8192  # bytes of a body that the event loop parses itself: some thousand token ids
 TOKEN_ID_PROMPT = re.compile(rb'"prompt"\s*:\s*\[[\s\[]*\d')
+MAX_ECHO_TOKENS = 1 << 24  # prompt tokens, and top tokens reported beside them, repeated in all choices together
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -122,3 +122,31 @@ OPERATIONS = (
         errors=(404,),
     ),
 )
+
+
+def best_of_count(request: CompletionRequest, params: SamplingParams) -> int | None:
+    """Return how many samples per prompt are generated if these are more than n, else None. Errors: ApiError 400."""
+    best_of, n = value_or_none(request.best_of), params.n
+    if best_of is None or best_of == n:
+        return None
+    if best_of < n:
+        raise invalid("best_of", f"best_of is {best_of}; allowed: at least n ({n})")
+    if value_or_none(request.stream):
+        raise invalid("best_of", f"best_of is {best_of}; allowed with stream=true: n ({n})")
+    try:
+        best_of_params(params, best_of)
+    except InvalidField as error:
+        raise invalid_field(error, "best_of") from error
+    return best_of
+
+
+def check_echo_size(job: GenerationJob) -> None:
+    """Raise ApiError (400) if the choices would repeat more of their prompts than fits into memory."""
+    entries_per_token = (1 + (0 if job.params.logprobs is None else 1 + job.params.logprobs)) if job.echo else 0
+    entries_per_token += 0 if job.prompt_logprobs is None else 1 + job.prompt_logprobs
+    tokens, n = sum(map(len, job.prompts)), job.params.n
+    if n * tokens * entries_per_token > MAX_ECHO_TOKENS:
+        name = "n" if n > 1 else "echo" if job.echo else "prompt_logprobs"
+        what = "n × prompt tokens × values that echo and prompt_logprobs report per token"
+        message = f"{name}: {what} is {n} × {tokens} × {entries_per_token}; allowed: at most {MAX_ECHO_TOKENS} in all"
+        raise invalid(name, message)

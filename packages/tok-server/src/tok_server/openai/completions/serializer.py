@@ -18,22 +18,21 @@ from tok_client.types import (
 )
 from tok_core import Completion as Sample
 from tok_core import Delta, RequestOutput, TokenLogprob
-from tok_server.openai.completions.best_of import select_best
 from tok_server.openai.completions.echo import EchoedPrompt, concatenate_logprobs
 from tok_server.openai.generation import (
     ChunkSerializer,
     GenerationJob,
+    TextEvent,
     TextOffsets,
     TokenTexts,
     completion_logprobs,
     event,
     prompt_logprobs,
     running_usage,
+    stop_when_result,
     total_usage,
 )
-from tok_server.parsing import stop_when_result
 from tok_server.wire import (
-    TextEvent,
     encode,
     encode_elements,
     fill_lists,
@@ -210,3 +209,15 @@ class CompletionSerializer(ChunkSerializer):
             system_fingerprint=fingerprint(),
             stop_when=stop_when or UNSET,
         )
+
+
+def select_best(output: RequestOutput, count: int) -> RequestOutput:
+    """Keep the `count` samples of the highest log-probability per token, best first, with new indices from 0."""
+    ranked = sorted(output.outputs, key=lambda one: (-_mean_logprob(one), one.index))
+    chosen = [msgspec.structs.replace(one, index=index) for index, one in enumerate(ranked[:count])]
+    return msgspec.structs.replace(output, outputs=chosen)
+
+
+def _mean_logprob(sample: Sample) -> float:
+    logprobs = sample.logprobs or []
+    return sum(one.logprob for one in logprobs) / max(len(logprobs), 1)

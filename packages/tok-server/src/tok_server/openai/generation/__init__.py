@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from tok_server.openai.generation.answers import (
-    MAX_KEPT_LOGPROBS,
-    MAX_RESPONSE_LOGPROBS,
     MIN_PIECEWISE_BYTES,
     STREAM_HEADERS,
-    AnswerSerializer,
     answer,
-    check_logprobs,
-    check_priority,
-    check_sample_count,
     estimate_bytes,
-    event,
     ignored_header,
     request_deadline,
     write_pieces,
 )
-from tok_server.openai.generation.chunk_serializer import ChunkSerializer
-from tok_server.openai.generation.job import GenerationJob, best_of_params, invalid_field
-from tok_server.openai.generation.logprobs import (
-    TextOffsets,
-    TokenTexts,
-    chat_logprobs,
-    completion_logprobs,
-    prompt_logprobs,
+from tok_server.openai.generation.job import (
+    MAX_KEPT_LOGPROBS,
+    MAX_RESPONSE_LOGPROBS,
+    GenerationJob,
+    best_of_params,
+    check_logprobs,
+    check_priority,
+    check_sample_count,
 )
-from tok_server.openai.generation.params import sampling_params, value_or_none
+from tok_server.openai.generation.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+from tok_server.openai.generation.params import requested_format, sampling_params, value_or_none
+from tok_server.openai.generation.prompts import check_prompt_size, prompt_field_name, tokenise_prompts
 from tok_server.openai.generation.request_fields import (
+    CHAT,
+    COMPLETION,
+    RESPONSE,
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
@@ -36,12 +34,17 @@ from tok_server.openai.generation.request_fields import (
     wants_continuous_usage,
     wants_usage,
 )
-from tok_server.openai.generation.response_format import requested_format
-from tok_server.openai.generation.sample_reader import SampleReader
-from tok_server.openai.generation.stop_when import parse_stop_when
+from tok_server.openai.generation.serializer import (
+    AnswerSerializer,
+    ChunkSerializer,
+    TextEvent,
+    TokenTexts,
+    event,
+    running_usage,
+    total_usage,
+)
+from tok_server.openai.generation.stop_when import parse_stop_when, stop_when_result, wait_for_output
 from tok_server.openai.generation.streams import SubmittedStreams, check_grammar
-from tok_server.openai.generation.token_usage import running_usage, total_usage
-from tok_server.openai.generation.unsupported_fields import CHAT, COMPLETION, RESPONSE
 
 __all__ = [
     "CHAT",
@@ -54,8 +57,8 @@ __all__ = [
     "AnswerSerializer",
     "ChunkSerializer",
     "GenerationJob",
-    "SampleReader",
     "SubmittedStreams",
+    "TextEvent",
     "TextOffsets",
     "TokenTexts",
     "answer",
@@ -67,21 +70,25 @@ __all__ = [
     "check_model",
     "check_priority",
     "check_prompt_logprobs",
+    "check_prompt_size",
     "check_sample_count",
     "completion_logprobs",
     "estimate_bytes",
     "event",
     "ignored_header",
-    "invalid_field",
     "parse_request",
     "parse_stop_when",
+    "prompt_field_name",
     "prompt_logprobs",
     "request_deadline",
     "requested_format",
     "running_usage",
     "sampling_params",
+    "stop_when_result",
+    "tokenise_prompts",
     "total_usage",
     "value_or_none",
+    "wait_for_output",
     "wants_continuous_usage",
     "wants_usage",
     "write_pieces",

@@ -9,26 +9,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Protocol
 from urllib.parse import quote
 
 from aiohttp import web
 
-from tok_client.types import StopWhenResult, Usage
 from tok_core import Delta, EngineDead, InvalidField, RequestOutput, RequestStream
-from tok_server.http import Context
-from tok_server.limits import Deadline
+from tok_server.http import Context, Deadline
 from tok_server.observability import COUNTS
-from tok_server.openai.generation.job import GenerationJob
+from tok_server.openai.generation.job import (
+    MAX_LOGPROBS,
+    GenerationJob,
+    check_logprobs,
+    check_priority,
+    check_sample_count,
+)
+from tok_server.openai.generation.serializer import AnswerSerializer, total_usage
+from tok_server.openai.generation.stop_when import StopWhenEvaluator, evaluate_stream, wait_for_output
 from tok_server.openai.generation.streams import MAX_GRAMMAR_CHECKS, SubmittedStreams, check_grammar, merge_streams
-from tok_server.openai.generation.token_usage import total_usage
-from tok_server.parsing import StopWhenEvaluator, evaluate_stream, wait_for_output
-from tok_server.settings import MAX_CLIENT_PRIORITY
-from tok_server.wire import ApiError, from_exception, invalid, limited, next_piece
+from tok_server.wire import from_exception, limited, next_piece
 
 log = logging.getLogger("tok.server")
 
-DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -41,45 +42,6 @@ MAX_LOOP_BYTES = 1 << 16  # estimated bytes up to which the event loop encodes a
 MIN_PIECEWISE_BYTES = 1 << 20  # estimated bytes beyond which an answer is written in pieces
 TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # estimated bytes of each in an answer
 
-MAX_LOGPROBS = 1 << 24  # log-probabilities of a whole answer: some 3 GB in memory
-MAX_KEPT_LOGPROBS = 1 << 21  # log-probabilities of a background answer, which is kept whole: some 200 MB of JSON
-MAX_RESPONSE_LOGPROBS = 1 << 18  # log-probabilities of a response, whose last stream events repeat all of them
-
-
-class AnswerSerializer(Protocol):
-    """Writer of one endpoint's JSON for one request.
-
-    max_logprobs  limit of an answer's log-probabilities, streamed or not; None: `MAX_LOGPROBS`; streams unlimited
-    """
-
-    max_logprobs: int | None
-
-    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
-        """Encode the whole answer. Called in a thread unless the answer is short."""
-
-    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """Yield the same answer in pieces that are quick to make. Called in a thread. May consume `outputs`."""
-
-    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
-        """Encode the gain of a sample of prompt number `prompt` as server-sent events; b"" if there is none.
-
-        Called on the event loop, or in a thread if both `max_logprobs` and the request's logprobs are set.
-        """
-
-    def encode_opening(self) -> bytes:
-        """Encode the server-sent events that precede any token."""
-
-    def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
-        """Encode the server-sent events that follow the end of all samples."""
-
-    def encode_failure(self, failure: ApiError) -> bytes:
-        """Encode the last server-sent events of a stream that failed."""
-
-
-def event(data: bytes) -> bytes:
-    """Return `data` as one server-sent event."""
-    return b"data: " + data + b"\n\n"
-
 
 def check_request(job: GenerationJob, context: Context, max_logprobs: int | None, tenant: str) -> None:
     """Raise ApiError: 400 for too many samples or log-probabilities or a forbidden priority; else as `Context.admit`.
@@ -90,36 +52,6 @@ def check_request(job: GenerationJob, context: Context, max_logprobs: int | None
     check_priority(job, context.settings.min_client_priority)
     check_logprobs(job, context.engine.info.max_model_len, max_logprobs)
     context.admit(tenant)  # while this request was parsed, others may have been submitted
-
-
-def check_sample_count(job: GenerationJob, max_n: int) -> None:
-    """Raise ApiError (400) if the job generates more than `max_n` samples per prompt."""
-    if job.samples_per_prompt > max_n:
-        name = "n" if job.best_of is None else "best_of"
-        raise limited(
-            "max_n", 400, f"{name} is {job.samples_per_prompt}; allowed: integers from 1 to {max_n}", param=name
-        )
-
-
-def check_priority(job: GenerationJob, min_priority: int) -> None:
-    """Raise ApiError (400) if the job's priority is outside of the range that is open to clients."""
-    priority = job.params.priority
-    if not min_priority <= priority <= MAX_CLIENT_PRIORITY:
-        message = f"priority is {priority}; allowed: integers from {min_priority} to {MAX_CLIENT_PRIORITY}"
-        raise limited("min_client_priority", 400, message, param="priority")
-
-
-def check_logprobs(job: GenerationJob, max_model_len: int, max_logprobs: int | None) -> None:
-    """Raise ApiError (400) if the job's answer may hold more than `max_logprobs` log-probabilities."""
-    top = job.params.logprobs
-    if top is None or max_logprobs is None:
-        return
-    max_tokens = max_model_len if job.params.max_tokens is None else job.params.max_tokens
-    if len(job.prompts) * job.samples_per_prompt * max_tokens * (1 + top) > max_logprobs:
-        name = job.field_names.get("logprobs", "logprobs")
-        factors = f"{len(job.prompts)} × {job.samples_per_prompt} × {max_tokens} × {1 + top}"
-        what = f"prompts × samples × max_tokens × (1 + {name}) is {factors}"
-        raise invalid(name, f"{name}: {what}; allowed: at max_logprobs {max_logprobs} in all", "too_many_logprobs")
 
 
 def request_deadline(request: web.Request, context: Context) -> Deadline:

@@ -7,8 +7,14 @@ from collections.abc import Mapping
 import msgspec
 
 from tok_core import InvalidField, SamplingParams
-from tok_server.parsing import NO_MARKUP, Markup, StopWhenRule
-from tok_server.wire import ApiError, invalid
+from tok_server.openai.generation.stop_when import StopWhenRule
+from tok_server.parsing import NO_MARKUP, Markup
+from tok_server.settings import MAX_CLIENT_PRIORITY
+from tok_server.wire import ApiError, invalid, invalid_field, limited
+
+MAX_LOGPROBS = 1 << 24  # log-probabilities of a whole answer: some 3 GB in memory
+MAX_KEPT_LOGPROBS = 1 << 21  # log-probabilities of a background answer, which is kept whole: some 200 MB of JSON
+MAX_RESPONSE_LOGPROBS = 1 << 18  # log-probabilities of a response, whose last stream events repeat all of them
 
 
 class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,14 +77,39 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
         return invalid_field(error, name)
 
 
-def invalid_field(error: InvalidField, name: str) -> ApiError:
-    """Return the error as ApiError (400) about the field `name`."""
-    return invalid(name, str(InvalidField(name, error.value, error.allowed)))
-
-
 def best_of_params(params: SamplingParams, count: int) -> SamplingParams:
     """Return the parameters for `count` samples with log-probabilities, by which best_of ranks them.
 
     Raise InvalidField("n") for an invalid count.
     """
     return msgspec.structs.replace(params, n=count, logprobs=params.logprobs or 0)
+
+
+def check_sample_count(job: GenerationJob, max_n: int) -> None:
+    """Raise ApiError (400) if the job generates more than `max_n` samples per prompt."""
+    if job.samples_per_prompt > max_n:
+        name = "n" if job.best_of is None else "best_of"
+        raise limited(
+            "max_n", 400, f"{name} is {job.samples_per_prompt}; allowed: integers from 1 to {max_n}", param=name
+        )
+
+
+def check_priority(job: GenerationJob, min_priority: int) -> None:
+    """Raise ApiError (400) if the job's priority is outside of the range that is open to clients."""
+    priority = job.params.priority
+    if not min_priority <= priority <= MAX_CLIENT_PRIORITY:
+        message = f"priority is {priority}; allowed: integers from {min_priority} to {MAX_CLIENT_PRIORITY}"
+        raise limited("min_client_priority", 400, message, param="priority")
+
+
+def check_logprobs(job: GenerationJob, max_model_len: int, max_logprobs: int | None) -> None:
+    """Raise ApiError (400) if the job's answer may hold more than `max_logprobs` log-probabilities."""
+    top = job.params.logprobs
+    if top is None or max_logprobs is None:
+        return
+    max_tokens = max_model_len if job.params.max_tokens is None else job.params.max_tokens
+    if len(job.prompts) * job.samples_per_prompt * max_tokens * (1 + top) > max_logprobs:
+        name = job.field_names.get("logprobs", "logprobs")
+        factors = f"{len(job.prompts)} × {job.samples_per_prompt} × {max_tokens} × {1 + top}"
+        what = f"prompts × samples × max_tokens × (1 + {name}) is {factors}"
+        raise invalid(name, f"{name}: {what}; allowed: at max_logprobs {max_logprobs} in all", "too_many_logprobs")

@@ -18,7 +18,7 @@ from tok_client.types import (
     TopLogprob,
 )
 from tok_core import TokenLogprob
-from tok_core.text import Tokenizer
+from tok_server.openai.generation.serializer import TokenTexts
 
 DECODER = codecs.getincrementaldecoder("utf-8")
 MIN_LOGPROB = -9999.0  # stands for −inf, which JSON cannot represent
@@ -27,29 +27,6 @@ MIN_LOGPROB = -9999.0  # stands for −inf, which JSON cannot represent
 def clamp_logprob(logprob: float) -> float:
     """Return the log-probability, but at least `MIN_LOGPROB`: JSON cannot represent −inf."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
-
-
-class TokenTexts:
-    """Texts and bytes of tokens; without a tokenizer, a token is shown by its id."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-
-    def piece(self, token: int) -> bytes:
-        """Return the token's bytes."""
-        return self.tokenizer.piece(token) if self.tokenizer else f"token_id:{token}".encode()
-
-    def visible_bytes(self, token: int) -> bytes:
-        """Return the bytes that the token adds to the text: none for special tokens."""
-        return self.tokenizer.pieces_of([token], True)[0] if self.tokenizer else b""
-
-    def text(self, token: int, prefix: str) -> str:
-        """Return the token's text or, if it is not UTF-8, `prefix` and its escaped bytes."""
-        piece = self.piece(token)
-        try:
-            return piece.decode()
-        except UnicodeDecodeError:
-            return prefix + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 class TextOffsets:

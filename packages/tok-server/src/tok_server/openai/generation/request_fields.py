@@ -1,24 +1,200 @@
-"""Read and check what endpoints share: the body, the model's name, the cache salt, how to stream."""
+"""Decode a request's body; refuse fields that are not supported, list those that are unknown, read common ones.
+
+Fields of OpenAI's reference that an endpoint does not support are refused by name, unless their value asks for nothing
+(null, the field's default). Fields that only identify the client or its request (user, metadata, safety_identifier,
+prompt_cache_key) are accepted with any value: they change no result.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from heapq import nsmallest
+from itertools import chain, islice
 from typing import TypeVar
 
 import msgspec
+from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType
 
-from tok_client.types import EmbeddingRequest, StreamOptions
-from tok_server.http import decode_members
+from tok_client.types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponseRequest,
+    StreamOptions,
+    known_fields,
+)
+from tok_server.http import Members, decode_members
 from tok_server.openai.generation.params import Request, value_or_none
-from tok_server.openai.generation.unknown_fields import unknown_fields
-from tok_server.openai.generation.unsupported_fields import UnsupportedFields, refuse_unsupported
 from tok_server.wire import ApiError, BadJson, decode, invalid
+
+NeutralValues = tuple[object, ...]
+MAX_LISTED_FIELDS = 32  # names that fit into a header
 
 MAX_CACHE_SALT = 1024  # characters
 R = TypeVar("R", bound=msgspec.Struct)
 
 # OpenAI's /v1/completions has no `metadata`, but its clients may send it to any endpoint.
 ACCEPTED_FIELDS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnsupportedFields:
+    """Unsupported fields, each with its neutral values (which ask for nothing), and why other values are refused."""
+
+    fields: Mapping[str, NeutralValues]
+    reason: str
+
+
+_COMPLETION: Mapping[str, NeutralValues] = {"suffix": (None, "")}
+
+_CHAT: Mapping[str, NeutralValues] = {
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "moderation": (None,),
+    "verbosity": (None, "medium"),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "prompt_cache_options": (None, {}),
+}
+
+_CHAT_ONLY: Mapping[str, NeutralValues] = {
+    "messages": (None,),
+    "max_completion_tokens": (None,),
+    "top_logprobs": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "reasoning_effort": (None, "none"),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+}
+_NOT_SUPPORTED = "is not supported yet"
+
+COMPLETION = (
+    UnsupportedFields(_COMPLETION, _NOT_SUPPORTED),
+    UnsupportedFields(
+        {**_CHAT_ONLY, **_CHAT},
+        "is a field of /v1/chat/completions, not of /v1/completions",
+    ),
+)
+CHAT = (
+    UnsupportedFields(_CHAT, _NOT_SUPPORTED),
+    UnsupportedFields(
+        {"prompt": (None,), "best_of": (None, 1), "echo": (None, False), **_COMPLETION},
+        "is a field of /v1/completions, not of /v1/chat/completions",
+    ),
+)
+_RESPONSE: Mapping[str, NeutralValues] = {
+    "store": (None, False),
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "prompt": (None,),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "context_management": (None, []),
+    "moderation": (None,),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "prompt_cache_options": (None, {}),
+}
+_OTHER_ENDPOINTS = (known_fields(ChatCompletionRequest) | known_fields(CompletionRequest)) - known_fields(
+    ResponseRequest
+)
+_OTHER_ENDPOINTS_NEUTRAL: Mapping[str, NeutralValues] = {"n": (None, 1)}
+
+RESPONSE = (
+    UnsupportedFields(_RESPONSE, _NOT_SUPPORTED),
+    UnsupportedFields(
+        {name: _OTHER_ENDPOINTS_NEUTRAL.get(name, (None,)) for name in sorted(_OTHER_ENDPOINTS)},
+        "is a field of other endpoints, not of /v1/responses",
+    ),
+)
+
+
+def refuse_unsupported(tables: tuple[UnsupportedFields, ...], members: Members) -> None:
+    """Raise ApiError (400) for the first field of `tables` whose value is not neutral."""
+    for table in tables:
+        if not table.fields.keys().isdisjoint(members):
+            for name in filter(members.__contains__, table.fields):
+                _check(name, members[name], table)
+
+
+def _check(name: str, raw: msgspec.Raw, table: UnsupportedFields) -> None:
+    try:
+        value = decode(raw, object)
+    except BadJson as error:  # a number out of range
+        raise invalid(name, f"{name}: {error}") from error
+    # Types are compared, too: in Python False == 0.
+    if not any(type(value) is type(one) and value == one for one in table.fields[name]):
+        allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])
+        raise invalid(name, f"{name} {table.reason}; allowed values: {allowed}", "unsupported_parameter")
+
+
+def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[str]) -> tuple[str, ...]:
+    """Return the paths of unknown fields ("zeta", "messages[0].foo"), top level first; at most `MAX_LISTED_FIELDS`.
+
+    found     the members of the request's JSON
+    accepted  names that count as known, in addition to those of the type
+    """
+    if found.keys() <= _unchecked_fields(type(request), accepted):
+        return ()
+    known = known_fields(type(request))
+    # Only the smallest names are sorted: sorting all would hold the interpreter lock.
+    top_level = nsmallest(MAX_LISTED_FIELDS, found.keys() - known - accepted)
+    nested = sorted(name for name in found if name in known and _holds_structs(getattr(request, name)))
+    if not top_level and not nested:
+        return ()
+    nested_paths = chain.from_iterable(
+        _nested_unknown_fields(name, getattr(request, name), decode(found[name], object)) for name in nested
+    )
+    return tuple(islice(chain(top_level, nested_paths), MAX_LISTED_FIELDS))
+
+
+@cache
+def _unchecked_fields(kind: type[msgspec.Struct], accepted: frozenset[str]) -> frozenset[str]:
+    """Return names whose values need no check: fields that cannot hold structs, and accepted names outside the type."""
+    type_info = msgspec.inspect.type_info(kind)
+    assert isinstance(type_info, StructType)
+    plain = (one.encode_name for one in type_info.fields if not _may_hold_structs(one.type))
+    return (accepted - known_fields(kind)).union(plain)
+
+
+def _may_hold_structs(kind: Type) -> bool:
+    match kind:
+        case UnionType(types=types):
+            return any(map(_may_hold_structs, types))
+        case ListType(item_type=item) | VarTupleType(item_type=item):
+            return _may_hold_structs(item)
+    return isinstance(kind, StructType)
+
+
+def _holds_structs(value: object) -> bool:
+    """Return whether `value` is a struct or a list of structs: others, such as long prompts, are not decoded again."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, msgspec.Struct)
+
+
+def _nested_unknown_fields(path: str, value: object, raw_value: object) -> Iterator[str]:
+    """Yield the paths of unknown fields inside `value`. `raw_value`: the JSON from which it was decoded."""
+    if isinstance(value, list) and isinstance(raw_value, list):
+        for index, (item, raw) in enumerate(zip(value, raw_value, strict=True)):
+            yield from _nested_unknown_fields(f"{path}[{index}]", item, raw)
+    elif isinstance(value, msgspec.Struct) and isinstance(raw_value, dict):
+        known = known_fields(type(value))
+        for name, raw in raw_value.items():
+            if name in known:
+                yield from _nested_unknown_fields(f"{path}.{name}", getattr(value, name), raw)
+            else:
+                yield f"{path}.{name}"
 
 
 def parse_request(body: bytes, kind: type[R], unsupported: tuple[UnsupportedFields, ...]) -> tuple[R, tuple[str, ...]]:

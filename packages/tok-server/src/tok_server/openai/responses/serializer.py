@@ -29,13 +29,13 @@ from tok_core.text import Detokeniser
 from tok_server.openai.generation import (
     MAX_RESPONSE_LOGPROBS,
     GenerationJob,
-    SampleReader,
     TokenTexts,
     chat_logprobs,
     event,
     total_usage,
 )
 from tok_server.openai.responses.output import ResponseOutput
+from tok_server.parsing import MessageReader
 from tok_server.wire import ApiError, encode
 
 
@@ -53,7 +53,7 @@ class ResponseSerializer:
         self._initial = initial
         self._texts = texts
         self._sequence_numbers = count()
-        self._reader = SampleReader(job, texts)
+        self._reader = MessageReader(job.markup, texts.tokenizer)
         self._output = ResponseOutput(self._sequence_numbers)
         self._detokeniser = self._make_detokeniser()
         self._truncated = False  # the sample ended with reason "length"
@@ -62,7 +62,7 @@ class ResponseSerializer:
         """Encode the whole response."""
         (output,) = outputs
         (sample,) = output.outputs
-        reader, response_output = SampleReader(self._job, self._texts), ResponseOutput(count())
+        reader, response_output = MessageReader(self._job.markup, self._texts.tokenizer), ResponseOutput(count())
         delta = Delta(0, sample.token_ids, sample.text, sample.logprobs, sample.finish_reason)
         for part_delta in _split_delta(delta, self._make_detokeniser()):
             _add_delta(part_delta, reader, response_output, self._logprobs(part_delta))
@@ -149,7 +149,7 @@ def _split_delta(delta: Delta, detokeniser: Detokeniser | None) -> Iterator[Delt
 
 
 def _add_delta(
-    delta: Delta, reader: SampleReader, response_output: ResponseOutput, logprobs: list[ChatTokenLogprob]
+    delta: Delta, reader: MessageReader, response_output: ResponseOutput, logprobs: list[ChatTokenLogprob]
 ) -> list[ResponseEvent]:
     pieces = reader.pieces(delta.text, delta.token_ids, ended=delta.finish_reason is not None)
     events = response_output.add(pieces, logprobs)

@@ -1,14 +1,26 @@
-"""Limits: bounds on what the server accepts and how long it waits; each is a flag of `tok serve`."""
+"""Settings of the server at its start: options, limits, and the markup of the model's output."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from tok_core import InvalidField
 from tok_core.sampling_params import MAX_N
 
+ToolCallParser = Literal["auto", "hermes", "llama3", "none"]
+ReasoningParser = Literal["auto", "qwen3", "none"]
+
 MIB = 1 << 20
 GIB = 1 << 30
+
+
+class Formats(msgspec.Struct, frozen=True):
+    """Markup that the model writes. "auto": detected from the chat template (`tok_server.openai.chat.prompt`)."""
+
+    tool_calls: ToolCallParser = "auto"
+    reasoning: ReasoningParser = "auto"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +28,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_connections      open connections; further ones are refused with 503
     max_header           bytes of the request line, and of each header line
-    max_body             bytes of a JSON body; `tok_server.wire.json_limits` bounds its structure
+    max_body             bytes of a JSON body; `tok_server.http.body` bounds its structure
     max_bodies           bytes of all bodies held at once; further requests are refused with 503
     max_file             bytes of an uploaded file
     data_quota           bytes of all files and batch answers in the data directory; None: unlimited
@@ -93,3 +105,59 @@ MIN_VALUES = {
     "min_client_priority": -MAX_CLIENT_PRIORITY,
 }
 SECONDS = ("header_timeout", "body_timeout", "write_timeout", "idle_timeout", "request_timeout")
+
+
+class Settings(Limits, frozen=True, kw_only=True):
+    """All start options of the server, including its limits. Validated when constructed (`InvalidField`).
+
+    model_name       the name under which the model is served
+    host, port       address to listen on; port 0: any free one
+    api_keys         keys of which clients must send one as bearer token; none: every client is served
+    share_prefixes   whether prompts of different API keys share cached prefixes
+    admin_key        the key for /admin/; None: /admin/ is not served
+    allow_origins    origins whose web pages may use the server from a browser; "*": all
+    allowed_hosts    `Host` names accepted besides localhost and IP addresses; "*": any. If empty, a server on a
+                     loopback address accepts no other name, a server on any other address every name
+    tls_cert         PEM file with the server's certificate and its chain; None: plain HTTP
+    tls_key          PEM file with the certificate's key; None: it is in `tls_cert`
+    data_dir         directory of files and batches; None: the server has neither
+    otlp_endpoint    URL of an OpenTelemetry collector that spans are sent to; None: no spans
+    formats          how the model writes tool calls and reasoning
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 10210
+    api_keys: tuple[str, ...] = ()
+    share_prefixes: bool = False
+    admin_key: str | None = None
+    allow_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    data_dir: str | None = None
+    otlp_endpoint: str | None = None
+    formats: Formats = Formats()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model_name:
+            raise InvalidField("model_name", self.model_name, "a name of at least one character")
+        if not self.host:
+            raise InvalidField("host", self.host, "an address or a host name")
+        if not 0 <= self.port <= 65_535:
+            raise InvalidField("port", self.port, "integers from 0 (any free port) to 65535")
+        for key in self.api_keys:
+            _check_key("api_key", key)
+        if self.admin_key is not None:
+            _check_key("admin_key", self.admin_key)
+            if self.admin_key in self.api_keys:
+                raise InvalidField("admin_key", "***", "a key that is not an API key")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise InvalidField("tls_key", self.tls_key, "only together with --tls-cert")
+
+
+def _check_key(field: str, key: str) -> None:
+    # A key with spaces around it could never be sent: HTTP strips them from headers.
+    if not (key.isascii() and key.isprintable() and key and key == key.strip()):
+        raise InvalidField(field, "***", "printable ASCII of at least one character, without spaces around it")

@@ -1,4 +1,4 @@
-"""Reject texts that are too long for a prompt by their size, before all of a text goes through the tokenizer.
+"""Turn prompts into token ids; refuse texts that are far too long before all of them go through the tokenizer.
 
 Tokenising takes hundreds of bytes of memory per byte of text. A body far below its own limit could exhaust memory.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tok_core import AsyncEngine, InvalidField
 from tok_core.text import Tokenizer
 from tok_server.wire import ApiError, invalid
 
@@ -15,6 +16,28 @@ SIZE_FACTOR, SIZE_EXTRA_BYTES = 4, 1024
 # Characters per token above which a text's tokens are counted first; texts that fit rarely have more than five.
 LIKELY_CHARS_PER_TOKEN = 8
 SLICE_CHARS = 1 << 16  # characters
+
+
+def tokenise_prompts(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:
+    """Return each prompt's token ids; all prompts are of one kind. `field`: name of their field. Errors: ApiError."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if not texts:
+        return [prompt for prompt in prompts if isinstance(prompt, list)]
+    if engine.tokenizer is None:
+        raise invalid(field, f"{field} is text, but the model has no tokenizer; allowed: token ids")
+    try:
+        for index, text in enumerate(texts):
+            check_prompt_size(
+                text, engine.tokenizer, engine.info.max_model_len, prompt_field_name(field, index, len(texts))
+            )
+        return engine.tokenizer.encode_batch(texts)
+    except InvalidField as error:
+        raise invalid(field, str(error)) from error
+
+
+def prompt_field_name(field: str, index: int, count: int) -> str:
+    """Return the name by which errors call prompt `index` of `count` in `field`."""
+    return field if count == 1 else f"{field}[{index}]"
 
 
 def check_prompt_size(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:

@@ -1,0 +1,199 @@
+"""Limits on requests: time until the answer, requests and tokens per minute, and requests per loop turn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from tok_server.wire import ApiError, limited
+
+MINUTE = 60.0
+MAX_REQUESTS_PER_TURN = 16  # each takes about 0.2 ms. Fewer would reach the engine in smaller groups, at a higher cost
+
+
+class Deadlines:
+    """Deadlines of all requests of one event loop. `seconds`: time limit of each request."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._open: set[Deadline] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._fires_at = 0.0  # when the timer fires, by `time.monotonic`
+
+    def start(self, started: float) -> Deadline:
+        """Return a context manager that raises ApiError (504) once the request's time is over.
+
+        started  start of the request, by `time.monotonic`
+        """
+        return Deadline(self, started + self.seconds)
+
+    def add(self, deadline: Deadline) -> None:
+        """Start to watch a deadline."""
+        self._open.add(deadline)
+        if self._timer is None or deadline.when < self._fires_at:
+            self._schedule(deadline.when)
+
+    def remove(self, deadline: Deadline) -> None:
+        """Stop watching a deadline."""
+        self._open.discard(deadline)
+
+    def _schedule(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fires_at = when
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        for deadline in [one for one in self._open if one.when <= now]:
+            self._open.discard(deadline)
+            deadline.expire()
+        if self._open:
+            self._schedule(min(one.when for one in self._open))
+
+
+class Deadline:
+    """Time limit of the task that enters this context manager."""
+
+    __slots__ = ("_cancel_requests", "_deadlines", "_expired", "_task", "when")
+
+    def __init__(self, deadlines: Deadlines, when: float) -> None:
+        self._deadlines = deadlines
+        self._expired = False
+        self.when = when
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancel_requests = task.cancelling()  # cancellation requests by others
+        self._deadlines.add(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._deadlines.remove(self)
+        # If others have cancelled the task, too, the cancellation propagates instead.
+        if self._expired and self._task.uncancel() <= self._cancel_requests and kind is asyncio.CancelledError:
+            seconds = self._deadlines.seconds
+            raise limited("request_timeout", 504, f"the request was not answered within {seconds:g} seconds") from error
+
+    def expire(self) -> None:
+        """Cancel the task: its time is over."""
+        self._expired = True
+        self._task.cancel()
+
+
+class TokenBucket:
+    """A minute's budget that refills continuously. Spending beyond it leaves a debt, which must refill first."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._remaining = float(per_minute)
+        self._updated_at = clock()
+
+    @property
+    def remaining(self) -> float:
+        """Return the amount that can be spent now; below 0: a debt."""
+        now = self._clock()
+        self._remaining = min(
+            self._remaining + max(0.0, now - self._updated_at) * self.per_minute / MINUTE, self.per_minute
+        )
+        self._updated_at = now
+        return self._remaining
+
+    def spend(self, amount: float) -> None:
+        """Subtract `amount`, even if less is left."""
+        self._remaining = self.remaining - amount
+
+    def wait(self, amount: float) -> float:
+        """Return the seconds until `amount`, at most a minute's budget, can be spent."""
+        return max(0.0, (min(amount, self.per_minute) - self.remaining) * MINUTE / self.per_minute)
+
+
+class RateLimits:
+    """Token buckets of all API keys; without API keys, all clients share one."""
+
+    def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        limits = {"requests": requests, "tokens": tokens}
+        self._limits = {name: limit for name, limit in limits.items() if limit is not None}
+        self._clock = clock
+        self._buckets: dict[tuple[str, int], TokenBucket] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether any limit is set."""
+        return bool(self._limits)
+
+    def admit(self, key: int) -> None:
+        """Count a request of a key. Errors: ApiError 429 if its requests or tokens are used up."""
+        for name in ("tokens", "requests"):
+            bucket = self._bucket(name, key)
+            if bucket is not None and (seconds := bucket.wait(1)) > 0:
+                raise _rate_limit_error(name, bucket, seconds)
+        if (bucket := self._bucket("requests", key)) is not None:
+            bucket.spend(1)
+
+    def charge(self, key: int, tokens: int) -> None:
+        """Count tokens of a key."""
+        if (bucket := self._bucket("tokens", key)) is not None:
+            bucket.spend(tokens)
+
+    def headers(self, key: int) -> dict[str, str]:
+        """Return the key's limits and remaining budget as headers in OpenAI's format; empty if nothing is limited."""
+        headers = {}
+        for name in self._limits:
+            if (bucket := self._bucket(name, key)) is not None:
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.remaining)))
+                headers[f"x-ratelimit-reset-{name}"] = f"{bucket.wait(bucket.per_minute):.3f}s"
+        return headers
+
+    def _bucket(self, name: str, key: int) -> TokenBucket | None:
+        limit = self._limits.get(name)
+        if limit is None:
+            return None
+        headers = self._buckets.get((name, key))
+        if headers is None:
+            headers = self._buckets[name, key] = TokenBucket(limit, self._clock)
+        return headers
+
+
+def _rate_limit_error(name: str, bucket: TokenBucket, seconds: float) -> ApiError:
+    message = f"the rate limit of {bucket.per_minute} {name} per minute is reached; try again in {seconds:.1f} seconds"
+    return limited(f"rate_limit_{name}", 429, message, kind=name, code="rate_limit_exceeded", retry_after=seconds)
+
+
+class LoopThrottle:
+    """Admission limit of one event loop: requests beyond `max_requests` wait for the next turn, in order of arrival."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS_PER_TURN) -> None:
+        self._max_requests = self._remaining = max_requests
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def admit(self) -> None:
+        """Wait until the request may begin."""
+        if self._remaining == self._max_requests:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        if self._remaining:
+            self._remaining -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _begin_turn(self) -> None:
+        """Begin a new turn of the loop: admit the requests that have waited longest."""
+        self._remaining = self._max_requests
+        while self._waiting and self._remaining:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                self._remaining -= 1
+        if self._remaining < self._max_requests:
+            asyncio.get_running_loop().call_soon(self._begin_turn)

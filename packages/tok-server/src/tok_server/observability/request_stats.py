@@ -1,0 +1,192 @@
+"""Cost and durations of requests: counts of each one, and latency percentiles over the last seconds and hour.
+
+Latencies are counted in buckets, each `BUCKET_RATIO` times as wide as the one before. A percentile always lies in the
+right bucket. Memory does not grow with the number of requests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+
+from tok_core import RequestStream
+
+Kind = TypeVar("Kind", bound=np.generic)
+
+KINDS = ("ttft", "token", "e2e")
+QUANTILES = (0.5, 0.9, 0.99)
+
+MIN_LATENCY_SECONDS, MAX_LATENCY_SECONDS = 1e-4, 1e4  # seconds
+BUCKET_RATIO = 1.15
+BUCKETS = 2 + math.ceil(math.log(MAX_LATENCY_SECONDS / MIN_LATENCY_SECONDS) / math.log(BUCKET_RATIO))
+BOUNDS = [
+    MIN_LATENCY_SECONDS * BUCKET_RATIO**bucket for bucket in range(BUCKETS - 1)
+]  # upper bound, in seconds, of each bucket but the last
+
+RECENT_SECONDS = 10  # seconds
+HOUR_SLICES = 360  # slices of RECENT_SECONDS: one hour
+Counts = npt.NDArray[np.uint32]
+
+
+class Ring(Generic[Kind]):
+    """Ring buffer of at most `size` rows of one shape."""
+
+    def __init__(self, size: int, shape: tuple[int, ...], dtype: type[Kind]) -> None:
+        self._rows: npt.NDArray[Kind] = np.zeros((size, *shape), dtype)
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return min(self._pushed, len(self._rows))
+
+    def push(self, row: npt.NDArray[Kind]) -> None:
+        """Append a row, in place of the oldest one if the buffer is full."""
+        self._rows[self._pushed % len(self._rows)] = row
+        self._pushed += 1
+
+    def rows(self) -> npt.NDArray[Kind]:
+        """Return the rows, oldest first."""
+        if self._pushed <= len(self._rows):
+            return self._rows[: self._pushed]
+        return np.roll(self._rows, -(self._pushed % len(self._rows)), axis=0)
+
+
+class RequestDurations(NamedTuple):
+    """Seconds that one request took: to its first token, per token after it (None without any), and in total."""
+
+    ttft: float
+    token: float | None
+    e2e: float
+
+
+class Latencies:
+    """Histograms of the durations passed to `observe`. Call `tick` once a second."""
+
+    def __init__(self) -> None:
+        self._current = _zero_counts()
+        self._seconds: Ring[np.uint32] = Ring(RECENT_SECONDS, (len(KINDS), BUCKETS), np.uint32)
+        self._slices: Ring[np.uint32] = Ring(HOUR_SLICES, (len(KINDS), BUCKETS), np.uint32)
+        self._ticks = 0
+
+    def observe(self, durations: RequestDurations) -> None:
+        """Count a request that has ended successfully."""
+        for kind, seconds in enumerate(durations):
+            if seconds is not None:
+                self._current[kind][bisect_left(BOUNDS, seconds)] += 1
+
+    def tick(self) -> None:
+        """End the current second; every `RECENT_SECONDS` seconds, add their sum to the hour."""
+        self._seconds.push(np.array(self._current, np.uint32))
+        self._current = _zero_counts()
+        self._ticks += 1
+        if self._ticks % RECENT_SECONDS == 0:
+            self._slices.push(_sum(self._seconds.rows()))
+
+    def recent(self) -> list[float]:
+        """Return each kind's `QUANTILES`, in seconds, of the last `RECENT_SECONDS`; NaN without requests."""
+        return _percentiles(_sum(self._seconds.rows()))
+
+    def hour(self) -> list[float]:
+        """Return each kind's `QUANTILES`, in seconds, of the last hour."""
+        return _percentiles(self._last_hour())
+
+    def ended(self) -> int:
+        """Return the number of requests that ended in the last hour."""
+        return int(self._last_hour()[-1].sum())
+
+    def _last_hour(self) -> Counts:
+        unsliced = self._seconds.rows()[::-1][: self._ticks % RECENT_SECONDS]
+        return _sum(self._slices.rows()) + _sum(unsliced)
+
+
+def _zero_counts() -> list[list[int]]:
+    """Return zero counts as lists: incrementing an array's element takes longer than all the rest of `observe`."""
+    return [[0] * BUCKETS for _ in KINDS]
+
+
+def _sum(slices: Counts) -> Counts:
+    summed: Counts = slices.sum(0, dtype=np.uint32)
+    return summed
+
+
+def _percentiles(counts: Counts) -> list[float]:
+    return [_percentile(of_kind, quantile) for of_kind in counts for quantile in QUANTILES]
+
+
+def _percentile(counts: Counts, quantile: float) -> float:
+    """Return the percentile, interpolated geometrically within its bucket; NaN if all counts are zero."""
+    below = counts.cumsum(dtype=np.int64)
+    if below[-1] == 0:
+        return math.nan
+    rank = quantile * float(below[-1])
+    bucket = int(np.searchsorted(below, rank))
+    inside = 1 - (float(below[bucket]) - rank) / float(counts[bucket])
+    return float(MIN_LATENCY_SECONDS * BUCKET_RATIO ** (bucket - 1 + inside))
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """State and cost of one HTTP request so far. Times are those of `time.monotonic`.
+
+    id           identifies the request in the log and to its client
+    key          number of the API key it came with; `tok_server.http.access.NO_KEY`: none was needed
+    tenant       the engine's name for the key's owner; "": no owner
+    queued       when the engine had received all its prompts
+    first_token  when its first token came
+    body_bytes   bytes of its body read so far
+    failed       status of an error that happened after "200 OK" was sent
+    """
+
+    id: str
+    key: int = -1
+    tenant: str = ""
+    started: float = field(default_factory=time.monotonic)
+    queued: float | None = None
+    first_token: float | None = None
+    samples: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    body_bytes: int = 0
+    failed: int | None = None
+
+    def durations(self, now: float) -> RequestDurations | None:
+        """Return the durations of a request that ends now; None if it produced no tokens.
+
+        The time per token assumes that all samples have the mean length.
+        """
+        if self.first_token is None:
+            return None
+        tokens_after_first = self.output_tokens / self.samples - 1 if self.samples else 0.0
+        seconds_per_token = (now - self.first_token) / tokens_after_first if tokens_after_first > 0 else None
+        return RequestDurations(self.first_token - self.started, seconds_per_token, now - self.started)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of prompt and output tokens."""
+        return self.prompt_tokens + self.output_tokens
+
+    def submitted(self, streams: Sequence[RequestStream], samples_per_prompt: int) -> None:
+        """Record that the engine has received all prompts, with `samples_per_prompt` samples of each."""
+        self.queued = time.monotonic()
+        self.samples += samples_per_prompt * len(streams)
+        self.prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
+
+    def ended(self, streams: Iterable[RequestStream]) -> None:
+        """Add the cost of streams that have ended, successfully or not."""
+        for stream in streams:
+            self.output_tokens += stream.output_tokens
+            self.cached_tokens += stream.cached_tokens
+            first = stream.first_token
+            if first is not None:
+                self.first_token = first if self.first_token is None else min(first, self.first_token)
+
+
+COUNTS = web.RequestKey("COUNTS", RequestCounts)

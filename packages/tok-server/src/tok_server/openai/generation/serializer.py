@@ -1,0 +1,158 @@
+"""Interface of the serializers, which write answers as JSON or events, and the parts that they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tok_client.types import (
+    PromptTokensDetails,
+    StopWhenResult,
+    Usage,
+)
+from tok_core import Delta, RequestOutput
+from tok_core.text import Tokenizer
+from tok_server.openai.generation.job import GenerationJob
+from tok_server.wire import ApiError, encode
+
+DONE = b"data: [DONE]\n\n"
+
+PLACEHOLDER = "\0text\0"  # stands for the text; names of models and ids do not contain NUL
+QUOTED_PLACEHOLDER = encode(PLACEHOLDER)
+
+
+class AnswerSerializer(Protocol):
+    """Writer of one endpoint's JSON for one request.
+
+    max_logprobs  limit of an answer's log-probabilities, streamed or not; None: `MAX_LOGPROBS`; streams unlimited
+    """
+
+    max_logprobs: int | None
+
+    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
+        """Encode the whole answer. Called in a thread unless the answer is short."""
+
+    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """Yield the same answer in pieces that are quick to make. Called in a thread. May consume `outputs`."""
+
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
+        """Encode the gain of a sample of prompt number `prompt` as server-sent events; b"" if there is none.
+
+        Called on the event loop, or in a thread if both `max_logprobs` and the request's logprobs are set.
+        """
+
+    def encode_opening(self) -> bytes:
+        """Encode the server-sent events that precede any token."""
+
+    def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """Encode the server-sent events that follow the end of all samples."""
+
+    def encode_failure(self, failure: ApiError) -> bytes:
+        """Encode the last server-sent events of a stream that failed."""
+
+
+def event(data: bytes) -> bytes:
+    """Return `data` as one server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+class TextEvent:
+    """Template for the events of one choice. Most events of a stream differ only in their text.
+
+    chunk  returns the chunk by which the choice gains a text
+    """
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, chunk: Callable[[str], msgspec.Struct]) -> None:
+        before, after = encode(chunk(PLACEHOLDER)).split(QUOTED_PLACEHOLDER)
+        self._before, self._after = b"data: " + before, after + b"\n\n"
+
+    def encode(self, text: str) -> bytes:
+        """Return the event for `text`."""
+        return self._before + encode(text) + self._after
+
+
+class TokenTexts:
+    """Texts and bytes of tokens; without a tokenizer, a token is shown by its id."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+
+    def piece(self, token: int) -> bytes:
+        """Return the token's bytes."""
+        return self.tokenizer.piece(token) if self.tokenizer else f"token_id:{token}".encode()
+
+    def visible_bytes(self, token: int) -> bytes:
+        """Return the bytes that the token adds to the text: none for special tokens."""
+        return self.tokenizer.pieces_of([token], True)[0] if self.tokenizer else b""
+
+    def text(self, token: int, prefix: str) -> str:
+        """Return the token's text or, if it is not UTF-8, `prefix` and its escaped bytes."""
+        piece = self.piece(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return prefix + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class HasPrompt(Protocol):
+    """A finished or streaming request, as far as its prompt is concerned."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+def total_usage(requests: Iterable[HasPrompt], completion_tokens: int) -> Usage:
+    """Return the usage of one HTTP request, over all its prompts."""
+    prompt_tokens = cached_tokens = 0
+    for one in requests:
+        prompt_tokens += len(one.prompt_token_ids)
+        cached_tokens += one.cached_tokens
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+    )
+
+
+def running_usage(prompts: Iterable[Sequence[int]], completion_tokens: int) -> Usage:
+    """Return the usage so far of a streamed answer; cached tokens are reported only at its end."""
+    prompt_tokens = sum(map(len, prompts))
+    return Usage(
+        prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
+    )
+
+
+class ChunkSerializer(ABC):
+    """Base of the forms that stream chunks. `_plain`: chunks report only text, no log-probabilities, ids or usage."""
+
+    max_logprobs: int | None = None
+
+    def __init__(self, job: GenerationJob) -> None:
+        self._job = job
+        self._plain = job.params.logprobs is None and not (job.return_token_ids or job.continuous_usage)
+
+    def encode_opening(self) -> bytes:
+        """Return no events: choices begin with their first token."""
+        return b""
+
+    def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """Encode the chunk without choices, if there is usage or a result to carry, and the end mark [DONE]."""
+        reported_usage = token_usage if self._job.include_usage else None
+        empty = reported_usage is None and stop_when is None
+        return DONE if empty else self.encode_last_chunk(reported_usage, stop_when) + DONE
+
+    def encode_failure(self, failure: ApiError) -> bytes:
+        """Encode the error as an event in place of a chunk."""
+        return event(failure.body())
+
+    @abstractmethod
+    def encode_last_chunk(self, token_usage: Usage | None, stop_when: StopWhenResult | None) -> bytes:
+        """Encode the event of the chunk without choices."""
