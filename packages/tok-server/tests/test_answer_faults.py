@@ -42,7 +42,7 @@ def ask(server: Server, serializer: type, *, max_tokens: int, stream: bool, **fi
 
 @pytest.mark.parametrize("serializer", [CompletionSerializer, ChatSerializer])
 @pytest.mark.parametrize(
-    ("name", "stream"), [("encode_answer", False), ("encode_delta", True), ("encode_last_chunk", True)]
+    ("name", "stream"), [("encode_answer", False), ("encode_delta", True), ("encode_closing", True)]
 )
 def test_exception_while_writing_an_answer_fails_only_that_request(
     server: Server, serializer: type, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch

@@ -45,7 +45,6 @@ from tok_server.openai.responses.endpoint import parse
 from tok_server.openai.responses.output import ResponseOutput
 from tok_server.openai.responses.serializer import ResponseSerializer
 from tok_server.parsing.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece
-from tok_server.settings import Formats
 from tok_server.wire.errors import unavailable
 
 # The end of the user's message names the script; its pieces are the tokens that the model writes one by one.
@@ -252,7 +251,8 @@ def prompt_of(server: Server, **fields: Any) -> str:
 
 
 def parsed(server: Server, **fields: Any) -> tuple[GenerationJob, Response]:
-    return parse(json.dumps(fields).encode(), server.engine, NAME, Formats())
+    job, serializer = parse(json.dumps(fields).encode(), server.engine, NAME)
+    return job, serializer.initial
 
 
 def test_response_input_items_become_chat_messages(server: Server) -> None:

@@ -10,7 +10,9 @@ import jsonschema
 import pytest
 
 from support.serving import Answer, Server
-from tok_server.openai.generation.params import ebnf_grammar, schema_grammar
+from tok_client.types import CompletionRequest
+from tok_server.openai.generation.params import requested_format
+from tok_server.wire.errors import ApiError
 
 SCHEMA = {
     "type": "object",
@@ -150,9 +152,7 @@ def test_tokens_forced_by_a_grammar_are_counted_in_metrics(server: Server) -> No
     assert float(line.split()[-1]) > 0
 
 
-def test_grammar_builders_name_the_field_of_a_too_large_grammar() -> None:
-    assert json.loads(schema_grammar({"type": "object", "b": 1, "a": 2}).value) == {"type": "object", "b": 1, "a": 2}
-    assert ebnf_grammar(RULES).kind == "ebnf"
-    with pytest.raises(Exception, match=r"tools\[0\]: .*|tools\[0\] is") as refused:
-        ebnf_grammar("x" * 300_000, "tools[0]")
-    assert getattr(refused.value, "param", None) == "tools[0]"
+def test_a_too_large_grammar_is_refused_by_its_field() -> None:
+    with pytest.raises(ApiError, match=r"guided_grammar is") as refused:
+        requested_format(CompletionRequest(prompt="", guided_grammar="x" * 300_000))
+    assert refused.value.param == "guided_grammar"

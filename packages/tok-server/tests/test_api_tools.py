@@ -308,15 +308,20 @@ def test_invalid_chat_fields_get_400_naming_the_field(server: Server, fields: di
 
 def test_tool_call_and_reasoning_parsers_can_be_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from tok_server.openai.chat.endpoint import parse
+    from tok_server.parsing import Markup
     from tok_server.settings import Formats
     from tok_server.wire.errors import ApiError
 
     body = json.dumps({"messages": USER, "tools": TOOLS}).encode()
-    assert parse(body, server.engine, NAME).markup.calls == "hermes"
-    assert parse(body, server.engine, NAME, Formats("llama3")).markup.calls == "llama3"
-    assert not parse(body, server.engine, NAME, Formats(reasoning="none")).markup.reasoning
+
+    def markup(formats: Formats) -> Markup:
+        return parse(body, server.engine, NAME, formats)[0].markup
+
+    assert markup(Formats()).calls == "hermes"
+    assert markup(Formats("llama3")).calls == "llama3"
+    assert not markup(Formats(reasoning="none")).reasoning
     with pytest.raises(ApiError, match="--tool-call-parser"):
-        parse(body, server.engine, NAME, Formats("none"))
+        markup(Formats("none"))
 
 
 def test_openai_client_reads_tool_calls_whole_and_streamed(server: Server) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,15 +13,13 @@ from support.patience import PATIENCE
 from support.serving import Server
 from tok_core import Completion, RequestOutput, TokenLogprob
 from tok_core.outputs import Timings
-from tok_core.text import Tokenizer
 from tok_server.batch.storage.output_lines import line_answer
 from tok_server.openai import embeddings
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.chat.serializer import ChatSerializer
 from tok_server.openai.completions import endpoint as completions
 from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation import answers as answer
-from tok_server.openai.generation.serializer import TokenTexts
+from tok_server.openai.generation.serializer import AnswerSerializer
 from tok_server.wire import json_pieces
 from tok_server.wire.json_pieces import encode_elements, fill_lists, join_with_commas, next_piece, pop_slices, slices
 
@@ -104,16 +101,13 @@ def output(tokens: int, n: int, top: int) -> RequestOutput:
 
 
 @pytest.mark.parametrize("path", ["completions", "chat"])
-def test_pieces_are_under_1_mib_and_free_written_logprobs(server: Server, tiny_model: Path, path: str) -> None:
-    texts = TokenTexts(Tokenizer.load(tiny_model))
+def test_pieces_are_under_1_mib_and_free_written_logprobs(server: Server, path: str) -> None:
     if path == "chat":
         body = {"messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True, "top_logprobs": 5}
-        job = chat.parse(json.dumps(body).encode(), server.engine, "tiny")
-        serializer: ChatSerializer | CompletionSerializer = ChatSerializer(job, texts)
+        serializer: AnswerSerializer = chat.parse(json.dumps(body).encode(), server.engine, "tiny")[1]
     else:
         body = {"prompt": "a", "n": 2, "logprobs": 5, "max_tokens": 50}
-        job = completions.parse(json.dumps(body).encode(), server.engine, "tiny")
-        serializer = CompletionSerializer(job, texts)
+        serializer = completions.parse(json.dumps(body).encode(), server.engine, "tiny")[1]
     outputs = [output(20_000, 2, 5)]
     expected = msgspec.json.decode(serializer.encode_answer(outputs))
     pieces, found, longest = serializer.encode_pieces(outputs), [], 0

@@ -25,6 +25,7 @@ from tok_server.wire import (
     encode,
     invalid,
     json_of,
+    json_response,
     openapi_document,
     raw,
     read_query,
@@ -38,19 +39,18 @@ async def health(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     health_report = context.engine.health()
     replicas = [ReplicaReport(state=one.state, detail=one.detail) for one in health_report.replicas]
-    return _json(context, HealthReport(status=context.state, detail=health_report.detail, replicas=replicas))
+    return _report(context, HealthReport(status=context.state, detail=health_report.detail, replicas=replicas))
 
 
 async def ready(request: web.Request) -> web.Response:
     """Report readiness in one word, for load balancers and probes: 200 while requests are accepted, else 503."""
     context = request.app[CONTEXT]
-    return _json(context, ReadyReport(ready=accepts_requests(context), status=context.state))
+    return _report(context, ReadyReport(ready=accepts_requests(context), status=context.state))
 
 
 async def version_of_server(request: web.Request) -> web.Response:
     """Return the server's version."""
-    body = encode(VersionReport(version=version("tok-server")))
-    return web.Response(body=body, content_type="application/json")
+    return json_response(VersionReport(version=version("tok-server")))
 
 
 def accepts_requests(context: Context) -> bool:
@@ -58,9 +58,8 @@ def accepts_requests(context: Context) -> bool:
     return context.ready and not context.draining and context.engine.health().ok
 
 
-def _json(context: Context, report: HealthReport | ReadyReport) -> web.Response:
-    status = 200 if accepts_requests(context) else 503
-    return web.Response(status=status, body=encode(report), content_type="application/json")
+def _report(context: Context, report: HealthReport | ReadyReport) -> web.Response:
+    return json_response(report, 200 if accepts_requests(context) else 503)
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -124,9 +123,7 @@ async def restart_replica(request: web.Request) -> web.Response:
     restart.add_done_callback(partial(_log_restart, context, number))
     await asyncio.shield(restart)
     replica = context.engine.health().replicas[number]
-    return web.Response(
-        body=encode(ReplicaReport(state=replica.state, detail=replica.detail)), content_type="application/json"
-    )
+    return json_response(ReplicaReport(state=replica.state, detail=replica.detail))
 
 
 def _log_restart(context: Context, number: int, restart: asyncio.Future[None]) -> None:

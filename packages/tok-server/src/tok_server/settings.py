@@ -23,6 +23,9 @@ class Formats(msgspec.Struct, frozen=True):
     reasoning: ReasoningParser = "auto"
 
 
+AUTO = Formats()
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds on sizes, counts and times. Validated when constructed (`InvalidField`).
 

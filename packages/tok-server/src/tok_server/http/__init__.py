@@ -8,7 +8,7 @@ from tok_server.http.connections import MIN_READ_BYTES, accept_connections, rais
 from tok_server.http.context import CONTEXT, Context
 from tok_server.http.event_loop import run, shorten_pauses
 from tok_server.http.middleware import request_middleware, set_response_headers
-from tok_server.http.request_limits import Deadline
+from tok_server.http.request_limits import Deadline, UnreadLimit
 
 __all__ = [
     "CONTEXT",
@@ -16,6 +16,7 @@ __all__ = [
     "Context",
     "Deadline",
     "Members",
+    "UnreadLimit",
     "accept_connections",
     "check_compression_ratio",
     "decode_members",

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tok_server.http.context import Context
 from tok_server.observability import COUNTS
-from tok_server.wire import ApiError, BadJson, decode, invalid, limited, too_large
+from tok_server.wire import ApiError, decode, invalid, limited, too_large
 
 Members = dict[str, msgspec.Raw]
 
@@ -114,8 +114,6 @@ def decode_members(body: bytes) -> Members:
         return decode(body, Members)
     except UnicodeDecodeError as error:
         raise invalid(None, f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error
-    except BadJson as error:
-        raise invalid(error.path, str(error)) from error
 
 
 def check_json(body: bytes) -> None:

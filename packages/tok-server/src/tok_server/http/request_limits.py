@@ -1,14 +1,16 @@
-"""Limits on requests: time until the answer, requests and tokens per minute, and requests per loop turn."""
+"""Limits on requests: time until the answer, unread bytes, requests and tokens per minute, requests per loop turn."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from tok_core import RequestStream
 from tok_server.wire import ApiError, limited
 
 MINUTE = 60.0
@@ -57,36 +59,87 @@ class Deadlines:
             self._schedule(min(one.when for one in self._open))
 
 
-class Deadline:
-    """Time limit of the task that enters this context manager."""
+class TaskLimit(ABC):
+    """Context manager that cancels the task inside it when `expire` is called, and then raises `_error()`."""
 
-    __slots__ = ("_cancel_requests", "_deadlines", "_expired", "_task", "when")
-
-    def __init__(self, deadlines: Deadlines, when: float) -> None:
-        self._deadlines = deadlines
-        self._expired = False
-        self.when = when
+    __slots__ = ("_cancel_requests", "_expired", "_task")
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._cancel_requests = task.cancelling()  # cancellation requests by others
+        self._expired = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # If others have cancelled the task, too, the cancellation propagates instead.
+        if self._expired and self._task.uncancel() <= self._cancel_requests and kind is asyncio.CancelledError:
+            raise self._error() from error
+
+    def expire(self) -> None:
+        """Cancel the task: its limit is exceeded."""
+        self._expired = True
+        self._task.cancel()
+
+    @abstractmethod
+    def _error(self) -> ApiError:
+        """Return the error of a task that has exceeded its limit."""
+
+
+class Deadline(TaskLimit):
+    """Time limit of a task: until `when`, by `time.monotonic`."""
+
+    __slots__ = ("_deadlines", "when")
+
+    def __init__(self, deadlines: Deadlines, when: float) -> None:
+        self._deadlines = deadlines
+        self.when = when
+
+    def __enter__(self) -> None:
+        super().__enter__()
         self._deadlines.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._deadlines.remove(self)
-        # If others have cancelled the task, too, the cancellation propagates instead.
-        if self._expired and self._task.uncancel() <= self._cancel_requests and kind is asyncio.CancelledError:
-            seconds = self._deadlines.seconds
-            raise limited("request_timeout", 504, f"the request was not answered within {seconds:g} seconds") from error
+        super().__exit__(kind, error, trace)
 
-    def expire(self) -> None:
-        """Cancel the task: its time is over."""
-        self._expired = True
-        self._task.cancel()
+    def _error(self) -> ApiError:
+        seconds = self._deadlines.seconds
+        return limited("request_timeout", 504, f"the request was not answered within {seconds:g} seconds")
+
+
+class UnreadLimit(TaskLimit):
+    """Limit of the bytes that a client leaves unread of its streams. The error is ApiError (408).
+
+    The task is cancelled only while it waits for the client to read. While it is busy otherwise, the client is not at
+    fault; tokens that arrive meanwhile are written together.
+
+    sending  the task is writing: it waits for the client to read, or is about to
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], max_bytes: int) -> None:
+        self.sending = False
+        self._max_bytes = max_bytes
+        for stream in streams:  # the other half is for deltas already read and being written
+            stream.bound(max_bytes // (2 * len(streams)), self._on_overflow)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.sending = False
+        super().__exit__(kind, error, trace)
+
+    def _on_overflow(self) -> None:
+        if self.sending and not self._expired:
+            self.expire()
+
+    def _error(self) -> ApiError:
+        message = f"the client has left more than {self._max_bytes} bytes of its stream unread"
+        return limited("max_unread", 408, message, code="unread_stream")
 
 
 class TokenBucket:

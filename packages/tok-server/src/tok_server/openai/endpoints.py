@@ -13,9 +13,7 @@ import msgspec
 
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
 from tok_server.openai import embeddings
-from tok_server.openai.chat import ChatSerializer
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.completions import CompletionSerializer
 from tok_server.openai.completions import endpoint as completions
 from tok_server.openai.embeddings import EmbeddingJob
 from tok_server.openai.generation import (
@@ -23,16 +21,13 @@ from tok_server.openai.generation import (
     MIN_PIECEWISE_BYTES,
     AnswerSerializer,
     GenerationJob,
+    Parse,
     SubmittedStreams,
-    TokenTexts,
     check_grammar,
-    check_logprobs,
-    check_priority,
-    check_sample_count,
+    check_limits,
     estimate_bytes,
     wait_for_output,
 )
-from tok_server.openai.responses import ResponseSerializer
 from tok_server.openai.responses import endpoint as responses
 from tok_server.settings import Formats, Limits
 from tok_server.wire import invalid
@@ -106,11 +101,8 @@ class GenerationTask:
     def __init__(self, job: GenerationJob, serializer: AnswerSerializer, served: ServedModel) -> None:
         if job.stream:
             raise invalid("stream", "stream is true; allowed in a batch: false")
-        check_sample_count(job, served.max_n)
-        if served.min_priority is not None:
-            check_priority(job, served.min_priority)
         max_logprobs = serializer.max_logprobs or MAX_KEPT_LOGPROBS
-        check_logprobs(job, served.engine.info.max_model_len, max_logprobs)
+        check_limits(job, served.max_n, served.min_priority, served.engine.info.max_model_len, max_logprobs)
         self._job = msgspec.structs.replace(job, params=background_params(job.params))
         self._serializer = serializer
         self._served = served
@@ -168,31 +160,20 @@ def background_params(params: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(params, priority=BACKGROUND_PRIORITY + relative)
 
 
-def _completion(body: bytes, served: ServedModel) -> EndpointTask:
-    job = completions.parse(body, served.engine, served.model)
-    return GenerationTask(job, CompletionSerializer(job, TokenTexts(served.engine.tokenizer)), served)
-
-
-def _chat(body: bytes, served: ServedModel) -> EndpointTask:
-    job = chat.parse(body, served.engine, served.model, served.formats)
-    return GenerationTask(job, ChatSerializer(job, TokenTexts(served.engine.tokenizer)), served)
-
-
-def _response(body: bytes, served: ServedModel) -> EndpointTask:
-    job, initial = responses.parse(body, served.engine, served.model, served.formats)
-    return GenerationTask(job, ResponseSerializer(job, initial, TokenTexts(served.engine.tokenizer)), served)
-
-
-def _embeddings(body: bytes, served: ServedModel) -> EndpointTask:
-    return EmbeddingTask(embeddings.parse(body, served.engine, served.model), served)
-
-
 Prepare = Callable[[bytes, ServedModel], EndpointTask]
 
+
+def _generation(parse: Parse) -> Prepare:
+    def prepare(body: bytes, served: ServedModel) -> EndpointTask:
+        return GenerationTask(*parse(body, served.engine, served.model, served.formats), served)
+
+    return prepare
+
+
 ENDPOINTS: Mapping[str, Prepare] = {
-    "/v1/chat/completions": _chat,
-    "/v1/completions": _completion,
-    "/v1/responses": _response,
-    "/v1/embeddings": _embeddings,
+    "/v1/chat/completions": _generation(chat.parse),
+    "/v1/completions": _generation(completions.parse),
+    "/v1/responses": _generation(responses.parse),
+    "/v1/embeddings": lambda body, served: EmbeddingTask(embeddings.parse(body, served.engine, served.model), served),
 }
 """URL -> function that parses a body sent there. Slow: call it in a thread. Errors: ApiError."""

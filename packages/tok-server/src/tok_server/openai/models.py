@@ -10,15 +10,14 @@ from aiohttp import web
 from tok_client.types import Model, ModelList
 from tok_server.http import CONTEXT, Context
 from tok_server.openai.generation import check_model
-from tok_server.wire import Operation, encode, json_of
+from tok_server.wire import Operation, json_of, json_response
 
 
 async def list_models(request: web.Request) -> web.Response:
     """The list of served models, which holds one model."""
     context = request.app[CONTEXT]
     context.require_started()
-    body = encode(ModelList(data=[_model(context)]))
-    return web.Response(body=body, content_type="application/json")
+    return json_response(ModelList(data=[_model(context)]))
 
 
 async def retrieve(request: web.Request) -> web.Response:
@@ -26,7 +25,7 @@ async def retrieve(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     context.require_started()
     check_model(request.match_info["id"], context.settings.model_name)
-    return web.Response(body=encode(_model(context)), content_type="application/json")
+    return json_response(_model(context))
 
 
 def _model(context: Context) -> Model:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aiohttp import web
+from msgspec import Struct
 
 from tok_client.types import (
     ChatCompletionRequest,
@@ -17,40 +20,41 @@ from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
 from tok_server.openai.chat import chat_text
 from tok_server.openai.generation import TokenTexts, check_model, check_prompt_size, parse_request, value_or_none
-from tok_server.settings import Formats
-from tok_server.wire import Operation, encode, invalid, json_of, not_served
+from tok_server.settings import Settings
+from tok_server.wire import Operation, invalid, json_of, json_response, not_served
 
 MAX_MODEL_LENGTHS = 16  # largest /detokenize request, in multiples of the model's length
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text or a chat."""
-    context = request.app[CONTEXT]
-    context.admit(request[COUNTS].tenant)
-    body = await read_body(request, context)
-    settings = context.settings
-    found = await context.run_in_thread(lambda: _tokenize(body, context.engine, settings.model_name, settings.formats))
-    request[COUNTS].prompt_tokens += found.count  # counts against the token rate limit
-    return web.Response(body=encode(found), content_type="application/json")
+    return await _respond(request, _tokenize)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of tokens."""
+    return await _respond(request, _detokenize)
+
+
+async def _respond(
+    request: web.Request, compute: Callable[[bytes, AsyncEngine, Settings], tuple[int, Struct]]
+) -> web.Response:
+    """Compute, in a thread, the number of tokens that count against the rate limit, and the response."""
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    tokens, found = await context.run_in_thread(lambda: _detokenize(body, context.engine, context.settings.model_name))
+    tokens, response = await context.run_in_thread(lambda: compute(body, context.engine, context.settings))
     request[COUNTS].prompt_tokens += tokens
-    return web.Response(body=encode(found), content_type="application/json")
+    return json_response(response)
 
 
-def _tokenize(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> TokenizeResponse:
+def _tokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[int, TokenizeResponse]:
     request, _ = parse_request(body, TokenizeRequest, ())
-    check_model(value_or_none(request.model), model)
+    check_model(value_or_none(request.model), settings.model_name)
     tokenizer = _tokenizer(engine)
     prompt, special = value_or_none(request.prompt), value_or_none(request.add_special_tokens)
     field = "messages" if prompt is None else "prompt"
-    text = chat_text(_as_chat(request), engine, formats) if prompt is None else prompt
+    text = chat_text(_as_chat(request), engine, settings.formats) if prompt is None else prompt
     add_special_tokens = prompt is not None if special is None else special
     try:
         check_prompt_size(text, tokenizer, engine.info.max_model_len, field)
@@ -61,7 +65,8 @@ def _tokenize(body: bytes, engine: AsyncEngine, model: str, formats: Formats) ->
     if value_or_none(request.return_token_strs):
         texts = TokenTexts(tokenizer)
         strings = [texts.text(token, "bytes:") for token in ids]
-    return TokenizeResponse(count=len(ids), max_model_len=engine.info.max_model_len, tokens=ids, token_strs=strings)
+    max_model_len = engine.info.max_model_len
+    return len(ids), TokenizeResponse(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 
 
 def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
@@ -74,10 +79,9 @@ def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
     )
 
 
-def _detokenize(body: bytes, engine: AsyncEngine, model: str) -> tuple[int, DetokenizeResponse]:
-    """Return the number of tokens, and the response with their text."""
+def _detokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[int, DetokenizeResponse]:
     request, _ = parse_request(body, DetokenizeRequest, ())
-    check_model(value_or_none(request.model), model)
+    check_model(value_or_none(request.model), settings.model_name)
     tokenizer, size = _tokenizer(engine), engine.info.vocab_size
     max_tokens = MAX_MODEL_LENGTHS * engine.info.max_model_len
     if len(request.tokens) > max_tokens:

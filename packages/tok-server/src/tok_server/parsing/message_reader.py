@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, assert_never
@@ -22,12 +21,12 @@ from tok_server.parsing.hermes import HermesParser
 from tok_server.parsing.llama3 import Llama3Parser
 from tok_server.parsing.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece
 from tok_server.parsing.reasoning import ReasoningCounter, ReasoningReader
+from tok_server.wire import new_id
 
 if TYPE_CHECKING:
     from tok_core.text import Tokenizer
 
 CallFormat = Literal["hermes", "llama3"]
-_RANDOM = random.Random()
 
 
 def call_parser(kind: CallFormat, tools: Container[str]) -> CallParser:
@@ -174,7 +173,7 @@ def build_message(pieces: Iterable[Piece]) -> ChatMessage:
 
 def _whole_call(call: _Call) -> FunctionToolCall:
     function = FunctionCall(name=call.name, arguments="".join(call.arguments))
-    return FunctionToolCall(id=_call_id(), function=function)
+    return FunctionToolCall(id=new_id("call", "_"), function=function)
 
 
 def _message_delta(piece: Piece, calls: int) -> MessageDelta:
@@ -186,12 +185,8 @@ def _message_delta(piece: Piece, calls: int) -> MessageDelta:
             return MessageDelta(reasoning_content=text)
         case CallBegin(name):
             function = FunctionCallDelta(name=name, arguments="")
-            begun = ToolCallDelta(index=calls - 1, id=_call_id(), type="function", function=function)
+            begun = ToolCallDelta(index=calls - 1, id=new_id("call", "_"), type="function", function=function)
             return MessageDelta(tool_calls=[begun])
         case ArgumentsPiece(text):
             return MessageDelta(tool_calls=[ToolCallDelta(index=calls - 1, function=FunctionCallDelta(arguments=text))])
     assert_never(piece)
-
-
-def _call_id() -> str:
-    return f"call_{_RANDOM.getrandbits(96):024x}"

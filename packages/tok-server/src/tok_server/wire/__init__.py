@@ -15,7 +15,7 @@ from tok_server.wire.errors import (
     too_large,
     unavailable,
 )
-from tok_server.wire.json import BadJson, decode, encode, fingerprint, new_id
+from tok_server.wire.json import BadJson, decode, encode, fingerprint, json_response, new_id
 from tok_server.wire.json_pieces import (
     encode_elements,
     fill_lists,
@@ -60,6 +60,7 @@ __all__ = [
     "join_with_commas",
     "json_of",
     "json_or_events",
+    "json_response",
     "limited",
     "new_id",
     "next_piece",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 from aiohttp import web
 
 from tok_client.types import ErrorBody, ErrorResponse
 from tok_core import EngineError, InvalidField, RequestFailed
-from tok_server.wire.json import BadJson, encode
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -49,7 +49,7 @@ class ApiError(Exception):
     def body(self) -> bytes:
         """Return the error object as JSON."""
         error = ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code)
-        return encode(ErrorResponse(error=error))
+        return msgspec.json.encode(ErrorResponse(error=error))
 
     def response(self) -> web.Response:
         """Return the whole HTTP response."""
@@ -104,8 +104,6 @@ def from_exception(error: Exception, request_id: str) -> ApiError:
             return error
         case InvalidField(field=field):
             return invalid(field, str(error))
-        case BadJson(path=path):
-            return invalid(path, str(error))
         case RequestFailed():
             return ApiError(500, str(error), kind=SERVER, code="request_failed")
         case EngineError():

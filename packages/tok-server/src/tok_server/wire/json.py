@@ -10,9 +10,11 @@ from importlib.metadata import version
 from typing import TypeVar
 
 import msgspec
+from aiohttp import web
 
 from tok_client.decoders import decoder
 from tok_client.types import known_fields
+from tok_server.wire.errors import ApiError
 
 T = TypeVar("T")
 
@@ -24,12 +26,16 @@ _RANDOM = random.Random()  # seeded by the system once: a system call per id may
 os.register_at_fork(after_in_child=_RANDOM.seed)  # else both processes would produce the same ids
 
 
-class BadJson(ValueError):
-    """Invalid JSON, or JSON of the wrong types; `path` names the member ("messages[0].role")."""
+class BadJson(ApiError):
+    """Invalid JSON, or JSON of the wrong types (400); `param` names the member ("messages[0].role")."""
 
     def __init__(self, path: str | None, message: str) -> None:
-        super().__init__(f"{path}: {message}" if path else message)
-        self.path = path
+        super().__init__(400, f"{path}: {message}" if path else message, param=path)
+
+
+def json_response(value: msgspec.Struct, status: int = 200) -> web.Response:
+    """Return the response whose body is `value`."""
+    return web.Response(status=status, body=encode(value), content_type="application/json")
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
@@ -66,9 +72,9 @@ def _unprefixed(field: str, what: str) -> BadJson:
     return BadJson(field, what.removeprefix(f"{field} "))
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, separator: str = "-") -> str:
     """Return a fresh id such as "cmpl-5f0c…"."""
-    return f"{prefix}-{_RANDOM.getrandbits(96):024x}"
+    return f"{prefix}{separator}{_RANDOM.getrandbits(96):024x}"
 
 
 @cache

@@ -17,7 +17,7 @@ from tok_server.batch.storage import CANCELLABLE_STATUSES, ENDED, RecordNotFound
 from tok_server.http import decode_members, read_body
 from tok_server.observability import COUNTS
 from tok_server.openai import ENDPOINTS, value_or_none
-from tok_server.wire import ApiError, BadJson, Operation, decode, encode, invalid, json_of, new_id, read_query
+from tok_server.wire import ApiError, Operation, decode, invalid, json_of, json_response, new_id, read_query
 
 MAX_LISTED_BATCHES = 100  # batches per page of a list
 WINDOW_PATTERN = re.compile(r"([1-9][0-9]{0,2})h")
@@ -41,7 +41,7 @@ async def create(request: web.Request) -> web.Response:
     batch_request = await context.run_in_thread(lambda: _read(body))
     job = _new_job(batch_request, service, context.settings.model_name, request[COUNTS].tenant)
     try:
-        return _json(await service.create(job))
+        return json_response(await service.create(job))
     except RecordNotFound as error:
         raise invalid("input_file_id", f"input_file_id: {error}") from error
     except TooManyBatches as error:
@@ -60,13 +60,13 @@ async def list_batches(request: web.Request) -> web.Response:
         raise invalid("after", str(error)) from error
     batches = [service.current(job) for job in page.records]
     first, last = (batches[0].id, batches[-1].id) if batches else (None, None)
-    return _json(BatchList(data=batches, first_id=first, last_id=last, has_more=page.has_more))
+    return json_response(BatchList(data=batches, first_id=first, last_id=last, has_more=page.has_more))
 
 
 async def retrieve(request: web.Request) -> web.Response:
     """Retrieve a batch and its progress."""
     service, _ = batch_service(request)
-    return _json(await _batch(service, request))
+    return json_response(await _batch(service, request))
 
 
 async def cancel(request: web.Request) -> web.Response:
@@ -78,7 +78,7 @@ async def cancel(request: web.Request) -> web.Response:
         message = f"batch {batch.id!r} cannot be cancelled: its status is {batch.status!r}; allowed: {allowed}"
         raise ApiError(409, message, param="batch_id", code="batch_ended")
     try:
-        return _json(await service.cancel(batch.id, request[COUNTS].tenant))
+        return json_response(await service.cancel(batch.id, request[COUNTS].tenant))
     except sqlite3.Error as error:
         raise disk_full_error(error) or error from error
 
@@ -95,10 +95,7 @@ def _read(body: bytes) -> BatchRequest:
         if name not in known_fields(BatchRequest):
             allowed = ", ".join(sorted(known_fields(BatchRequest)))
             raise invalid(name[:80], f"{name[:80]!r} is not a field of a batch; allowed: {allowed}")
-    try:
-        return decode(body, BatchRequest)
-    except BadJson as error:
-        raise invalid(error.path, str(error)) from error
+    return decode(body, BatchRequest)
 
 
 def _new_job(batch_request: BatchRequest, service: BatchService, model: str, owner: str) -> StoredJob:
@@ -110,7 +107,7 @@ def _new_job(batch_request: BatchRequest, service: BatchService, model: str, own
     _check_metadata(metadata or {})
     now, window = service.now(), _window_seconds(batch_request.completion_window)
     batch = Batch(
-        id=new_id("batch").replace("-", "_"),
+        id=new_id("batch", "_"),
         endpoint=batch_request.endpoint,
         model=model,
         input_file_id=batch_request.input_file_id,
@@ -148,10 +145,6 @@ def _check_metadata(metadata: dict[str, str]) -> None:
                 f"keys of at most {MAX_METADATA_KEY_CHARS} characters, values of at most {MAX_METADATA_VALUE_CHARS}"
             )
             raise invalid("metadata", f"metadata has an entry {key[:80]!r} that is too long; allowed: {allowed}")
-
-
-def _json(result: Batch | BatchList) -> web.Response:
-    return web.Response(body=encode(result), content_type="application/json")
 
 
 _BATCH_ANSWER = {200: json_of(Batch)}

@@ -16,7 +16,7 @@ from tok_server.batch.api.service import BatchService
 from tok_server.batch.api.upload import FIELDS, PURPOSE, Upload, disk_full_error
 from tok_server.batch.storage import FileInUse, RecordNotFound
 from tok_server.observability import COUNTS
-from tok_server.wire import ApiError, Media, Operation, encode, invalid, json_of, raw, read_query
+from tok_server.wire import ApiError, Media, Operation, invalid, json_of, json_response, raw, read_query
 
 MAX_LISTED_FILES = 10_000  # files per page of a list
 CONTENT = "application/octet-stream"
@@ -37,7 +37,7 @@ async def upload(request: web.Request) -> web.Response:
     service, context = batch_service(request)
     context.admit(request[COUNTS].tenant)
     file = await Upload(service, context.settings.body_timeout, request[COUNTS].tenant).receive(request)
-    return _json(file)
+    return json_response(file)
 
 
 async def list_files(request: web.Request) -> web.Response:
@@ -51,13 +51,13 @@ async def list_files(request: web.Request) -> web.Response:
         raise invalid("after", str(error)) from error
     ids = [file.id for file in page.records]
     first, last = (ids[0], ids[-1]) if ids else (None, None)
-    return _json(FileList(data=page.records, first_id=first, last_id=last, has_more=page.has_more))
+    return json_response(FileList(data=page.records, first_id=first, last_id=last, has_more=page.has_more))
 
 
 async def retrieve(request: web.Request) -> web.Response:
     """Retrieve a file without its content."""
     service, _ = batch_service(request)
-    return _json(await _file(service, request))
+    return json_response(await _file(service, request))
 
 
 async def content(request: web.Request) -> web.StreamResponse:
@@ -96,7 +96,7 @@ async def delete(request: web.Request) -> web.Response:
         raise ApiError(409, str(error), param="file_id", code="file_in_use") from error
     except sqlite3.Error as error:
         raise disk_full_error(error) or error from error
-    return _json(FileDeleted(id=id, deleted=True))
+    return json_response(FileDeleted(id=id, deleted=True))
 
 
 async def _file(service: BatchService, request: web.Request) -> FileObject:
@@ -108,10 +108,6 @@ async def _file(service: BatchService, request: web.Request) -> FileObject:
 
 def _not_found(message: str) -> ApiError:
     return ApiError(404, message, param="file_id", code="not_found")
-
-
-def _json(result: FileObject | FileList | FileDeleted) -> web.Response:
-    return web.Response(body=encode(result), content_type="application/json")
 
 
 _UPLOAD_FORM = Media(

@@ -45,11 +45,10 @@ from tok_server.batch.storage import (
     validate,
 )
 from tok_server.openai import ENDPOINTS, ServedModel
-from tok_server.settings import Formats, Limits
+from tok_server.settings import AUTO, Formats, Limits
 
 T = TypeVar("T")
 
-AUTO = Formats()
 MAX_LINE_BYTES = Limits().max_body  # bytes of a line, the same as of an HTTP body
 
 

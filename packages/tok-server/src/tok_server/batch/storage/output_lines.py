@@ -75,7 +75,7 @@ def encode_line_answer(finished: FinishedLine) -> LineAnswer:
     """Return the encoded answer. Takes long for many choices."""
     body, status = _body(finished)
     response = _Response(status, new_id("req"), msgspec.Raw(body))
-    text = encode(_Line(_line_id(), finished.custom_id, response, None))
+    text = encode(_Line(new_id("batch_req", "_"), finished.custom_id, response, None))
     return line_answer(finished.line, status, body, text)
 
 
@@ -117,8 +117,8 @@ def _body(finished: FinishedLine) -> tuple[bytes, int]:
 
 def unanswered_line(custom_id: str, reason: UnansweredReason) -> bytes:
     """Return the error file's line for an input line that was never answered."""
-    return encode(_Line(_line_id(), custom_id, None, BatchLineError(code=reason, message=UNANSWERED_MESSAGES[reason])))
-
-
-def _line_id() -> str:
-    return new_id("batch_req").replace("-", "_")
+    return encode(
+        _Line(
+            new_id("batch_req", "_"), custom_id, None, BatchLineError(code=reason, message=UNANSWERED_MESSAGES[reason])
+        )
+    )

@@ -77,8 +77,8 @@ def _check(line: InputLine, urls: Collection[str], max_line_bytes: int) -> tuple
     try:
         request = parse_line(line.data)
     except BadJson as error:
-        code = "invalid_request" if error.path else "invalid_json_line"
-        return _error(line, code, f"The line is not a valid request: {error}.", error.path), None
+        code = "invalid_request" if error.param else "invalid_json_line"
+        return _error(line, code, f"The line is not a valid request: {error}.", error.param), None
     return _check_request(line, request, urls), request.custom_id
 
 

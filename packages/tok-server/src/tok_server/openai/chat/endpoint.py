@@ -10,8 +10,6 @@ from aiohttp import web
 from tok_client.types import ChatCompletion, ChatCompletionRequest
 from tok_core import AsyncEngine, InvalidField, SamplingParams
 from tok_core.sampling_params import Grammar
-from tok_server.http import CONTEXT, read_body
-from tok_server.observability import COUNTS
 from tok_server.openai.chat.prompt import chat_prompt
 from tok_server.openai.chat.serializer import ChatSerializer
 from tok_server.openai.chat.tools import answer_format
@@ -19,7 +17,7 @@ from tok_server.openai.generation import (
     CHAT,
     GenerationJob,
     TokenTexts,
-    answer,
+    answer_request,
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
@@ -31,29 +29,27 @@ from tok_server.openai.generation import (
     wants_continuous_usage,
     wants_usage,
 )
-from tok_server.settings import Formats
+from tok_server.settings import AUTO, Formats
 from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
-
-AUTO = Formats()
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     """The assistant's next message in a conversation."""
-    context = request.app[CONTEXT]
-    context.admit(request[COUNTS].tenant)
-    body = await read_body(request, context)
-    settings = context.settings
-    job = await context.run_in_thread(lambda: parse(body, context.engine, settings.model_name, settings.formats))
-    return await answer(request, context, job, ChatSerializer(job, TokenTexts(context.engine.tokenizer)))
+    return await answer_request(request, parse)
 
 
-def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO) -> GenerationJob:
-    """Parse the body into a Job with the messages as token ids. Slow for long prompts. Errors: ApiError.
+def parse(
+    body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO
+) -> tuple[GenerationJob, ChatSerializer]:
+    """Parse the body into a job with the messages as token ids, and its serializer. Slow for long prompts.
 
     formats  how the model writes tool calls and reasoning
+
+    Errors: ApiError.
     """
     request, ignored = parse_request(body, ChatCompletionRequest, CHAT)
-    return make_chat_job(request, engine, model, formats, ignored)
+    job = make_chat_job(request, engine, model, formats, ignored)
+    return job, ChatSerializer(job, TokenTexts(engine.tokenizer))
 
 
 def make_chat_job(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from tok_server.openai.completions.endpoint import MAX_LOOP_PROMPT_BYTES
-from tok_server.openai.completions.serializer import CompletionSerializer
 
 __all__ = [
     "MAX_LOOP_PROMPT_BYTES",
-    "CompletionSerializer",
 ]

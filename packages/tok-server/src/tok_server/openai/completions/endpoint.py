@@ -12,14 +12,12 @@ from tok_client.types import (
     CompletionRequest,
 )
 from tok_core import AsyncEngine, InvalidField, SamplingParams
-from tok_server.http import CONTEXT, read_body
-from tok_server.observability import COUNTS
 from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation import (
     COMPLETION,
     GenerationJob,
     TokenTexts,
-    answer,
+    answer_request,
     best_of_params,
     cache_salt_of,
     check_model,
@@ -33,6 +31,7 @@ from tok_server.openai.generation import (
     wants_continuous_usage,
     wants_usage,
 )
+from tok_server.settings import AUTO, Formats
 from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default; lowered where the model's length leaves fewer tokens
@@ -44,18 +43,18 @@ MAX_ECHO_TOKENS = 1 << 24  # prompt tokens, and top tokens reported beside them,
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Text that continues a prompt."""
-    context = request.app[CONTEXT]
-    context.admit(request[COUNTS].tenant)
-    body = await read_body(request, context)
-    # Text is parsed in a thread: the tokenizer is slow, and releases the interpreter lock.
-    on_loop = len(body) <= MAX_LOOP_PROMPT_BYTES and TOKEN_ID_PROMPT.search(body) is not None
-    engine, model = context.engine, context.settings.model_name
-    job = parse(body, engine, model) if on_loop else await context.run_in_thread(lambda: parse(body, engine, model))
-    return await answer(request, context, job, CompletionSerializer(job, TokenTexts(engine.tokenizer)))
+    return await answer_request(request, parse, _has_short_prompt)
 
 
-def parse(body: bytes, engine: AsyncEngine, model: str) -> GenerationJob:
-    """Parse the body into a Job with prompts as token ids. Slow for long prompts. Errors: ApiError."""
+def _has_short_prompt(body: bytes) -> bool:
+    """Return whether the prompt is a few token ids. Text needs the tokenizer, which is slow, and frees the GIL."""
+    return len(body) <= MAX_LOOP_PROMPT_BYTES and TOKEN_ID_PROMPT.search(body) is not None
+
+
+def parse(
+    body: bytes, engine: AsyncEngine, model: str, _: Formats = AUTO
+) -> tuple[GenerationJob, CompletionSerializer]:
+    """Parse the body into a job with prompts as token ids, and its serializer. Slow for text. Errors: ApiError."""
     request, ignored = parse_request(body, CompletionRequest, COMPLETION)
     check_model(value_or_none(request.model), model)
     max_tokens = value_or_none(request.max_tokens)
@@ -92,7 +91,7 @@ def parse(body: bytes, engine: AsyncEngine, model: str) -> GenerationJob:
         field_names=field_names,
     )
     check_echo_size(job)
-    return job
+    return job, CompletionSerializer(job, TokenTexts(engine.tokenizer))
 
 
 def _prompt_logprobs(request: CompletionRequest) -> int | None:

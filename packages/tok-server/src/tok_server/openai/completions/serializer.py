@@ -22,39 +22,24 @@ from tok_server.openai.completions.echo import EchoedPrompt, concatenate_logprob
 from tok_server.openai.generation import (
     ChunkSerializer,
     GenerationJob,
-    TextEvent,
     TextOffsets,
     TokenTexts,
     completion_logprobs,
-    event,
     prompt_logprobs,
-    running_usage,
     stop_when_result,
     total_usage,
 )
-from tok_server.wire import (
-    encode,
-    encode_elements,
-    fill_lists,
-    fingerprint,
-    free_gradually,
-    join_with_commas,
-    pop_slices,
-    slices,
-)
+from tok_server.wire import encode, encode_elements, fill_lists, free_gradually, join_with_commas, pop_slices, slices
 
 
-class CompletionSerializer(ChunkSerializer):
-    """Writer of the answer to one text completion request. `texts`: how tokens are shown."""
+class CompletionSerializer(ChunkSerializer[CompletionChoice]):
+    """Writer of the answer to one text completion request."""
 
     def __init__(self, job: GenerationJob, texts: TokenTexts) -> None:
-        super().__init__(job)
-        self._texts = texts
+        super().__init__(job, texts)
         self._echoes: dict[int, EchoedPrompt] = {}
         self._prompt_entries: dict[int, Maybe[PromptLogprobs]] = {}  # by prompt
         self._offsets: dict[int, TextOffsets] = {}  # by streamed choice that has begun
-        self._text_events: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
-        self._tokens = 0
 
     def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
         """Encode the answer of finished requests, one per prompt."""
@@ -64,7 +49,7 @@ class CompletionSerializer(ChunkSerializer):
         choices = [
             self._whole_choice(prompt, output, one) for prompt, output in enumerate(outputs) for one in output.outputs
         ]
-        return encode(self._completion(choices, total_usage(outputs, tokens), stop_when_result(outputs)))
+        return encode(self._chunk(choices, total_usage(outputs, tokens), stop_when_result(outputs) or UNSET))
 
     def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
         """Yield the same answer in pieces; free the log-probabilities of `outputs` along the way."""
@@ -72,7 +57,7 @@ class CompletionSerializer(ChunkSerializer):
         selected = outputs
         if self._job.best_of is not None:
             selected = [select_best(output, self._job.params.n) for output in outputs]
-        envelope = encode(self._completion([], total_usage(outputs, tokens), stop_when_result(outputs)))
+        envelope = encode(self._chunk([], total_usage(outputs, tokens), stop_when_result(outputs) or UNSET))
         choices = join_with_commas(
             self._choice_pieces(prompt, output, one) for prompt, output in enumerate(selected) for one in output.outputs
         )
@@ -100,17 +85,11 @@ class CompletionSerializer(ChunkSerializer):
             choice = msgspec.structs.replace(choice, prompt_logprobs=[])
         return fill_lists(encode(choice), lists)
 
-    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
-        """Encode a chunk; before a choice's first one, with `echo`, another that holds the prompt."""
-        self._tokens += len(delta.token_ids)
-        index = self._index(prompt, delta.index)
-        if delta.finish_reason is not None:
-            self._text_events.pop(index, None)
-        elif delta.text and (text_event := self._text_events.get(index)) is not None:
-            return text_event.encode(delta.text)
-        parts = self._begin_choice(prompt, index, delta)
+    def _chunk_choices(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
+        """Return the gain; before a choice's first one, with `echo`, its prompt."""
+        choices = self._begin_choice(prompt, index, delta)
         if delta.text or delta.finish_reason or delta.logprobs or (self._job.return_token_ids and delta.token_ids):
-            parts.append(
+            choices.append(
                 CompletionChoice(
                     index=index,
                     text=delta.text,
@@ -119,15 +98,14 @@ class CompletionSerializer(ChunkSerializer):
                     token_ids=self._token_ids(delta.token_ids),
                 )
             )
-        token_usage = self._running_usage() if parts else UNSET
-        return b"".join(event(encode(self._completion([part], token_usage))) for part in parts)
+        return choices
 
     def _begin_choice(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
         """Set up a choice that begins; return what precedes its first token: with `echo`, its prompt."""
         if index in self._offsets:
             return []
         if self._plain and delta.finish_reason is None:
-            self._text_events[index] = TextEvent(lambda text: self._text_chunk(index, text))
+            self._expect_text(index, lambda text: CompletionChoice(index=index, text=text))
         echo, self._offsets[index] = self._echo_logprobs(prompt, delta.prompt_logprobs)
         if not self._job.echo:
             return []
@@ -135,15 +113,8 @@ class CompletionSerializer(ChunkSerializer):
             CompletionChoice(index=index, text=self._echo(prompt).text, logprobs=echo, token_ids=self._token_ids([]))
         ]
 
-    def _text_chunk(self, index: int, text: str) -> Completion:
-        """Return the chunk of a running choice that gains only text."""
-        return self._completion([CompletionChoice(index=index, text=text)], self._running_usage())
-
-    def encode_last_chunk(self, token_usage: Usage | None, stop_when: StopWhenResult | None) -> bytes:
-        return event(encode(self._completion([], token_usage or UNSET, stop_when)))
-
     def _whole_choice(self, prompt: int, output: RequestOutput, one: Sample) -> CompletionChoice:
-        index = self._index(prompt, one.index)
+        index = prompt * self._job.params.n + one.index
         if self._plain and not self._job.echo and self._job.prompt_logprobs is None:
             return CompletionChoice(index=index, text=one.text, finish_reason=one.finish_reason)
         echo, offsets = self._echo_logprobs(prompt, output.prompt_logprobs)
@@ -171,17 +142,6 @@ class CompletionSerializer(ChunkSerializer):
             self._echoes[prompt] = EchoedPrompt(job.prompts[prompt], self._texts, job.params.logprobs)
         return self._echoes[prompt]
 
-    def _index(self, prompt: int, sample: int) -> int:
-        return prompt * self._job.params.n + sample
-
-    def _token_ids(self, token_ids: list[int]) -> Maybe[list[int]]:
-        return token_ids if self._job.return_token_ids else UNSET
-
-    def _running_usage(self) -> Maybe[Usage]:
-        if not self._job.continuous_usage:
-            return None if self._job.include_usage else UNSET
-        return running_usage(self._job.prompts, self._tokens)
-
     def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> CompletionLogprobs | None:
         if entries is None or self._job.params.logprobs is None:
             return None
@@ -196,19 +156,11 @@ class CompletionSerializer(ChunkSerializer):
             )
         return self._prompt_entries[prompt]
 
-    def _completion(
-        self, choices: list[CompletionChoice], token_usage: Maybe[Usage], stop_when: StopWhenResult | None = None
+    def _chunk(
+        self, choices: list[CompletionChoice], token_usage: Maybe[Usage], stop_when: Maybe[StopWhenResult] = UNSET
     ) -> Completion:
-        job = self._job
-        return Completion(
-            id=job.id,
-            created=job.created,
-            model=job.model,
-            choices=choices,
-            usage=token_usage,
-            system_fingerprint=fingerprint(),
-            stop_when=stop_when or UNSET,
-        )
+        """Return one chunk or, with all choices, the whole answer: both have the same type."""
+        return Completion(choices=choices, usage=token_usage, stop_when=stop_when, **self._envelope)
 
 
 def select_best(output: RequestOutput, count: int) -> RequestOutput:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tok_server.openai.generation.answers import (
     MIN_PIECEWISE_BYTES,
     STREAM_HEADERS,
-    answer,
+    Parse,
+    answer_request,
     estimate_bytes,
     ignored_header,
     request_deadline,
@@ -16,9 +17,7 @@ from tok_server.openai.generation.job import (
     MAX_RESPONSE_LOGPROBS,
     GenerationJob,
     best_of_params,
-    check_logprobs,
-    check_priority,
-    check_sample_count,
+    check_limits,
 )
 from tok_server.openai.generation.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from tok_server.openai.generation.params import requested_format, sampling_params, value_or_none
@@ -34,15 +33,7 @@ from tok_server.openai.generation.request_fields import (
     wants_continuous_usage,
     wants_usage,
 )
-from tok_server.openai.generation.serializer import (
-    AnswerSerializer,
-    ChunkSerializer,
-    TextEvent,
-    TokenTexts,
-    event,
-    running_usage,
-    total_usage,
-)
+from tok_server.openai.generation.serializer import AnswerSerializer, ChunkSerializer, TokenTexts, event, total_usage
 from tok_server.openai.generation.stop_when import parse_stop_when, stop_when_result, wait_for_output
 from tok_server.openai.generation.streams import SubmittedStreams, check_grammar
 
@@ -57,21 +48,19 @@ __all__ = [
     "AnswerSerializer",
     "ChunkSerializer",
     "GenerationJob",
+    "Parse",
     "SubmittedStreams",
-    "TextEvent",
     "TextOffsets",
     "TokenTexts",
-    "answer",
+    "answer_request",
     "best_of_params",
     "cache_salt_of",
     "chat_logprobs",
     "check_grammar",
-    "check_logprobs",
+    "check_limits",
     "check_model",
-    "check_priority",
     "check_prompt_logprobs",
     "check_prompt_size",
-    "check_sample_count",
     "completion_logprobs",
     "estimate_bytes",
     "event",
@@ -82,7 +71,6 @@ __all__ = [
     "prompt_logprobs",
     "request_deadline",
     "requested_format",
-    "running_usage",
     "sampling_params",
     "stop_when_result",
     "tokenise_prompts",

@@ -85,31 +85,27 @@ def best_of_params(params: SamplingParams, count: int) -> SamplingParams:
     return msgspec.structs.replace(params, n=count, logprobs=params.logprobs or 0)
 
 
-def check_sample_count(job: GenerationJob, max_n: int) -> None:
-    """Raise ApiError (400) if the job generates more than `max_n` samples per prompt."""
-    if job.samples_per_prompt > max_n:
+def check_limits(
+    job: GenerationJob, max_n: int, min_priority: int | None, max_model_len: int, max_logprobs: int | None
+) -> None:
+    """Raise ApiError (400) if a job exceeds a limit.
+
+    max_n         largest number of samples per prompt
+    min_priority  smallest priority that clients may ask for; None: any
+    max_logprobs  largest number of log-probabilities of the answer; None: any
+    """
+    samples, priority, top = job.samples_per_prompt, job.params.priority, job.params.logprobs
+    if samples > max_n:
         name = "n" if job.best_of is None else "best_of"
-        raise limited(
-            "max_n", 400, f"{name} is {job.samples_per_prompt}; allowed: integers from 1 to {max_n}", param=name
-        )
-
-
-def check_priority(job: GenerationJob, min_priority: int) -> None:
-    """Raise ApiError (400) if the job's priority is outside of the range that is open to clients."""
-    priority = job.params.priority
-    if not min_priority <= priority <= MAX_CLIENT_PRIORITY:
+        raise limited("max_n", 400, f"{name} is {samples}; allowed: integers from 1 to {max_n}", param=name)
+    if min_priority is not None and not min_priority <= priority <= MAX_CLIENT_PRIORITY:
         message = f"priority is {priority}; allowed: integers from {min_priority} to {MAX_CLIENT_PRIORITY}"
         raise limited("min_client_priority", 400, message, param="priority")
-
-
-def check_logprobs(job: GenerationJob, max_model_len: int, max_logprobs: int | None) -> None:
-    """Raise ApiError (400) if the job's answer may hold more than `max_logprobs` log-probabilities."""
-    top = job.params.logprobs
     if top is None or max_logprobs is None:
         return
     max_tokens = max_model_len if job.params.max_tokens is None else job.params.max_tokens
-    if len(job.prompts) * job.samples_per_prompt * max_tokens * (1 + top) > max_logprobs:
+    if len(job.prompts) * samples * max_tokens * (1 + top) > max_logprobs:
         name = job.field_names.get("logprobs", "logprobs")
-        factors = f"{len(job.prompts)} × {job.samples_per_prompt} × {max_tokens} × {1 + top}"
+        factors = f"{len(job.prompts)} × {samples} × {max_tokens} × {1 + top}"
         what = f"prompts × samples × max_tokens × (1 + {name}) is {factors}"
-        raise invalid(name, f"{name}: {what}; allowed: at max_logprobs {max_logprobs} in all", "too_many_logprobs")
+        raise invalid(name, f"{name}: {what}; allowed: at most {max_logprobs} in all", "too_many_logprobs")

@@ -136,16 +136,6 @@ def requested_format(request: Request) -> RequestedFormat | None:
     return formats[0] if formats else None
 
 
-def schema_grammar(schema: JSONObject | bool, field: str = "schema") -> Grammar:
-    """Return a grammar of JSON that follows the schema. Errors: ApiError naming the field, for too large a schema."""
-    return _grammar("json_schema", msgspec.json.encode(schema).decode(), field)
-
-
-def ebnf_grammar(rules: str, field: str = "grammar") -> Grammar:
-    """Return a grammar of EBNF rules, whose start rule is `root`. Errors: ApiError naming the field."""
-    return _grammar("ebnf", rules, field)
-
-
 def _requested_formats(request: Request) -> Iterator[RequestedFormat]:
     requested = cast("ResponseFormat | None", value_or_none(request.response_format))
     if requested is not None:
@@ -167,7 +157,7 @@ def _response_format(requested: ResponseFormat) -> Iterator[RequestedFormat]:
         field, schema = "response_format.json_schema.schema", value_or_none(requested.json_schema.schema)
         if schema is None:
             raise invalid(field, f"{field} is required, but missing")
-        yield RequestedFormat(schema_grammar(schema, field), field)
+        yield RequestedFormat(_grammar("json_schema", msgspec.json.encode(schema).decode(), field), field)
 
 
 def _guided_format(

@@ -201,10 +201,7 @@ def parse_request(body: bytes, kind: type[R], unsupported: tuple[UnsupportedFiel
     """Decode the body; return the request and the paths of unknown fields (`unknown_fields`). Errors: ApiError 400."""
     members = decode_members(body)
     refuse_unsupported(unsupported, members)
-    try:
-        request = decode(body, kind)
-    except BadJson as error:
-        raise invalid(error.path, str(error)) from error
+    request = decode(body, kind)
     return request, unknown_fields(request, members, _accepted_fields(unsupported))
 
 

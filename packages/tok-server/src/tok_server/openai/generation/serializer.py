@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from tok_client.types import (
-    PromptTokensDetails,
-    StopWhenResult,
-    Usage,
-)
+from tok_client.types import UNSET, Maybe, PromptTokensDetails, StopWhenResult, Usage
 from tok_core import Delta, RequestOutput
 from tok_core.text import Tokenizer
 from tok_server.openai.generation.job import GenerationJob
-from tok_server.wire import ApiError, encode
+from tok_server.wire import ApiError, encode, fingerprint
+
+Choice = TypeVar("Choice")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -130,29 +128,77 @@ def running_usage(prompts: Iterable[Sequence[int]], completion_tokens: int) -> U
     )
 
 
-class ChunkSerializer(ABC):
-    """Base of the forms that stream chunks. `_plain`: chunks report only text, no log-probabilities, ids or usage."""
+class ChunkSerializer(ABC, Generic[Choice]):
+    """Base of the serializers of completions and chats. Each chunk of their streams has one choice.
+
+    texts      how tokens are shown
+    _plain     chunks report only text, no log-probabilities, ids or usage
+    _envelope  members that every answer and chunk has
+    """
 
     max_logprobs: int | None = None
 
-    def __init__(self, job: GenerationJob) -> None:
+    def __init__(self, job: GenerationJob, texts: TokenTexts) -> None:
         self._job = job
+        self._texts = texts
         self._plain = job.params.logprobs is None and not (job.return_token_ids or job.continuous_usage)
+        self._envelope: dict[str, Any] = {
+            "id": job.id,
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint(),
+        }
+        self._text_events: dict[int, TextEvent] = {}  # by running choice whose chunks hold only text
+        self._tokens = 0
 
     def encode_opening(self) -> bytes:
         """Return no events: choices begin with their first token."""
         return b""
 
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
+        """Encode the chunks by which choice number prompt × n + sample gains `delta`."""
+        self._tokens += len(delta.token_ids)
+        index = prompt * self._job.params.n + delta.index
+        if delta.finish_reason is not None:
+            self._text_events.pop(index, None)
+        elif delta.text and (text_event := self._text_events.get(index)) is not None:
+            return text_event.encode(delta.text)
+        choices = self._chunk_choices(prompt, index, delta)
+        token_usage = self._running_usage() if choices else UNSET
+        return b"".join([event(encode(self._chunk([choice], token_usage))) for choice in choices])
+
     def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
         """Encode the chunk without choices, if there is usage or a result to carry, and the end mark [DONE]."""
-        reported_usage = token_usage if self._job.include_usage else None
-        empty = reported_usage is None and stop_when is None
-        return DONE if empty else self.encode_last_chunk(reported_usage, stop_when) + DONE
+        if not self._job.include_usage and stop_when is None:
+            return DONE
+        reported_usage = self._detailed_usage(token_usage) if self._job.include_usage else UNSET
+        return event(encode(self._chunk([], reported_usage, stop_when or UNSET))) + DONE
 
     def encode_failure(self, failure: ApiError) -> bytes:
         """Encode the error as an event in place of a chunk."""
         return event(failure.body())
 
     @abstractmethod
-    def encode_last_chunk(self, token_usage: Usage | None, stop_when: StopWhenResult | None) -> bytes:
-        """Encode the event of the chunk without choices."""
+    def _chunk_choices(self, prompt: int, index: int, delta: Delta) -> list[Choice]:
+        """Return what choice `index` gains, one entry per chunk."""
+
+    @abstractmethod
+    def _chunk(
+        self, choices: list[Choice], token_usage: Maybe[Usage], stop_when: Maybe[StopWhenResult] = UNSET
+    ) -> msgspec.Struct:
+        """Return one chunk."""
+
+    def _expect_text(self, index: int, choice: Callable[[str], Choice]) -> None:
+        """Encode the choice's next chunks by a template: each holds only a text, as `choice` returns it."""
+        self._text_events[index] = TextEvent(lambda text: self._chunk([choice(text)], self._running_usage()))
+
+    def _detailed_usage(self, token_usage: Usage) -> Usage:
+        return token_usage
+
+    def _running_usage(self) -> Maybe[Usage]:
+        if not self._job.continuous_usage:
+            return None if self._job.include_usage else UNSET
+        return running_usage(self._job.prompts, self._tokens)
+
+    def _token_ids(self, token_ids: list[int]) -> Maybe[list[int]]:
+        return token_ids if self._job.return_token_ids else UNSET

@@ -15,38 +15,38 @@ from tok_client.types import (
     ResponseText,
 )
 from tok_core import AsyncEngine
-from tok_server.http import CONTEXT, read_body
-from tok_server.observability import COUNTS
 from tok_server.openai.chat import endpoint as chat
-from tok_server.openai.generation import RESPONSE, GenerationJob, TokenTexts, answer, parse_request, value_or_none
+from tok_server.openai.generation import (
+    RESPONSE,
+    GenerationJob,
+    TokenTexts,
+    answer_request,
+    parse_request,
+    value_or_none,
+)
 from tok_server.openai.responses.as_chat import as_chat, response_field_name, with_response_field_names
 from tok_server.openai.responses.serializer import ResponseSerializer
-from tok_server.settings import Formats
+from tok_server.settings import AUTO, Formats
 from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     """The model's answer to a conversation in items."""
-    context = request.app[CONTEXT]
-    context.admit(request[COUNTS].tenant)
-    body = await read_body(request, context)
-    settings = context.settings
-    job, initial = await context.run_in_thread(
-        lambda: parse(body, context.engine, settings.model_name, settings.formats)
-    )
-    return await answer(request, context, job, ResponseSerializer(job, initial, TokenTexts(context.engine.tokenizer)))
+    return await answer_request(request, parse)
 
 
-def parse(body: bytes, engine: AsyncEngine, model: str, formats: Formats) -> tuple[GenerationJob, Response]:
-    """Parse the body into a Job and the response before any output. Slow for long inputs. Errors: ApiError."""
+def parse(
+    body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO
+) -> tuple[GenerationJob, ResponseSerializer]:
+    """Parse the body into a job and its serializer. Slow for long inputs. Errors: ApiError."""
     request, ignored = parse_request(body, ResponseRequest, RESPONSE)
     try:
         job = chat.make_chat_job(as_chat(request), engine, model, formats, ignored)
     except ApiError as error:
         raise with_response_field_names(error) from error.__cause__
     field_names = {name: response_field_name(field) for name, field in job.field_names.items()}
-    job = msgspec.structs.replace(job, id=new_id("resp").replace("-", "_"), field_names=field_names)
-    return job, _initial_response(request, job)
+    job = msgspec.structs.replace(job, id=new_id("resp", "_"), field_names=field_names)
+    return job, ResponseSerializer(job, _initial_response(request, job), TokenTexts(engine.tokenizer))
 
 
 def _initial_response(request: ResponseRequest, job: GenerationJob) -> Response:

@@ -37,7 +37,7 @@ class OpenItem(ABC):
     prefix: str
 
     def __init__(self, index: int, sequence_numbers: Iterator[int]) -> None:
-        self.id = new_id(self.prefix).replace("-", "_")
+        self.id = new_id(self.prefix, "_")
         self.index = index
         self._sequence_numbers = sequence_numbers
         self._texts: list[str] = []
@@ -179,7 +179,7 @@ class OpenFunctionCall(OpenItem):
     def __init__(self, index: int, sequence_numbers: Iterator[int], name: str) -> None:
         super().__init__(index, sequence_numbers)
         self._name = name
-        self._call_id = new_id("call").replace("-", "_")
+        self._call_id = new_id("call", "_")
 
     def item(self, status: ItemStatus, *, empty: bool = False) -> FunctionCallItem:
         return FunctionCallItem(

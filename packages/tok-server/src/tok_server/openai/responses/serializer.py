@@ -50,7 +50,7 @@ class ResponseSerializer:
 
     def __init__(self, job: GenerationJob, initial: Response, texts: TokenTexts) -> None:
         self._job = job
-        self._initial = initial
+        self.initial = initial
         self._texts = texts
         self._sequence_numbers = count()
         self._reader = MessageReader(job.markup, texts.tokenizer)
@@ -81,8 +81,8 @@ class ResponseSerializer:
         """Encode the events that the response has been created and is in progress."""
         return _encode_events(
             [
-                ResponseCreated(sequence_number=next(self._sequence_numbers), response=self._initial),
-                ResponseInProgress(sequence_number=next(self._sequence_numbers), response=self._initial),
+                ResponseCreated(sequence_number=next(self._sequence_numbers), response=self.initial),
+                ResponseInProgress(sequence_number=next(self._sequence_numbers), response=self.initial),
             ]
         )
 
@@ -107,13 +107,13 @@ class ResponseSerializer:
         error = ResponseError(
             code="server_error" if failure.status >= 500 else "invalid_prompt", message=failure.message
         )
-        response = msgspec.structs.replace(self._initial, status="failed", error=error, output=self._output.items)
+        response = msgspec.structs.replace(self.initial, status="failed", error=error, output=self._output.items)
         failed = ResponseFailed(sequence_number=next(self._sequence_numbers), response=response)
         return _encode_events([failed]) + event(failure.body())
 
     def _final_response(self, response_output: ResponseOutput, truncated: bool, token_usage: ResponseUsage) -> Response:
         return msgspec.structs.replace(
-            self._initial,
+            self.initial,
             status="incomplete" if truncated else "completed",
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if truncated else None,
             output=response_output.items,
