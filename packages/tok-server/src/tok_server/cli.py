@@ -68,54 +68,30 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(prog="tok", description="LLM inference for throughput.", epilog=TOK_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tok {version('tok-server')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    serve = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP with an OpenAI-compatible API",
-        description="Serve a model over HTTP with an OpenAI-compatible API.",
-        epilog=SERVE_EXAMPLES,
-    )
-    add_serve(serve)
-    batch = commands.add_parser(
-        "batch",
-        help="answer a file of requests, without a server",
-        description="Answer a file of requests in the format of OpenAI's batch API, without a server.",
-        epilog=BATCH_EXAMPLES,
-    )
-    add_batch(batch)
-    chat = commands.add_parser(
-        "chat",
-        help="chat with a model in the terminal",
-        description="Chat with a model in the terminal. Ctrl-C stops an answer, /help lists commands, Ctrl-D quits.",
-        epilog=CHAT_EXAMPLES,
-    )
-    add_chat(chat)
-    models = commands.add_parser(
-        "models",
-        help="list the supported architectures, or describe a model directory",
-        description="List the supported architectures, or describe a model directory.",
-        epilog=MODELS_EXAMPLES,
-    )
+
+    def add(name: str, module: str, help: str, description: str = "", epilog: str = "") -> argparse.ArgumentParser:
+        description = description or f"{help[0].upper()}{help[1:]}."
+        added = commands.add_parser(name, help=help, description=description, epilog=epilog)
+        added.set_defaults(module=f"tok_server.{module}")
+        return added
+
+    text = "serve a model over HTTP with an OpenAI-compatible API"
+    add_serve(add("serve", "commands.serve", text, epilog=SERVE_EXAMPLES))
+    text = "Answer a file of requests in the format of OpenAI's batch API, without a server."
+    add_batch(add("batch", "commands.batch", "answer a file of requests, without a server", text, BATCH_EXAMPLES))
+    text = "Chat with a model in the terminal. Ctrl-C stops an answer, /help lists commands, Ctrl-D quits."
+    add_chat(add("chat", "commands.chat", "chat with a model in the terminal", text, CHAT_EXAMPLES))
+    text = "list the supported architectures, or describe a model directory"
+    models = add("models", "commands.models", text, epilog=MODELS_EXAMPLES)
     models.add_argument("model", nargs="?", metavar="MODEL", help="model directory to describe")
-    kernels = commands.add_parser(
-        "kernels",
-        help="show the attention kernels chosen for a model on this machine, and their times",
-        description="Show the attention kernels chosen for a model on this machine, and the times behind the choice.",
-        epilog=KERNELS_EXAMPLES,
-    )
-    add_kernels(kernels)
-    measure = commands.add_parser(PASS_AT_K, help="sample many answers per problem and estimate pass@k")
+    text = "show the attention kernels chosen for a model on this machine, and their times"
+    add_kernels(add("kernels", "commands.kernels", text, epilog=KERNELS_EXAMPLES))
+    measure = add(PASS_AT_K, "passatk.command", "sample many answers per problem and estimate pass@k")
     if list(command) == [PASS_AT_K]:
         import_module("tok_server.passatk.command").add_arguments(measure)
-    bench = commands.add_parser(BENCH, help="measure throughput of the engine or of any OpenAI-compatible server")
+    bench = add(BENCH, "commands.bench", "measure throughput of the engine or of any OpenAI-compatible server")
     if list(command) == [BENCH]:
         import_module("tok_server.bench.flags").add_arguments(bench)
-    serve.set_defaults(module="tok_server.commands.serve")
-    batch.set_defaults(module="tok_server.commands.batch")
-    chat.set_defaults(module="tok_server.commands.chat")
-    models.set_defaults(module="tok_server.commands.models")
-    kernels.set_defaults(module="tok_server.commands.kernels")
-    measure.set_defaults(module="tok_server.passatk.command")
-    bench.set_defaults(module="tok_server.commands.bench")
     return parser
 
 

@@ -52,8 +52,6 @@ def _table(report: PhaseReport) -> Table:
         times = (one.timing.device_ms, one.timing.host_ms, one.timing.plan_ms, one.cost_ms)
         chosen = report.fastest[one.phase] == one.candidate
         table.add_row(
-            *(one.phase, one.step, one.candidate),
-            *(f"{time:.3f}" for time in times),
-            style="bold" if chosen else None,
+            *(one.phase, one.step, one.candidate), *(f"{time:.3f}" for time in times), style="bold" if chosen else None
         )
     return table

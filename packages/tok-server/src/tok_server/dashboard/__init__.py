@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from tok_server.dashboard.events import add_dashboard
 
-__all__ = [
-    "add_dashboard",
-]
+__all__ = ["add_dashboard"]

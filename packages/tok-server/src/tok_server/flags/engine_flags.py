@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from pathlib import Path
-from typing import get_args
-
-import msgspec
 
 from tok_core import EngineConfig
-from tok_core.config import AdmissionName, BackendName, Device, DType, GenerationConfig, KVCacheDType, LoadFormat
-from tok_server.flags.server_flags import add_formats, add_limits, add_server, make_settings
+from tok_server.flags.server_flags import LIMITS, add_field_flags, add_formats, add_server, make_settings
 from tok_server.settings import Settings
 
 DEMO_NAME = "tok-demo"
@@ -40,41 +36,55 @@ MODELS_EXAMPLES = """examples:
   tok models ./my-model
 """
 
-ENGINE_FLAGS = (
-    "data_dir",
-    "device",
-    "dtype",
-    "backend",
-    "load_format",
-    "generation_config",
-    "ignore_config_keys",
-    "kv_cache_dtype",
-    "page_size",
-    "kv_cache_tokens",
-    "gpu_memory_fraction",
-    "max_running",
-    "max_step_tokens",
-    "max_model_len",
-    "dp",
-    "tp",
-    "pp",
-    "ray",
-    "async_tp_threshold",
-    "prefix_groups",
-    "admission",
-    "cuda_graphs",
-    "run_ahead",
-    "seed",
-    "step_timeout",
-    "start_timeout",
-    "max_restarts",
-    "restart_window",
-    "eos_probability",
-)
+ENGINE_TEXTS = {
+    "device": ("", "device to run on; auto: the GPU if there is one, else the CPU"),
+    "dtype": ("", "dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"),
+    "backend": ("", "kernels to use; auto: the fastest measured on a GPU, plain PyTorch (reference) on a CPU"),
+    "load_format": ("", "auto: load the checkpoint; dummy: random weights, to measure speed without one"),
+    "generation_config": (
+        "",
+        "defaults of sampling parameters; auto: from generation_config.json; none: temperature 1, no filters",
+    ),
+    "ignore_config_keys": (
+        "KEY,…",
+        "unknown keys of the model's config.json to ignore, separated by commas (default: none)",
+    ),
+    "kv_cache_dtype": ("", "dtype of the KV cache; auto: that of --dtype; fp8: one byte per element, less exact"),
+    "page_size": ("N", "tokens per page of the KV cache, a power of two"),
+    "kv_cache_tokens": ("N", "capacity of the KV cache in tokens (default: as many as fit in memory)"),
+    "gpu_memory_fraction": ("F", "share of GPU memory for weights, KV cache and activations"),
+    "max_running": ("N", "maximum number of samples running at once (default: 8192 on a GPU, 256 on a CPU)"),
+    "max_step_tokens": ("N", "maximum number of tokens per forward pass (default: 8192 on a GPU, 1024 on a CPU)"),
+    "max_model_len": (
+        "N",
+        "maximum number of tokens of prompt and output together (default: what model and KV cache allow)",
+    ),
+    "dp": ("N", "data-parallel replicas; each uses --tp × --pp devices"),
+    "tp": ("N", "tensor-parallel ranks; each layer is sharded over them"),
+    "pp": ("N", "pipeline stages; the layers are divided among them"),
+    "ray": ("ADDRESS", "Ray cluster to place the replicas on: auto, or HOST:PORT of its head (default: none)"),
+    "async_tp_threshold": (
+        "N",
+        "tokens per step from which GEMMs overlap with TP collectives; 0: never (default: measured)",
+    ),
+    "prefix_groups": ("", "disable cascade attention: each sequence reads its shared prefix separately"),
+    "admission": ("", "admit waiting samples by predicted page use (forecast) or by pages free now (watermark)"),
+    "cuda_graphs": ("", "launch kernels one by one instead of replaying decode steps as CUDA graphs"),
+    "run_ahead": ("N", "maximum number of steps queued at the worker (default: enough to keep it busy)"),
+    "seed": ("N", "seed of the random weights of --load-format dummy"),
+    "eos_probability": (
+        "P",
+        "with --load-format dummy: probability that a token ends its sample, at temperature 0.6 "
+        "(default: as for any id)",
+    ),
+    "step_timeout": ("S", "seconds without a finished step or process progress after which a replica is restarted"),
+    "start_timeout": ("S", "seconds without progress after which the start of a replica fails"),
+    "max_restarts": ("N", "maximum number of restarts of a failed replica within --restart-window"),
+    "restart_window": ("S", "seconds in which restarts count towards --max-restarts"),
+}
+"""Field of `EngineConfig` -> metavar and help of its flag."""
+ENGINE_FLAGS = ("data_dir", *ENGINE_TEXTS)
 CHAT_TEMPERATURE = 0.7
-
-DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
-"""Default of each engine flag."""
 
 
 def model_and_name(model: str | None) -> tuple[str, str]:
@@ -96,8 +106,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="directory for models, files and batches (default: models in the Hugging Face cache, no batches)",
     )
     add_formats(server)
-    add_limits(parser.add_argument_group("limits"))
-    _add_engine(parser.add_argument_group("engine"))
+    add_field_flags(parser.add_argument_group("limits"), Settings, LIMITS)
+    add_field_flags(parser.add_argument_group("engine"), EngineConfig, ENGINE_TEXTS)
 
 
 def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] = ENGINE_FLAGS, **help: str) -> None:
@@ -114,71 +124,6 @@ def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] =
             group._add_action(action)
 
 
-def _add_engine(group: argparse._ActionsContainer) -> None:
-    _add_device(group)
-    text = "kernels to use; auto: the fastest measured on a GPU, plain PyTorch (reference) on a CPU"
-    _choice(group, "backend", BackendName, text)
-    text = "auto: load the checkpoint; dummy: random weights, to measure speed without one"
-    _choice(group, "load_format", LoadFormat, text)
-    text = "defaults of sampling parameters; auto: from generation_config.json; none: temperature 1, no filters"
-    _choice(group, "generation_config", GenerationConfig, text)
-    group.add_argument(
-        "--ignore-config-keys",
-        type=lambda text: tuple(text.split(",")),
-        metavar="KEY,…",
-        help="unknown keys of the model's config.json to ignore, separated by commas (default: none)",
-    )
-    text = "dtype of the KV cache; auto: that of --dtype; fp8: one byte per element, less exact"
-    _choice(group, "kv_cache_dtype", KVCacheDType, text)
-    _number(group, "page_size", "tokens per page of the KV cache, a power of two")
-    _number(group, "kv_cache_tokens", "capacity of the KV cache in tokens", unset="as many as fit in memory")
-    _number(
-        group,
-        "gpu_memory_fraction",
-        "share of GPU memory for weights, KV cache and activations",
-        kind=float,
-        metavar="F",
-    )
-    _number(group, "max_running", "maximum number of samples running at once", unset="8192 on a GPU, 256 on a CPU")
-    _number(group, "max_step_tokens", "maximum number of tokens per forward pass", unset="8192 on a GPU, 1024 on a CPU")
-    text = "maximum number of tokens of prompt and output together"
-    _number(group, "max_model_len", text, unset="what model and KV cache allow")
-    _number(group, "dp", "data-parallel replicas; each uses --tp × --pp devices")
-    _number(group, "tp", "tensor-parallel ranks; each layer is sharded over them")
-    _number(group, "pp", "pipeline stages; the layers are divided among them")
-    group.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="Ray cluster to place the replicas on: auto, or HOST:PORT of its head (default: none)",
-    )
-    _number(
-        group,
-        "async_tp_threshold",
-        "tokens per step from which GEMMs overlap with TP collectives; 0: never",
-        unset="measured",
-    )
-    _disable_flag(group, "prefix_groups", "disable cascade attention: each sequence reads its shared prefix separately")
-    text = "admit waiting samples by predicted page use (forecast) or by pages free now (watermark)"
-    _choice(group, "admission", AdmissionName, text)
-    _disable_flag(group, "cuda_graphs", "launch kernels one by one instead of replaying decode steps as CUDA graphs")
-    _number(group, "run_ahead", "maximum number of steps queued at the worker", unset="enough to keep it busy")
-    _number(group, "seed", "seed of the random weights of --load-format dummy")
-    _number(
-        group,
-        "eos_probability",
-        "with --load-format dummy: probability that a token ends its sample, at temperature 0.6",
-        kind=float,
-        metavar="P",
-        unset="as for any id",
-    )
-    text = "seconds without a finished step or process progress after which a replica is restarted"
-    _number(group, "step_timeout", text, kind=float, metavar="S")
-    text = "seconds without progress after which the start of a replica fails"
-    _number(group, "start_timeout", text, kind=float, metavar="S")
-    _number(group, "max_restarts", "maximum number of restarts of a failed replica within --restart-window")
-    _number(group, "restart_window", "seconds in which restarts count towards --max-restarts", kind=float, metavar="S")
-
-
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok chat`."""
     _add_model(parser, "chat with")
@@ -188,7 +133,8 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     text = f"sampling temperature; 0: greedy (default: the server's, or the model's, or {CHAT_TEMPERATURE})"
     parser.add_argument("--temperature", type=float, metavar="T", help=text)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens per answer")
-    _add_device(parser.add_argument_group("engine, without --url"))
+    texts = {name: ENGINE_TEXTS[name] for name in ("device", "dtype")}
+    add_field_flags(parser.add_argument_group("engine, without --url"), EngineConfig, texts)
 
 
 def _add_model(parser: argparse.ArgumentParser, verb: str) -> None:
@@ -198,38 +144,6 @@ def _add_model(parser: argparse.ArgumentParser, verb: str) -> None:
         metavar="MODEL",
         help=f"model to {verb}: a directory or a Hugging Face hub id (default: the demo model)",
     )
-
-
-def _add_device(group: argparse._ActionsContainer) -> None:
-    _choice(group, "device", Device, "device to run on; auto: the GPU if there is one, else the CPU")
-    _choice(group, "dtype", DType, "dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU")
-
-
-def _choice(group: argparse._ActionsContainer, field: str, allowed: object, text: str) -> None:
-    group.add_argument(_flag(field), choices=get_args(allowed), default=DEFAULTS[field], help=text)
-
-
-def _number(
-    group: argparse._ActionsContainer,
-    field: str,
-    text: str,
-    *,
-    kind: type[int] | type[float] = int,
-    metavar: str = "N",
-    unset: str | None = None,
-) -> None:
-    """Add a numeric flag. `unset` describes the default if that is not a number."""
-    default = DEFAULTS[field]
-    help_text = f"{text} (default: {unset or f'{default:g}'})"
-    group.add_argument(_flag(field), type=kind, default=default, metavar=metavar, help=help_text)
-
-
-def _disable_flag(group: argparse._ActionsContainer, field: str, text: str) -> None:
-    group.add_argument(f"--no-{field.replace('_', '-')}", dest=field, action="store_false", help=text)
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import msgspec
 
 from tok_core import InvalidField
-from tok_server.settings import Formats, Limits, ReasoningParser, Settings, ToolCallParser
+from tok_server.settings import Formats, ReasoningParser, Settings, ToolCallParser
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -30,20 +31,11 @@ LIMITS = {
     "max_bodies": ("BYTES", "maximum total size of the request bodies held at once"),
     "max_file": ("BYTES", "maximum size of an uploaded file"),
     "data_quota": ("BYTES", "maximum total size of files and batch outputs in --data-dir; uploads beyond it get 507"),
-    "max_unread": (
-        "BYTES",
-        "maximum output buffered for a client that does not read; beyond it, its stream ends",
-    ),
+    "max_unread": ("BYTES", "maximum output buffered for a client that does not read; beyond it, its stream ends"),
     "max_n": ("N", "maximum number of samples per prompt"),
-    "min_client_priority": (
-        "N",
-        "smallest `priority` that clients may request; smaller values preempt larger ones",
-    ),
+    "min_client_priority": ("N", "smallest `priority` that clients may request; smaller values preempt larger ones"),
     "max_queued": ("N", "maximum number of prompts waiting for the engine, batches excluded; further requests get 429"),
-    "rate_limit_requests": (
-        "N",
-        "maximum requests per minute and API key, batch lines excluded; more get 429",
-    ),
+    "rate_limit_requests": ("N", "maximum requests per minute and API key, batch lines excluded; more get 429"),
     "rate_limit_tokens": (
         "N",
         "maximum prompt and output tokens per minute and API key, batches excluded; more get 429",
@@ -55,8 +47,6 @@ LIMITS = {
     "request_timeout": ("S", "maximum seconds to answer a request"),
     "drain_timeout": ("S", "seconds that open requests get to finish when the server stops"),
 }
-INTEGER_METAVARS = {"N", "BYTES"}
-DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Limits)}
 
 
 def add_server(group: argparse._ActionsContainer) -> None:
@@ -70,10 +60,7 @@ def add_server(group: argparse._ActionsContainer) -> None:
         "--port", type=int, default=10210, help="port to listen on (default: %(default)s; 0: any free port)"
     )
     _repeatable_flag(
-        group,
-        "--api-key",
-        "KEY",
-        f"API key that clients must send; may be repeated (also: ${API_KEYS_VARIABLE})",
+        group, "--api-key", "KEY", f"API key that clients must send; may be repeated (also: ${API_KEYS_VARIABLE})"
     )
     group.add_argument("--api-key-file", metavar="FILE", help="file with API keys, one per line")
     text = "share cached prefixes between API keys; cached_tokens then reveals what other keys have sent"
@@ -111,14 +98,32 @@ def add_formats(group: argparse._ActionsContainer) -> None:
         group.add_argument(flag, choices=get_args(kind), default="auto", help=text.format(what))
 
 
-def add_limits(group: argparse._ActionsContainer) -> None:
-    """Add the flags for limits and timeouts."""
-    for name, (metavar, text) in LIMITS.items():
-        default = DEFAULTS[name]
-        shown_default = "none" if default is None else f"{default:g}" if isinstance(default, float) else default
-        kind = int if metavar in INTEGER_METAVARS else float
-        flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown_default})")
+def add_field_flags(
+    group: argparse._ActionsContainer, config: type[msgspec.Struct], texts: Mapping[str, tuple[str, str]]
+) -> None:
+    """Add a flag for each field of `config` in `texts`: its metavar and its help, to which a number's default is added.
+
+    A field that holds one of several words becomes a flag with choices, a bool a flag --no-… that unsets it.
+    """
+    fields = {field.name: field for field in msgspec.structs.fields(config)}
+    for name, (metavar, text) in texts.items():
+        kind, default, flag = fields[name].type, fields[name].default, name.replace("_", "-")
+        if kind is bool:
+            group.add_argument(f"--no-{flag}", dest=name, action="store_false", help=text)
+        elif get_origin(kind) is Literal:
+            group.add_argument(f"--{flag}", choices=get_args(kind), default=default, help=text)
+        else:
+            shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else default
+            help = text if "(default: " in text else f"{text} (default: {shown})"
+            group.add_argument(f"--{flag}", type=_parser_of(kind), default=default, metavar=metavar, help=help)
+
+
+def _parser_of(kind: object) -> Callable[[str], object]:
+    """Return the function that parses a flag's value for a field of this type, which may be optional."""
+    kinds = {kind, *get_args(kind)}
+    if tuple[str, ...] in kinds:
+        return lambda text: tuple(text.split(","))
+    return next(one for one in (int, float, str) if one in kinds)
 
 
 def make_settings(options: argparse.Namespace, model_name: str) -> Settings:

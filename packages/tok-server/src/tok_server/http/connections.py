@@ -123,11 +123,7 @@ class Connection(web.RequestHandler):
             self._disconnect_slow_reader()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Return the response to malformed HTTP, or to a failure outside of a handler, in the shape of all errors."""
         if request.writer.output_size > 0:

@@ -6,14 +6,4 @@ from tok_server.observability.metrics import EngineStats, Metrics
 from tok_server.observability.request_stats import COUNTS, KINDS, QUANTILES, Latencies, RequestCounts, Ring
 from tok_server.observability.telemetry import Telemetry
 
-__all__ = [
-    "COUNTS",
-    "KINDS",
-    "QUANTILES",
-    "EngineStats",
-    "Latencies",
-    "Metrics",
-    "RequestCounts",
-    "Ring",
-    "Telemetry",
-]
+__all__ = ["COUNTS", "KINDS", "QUANTILES", "EngineStats", "Latencies", "Metrics", "RequestCounts", "Ring", "Telemetry"]

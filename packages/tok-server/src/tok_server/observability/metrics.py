@@ -44,10 +44,7 @@ GAUGES = {
     "pages_used": "Pages of the KV cache that hold something needed.",
     "steps_in_flight": "Forward passes queued at the worker.",
 }
-WHOLE_GAUGES = {
-    "replicas": "Replicas of the model.",
-    "replicas_ready": "Replicas that serve.",
-}
+WHOLE_GAUGES = {"replicas": "Replicas of the model.", "replicas_ready": "Replicas that serve."}
 REPLICA_GAUGES = {"ready": "Whether the replica serves: 1 or 0."}
 REPLICA = "replica"
 

@@ -6,6 +6,7 @@ import base64
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -14,10 +15,10 @@ from tok_client.types import Embedding, EmbeddingList, EmbeddingRequest, Embeddi
 from tok_core import AsyncEngine, EmbeddingOutput, InvalidField, Pooling
 from tok_server.http import CONTEXT, read_body, tenant_cache_salt
 from tok_server.observability import COUNTS
-from tok_server.openai.completions import MAX_LOOP_PROMPT_BYTES
 from tok_server.openai.generation import (
     cache_salt_of,
     check_model,
+    has_few_token_ids,
     ignored_header,
     parse_request,
     prompt_field_name,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048  # inputs of a request; OpenAI's limit
 MAX_LOOP_COMPONENTS = 4096  # vector components up to which the event loop encodes an answer; beyond, a thread does
 MIN_PIECEWISE_COMPONENTS = 65_536  # vector components beyond which an answer is written in pieces
-_TOKEN_ID_INPUT = re.compile(rb'"input"\s*:\s*\[[\s\[]*\d')
 _PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
 
 
@@ -87,9 +87,8 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    on_loop = len(body) <= MAX_LOOP_PROMPT_BYTES and _TOKEN_ID_INPUT.search(body) is not None
-    engine, model = context.engine, context.settings.model_name
-    job = parse(body, engine, model) if on_loop else await context.run_in_thread(lambda: parse(body, engine, model))
+    parse_body = partial(parse, body, context.engine, context.settings.model_name)
+    job = parse_body() if has_few_token_ids("input", body) else await context.run_in_thread(parse_body)
     context.admit(request[COUNTS].tenant)  # while this request was parsed, others may have been submitted
     counts = request[COUNTS]
     with request_deadline(request, context), context.track_prompts(counts.tenant, len(job.prompts)):
@@ -100,11 +99,8 @@ async def create(request: web.Request) -> web.StreamResponse:
     headers = ignored_header(context, job.ignored)
     if numbers > MIN_PIECEWISE_COMPONENTS:
         return await write_pieces(request, context, job.encode_pieces(outputs), headers)
-    answer = (
-        job.encode_answer(outputs)
-        if numbers <= MAX_LOOP_COMPONENTS
-        else await context.run_in_thread(lambda: job.encode_answer(outputs))
-    )
+    encode_answer = partial(job.encode_answer, outputs)
+    answer = encode_answer() if numbers <= MAX_LOOP_COMPONENTS else await context.run_in_thread(encode_answer)
     return web.Response(body=answer, content_type="application/json", headers=headers)
 
 

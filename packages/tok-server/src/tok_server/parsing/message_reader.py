@@ -6,14 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, assert_never
 
-from tok_client.types import (
-    UNSET,
-    ChatMessage,
-    FunctionCall,
-    FunctionCallDelta,
-    FunctionToolCall,
-    ToolCallDelta,
-)
+from tok_client.types import UNSET, ChatMessage, FunctionCall, FunctionCallDelta, FunctionToolCall, ToolCallDelta
 from tok_client.types import Delta as MessageDelta
 from tok_core import Delta
 from tok_server.parsing.call_parser import CallParser

@@ -5,9 +5,6 @@ from __future__ import annotations
 from tok_server.batch.api import batches, files
 from tok_server.batch.api.app import add_batches
 
-__all__ = [
-    "BATCH_OPERATIONS",
-    "add_batches",
-]
+__all__ = ["BATCH_OPERATIONS", "add_batches"]
 
 BATCH_OPERATIONS = (*files.OPERATIONS, *batches.OPERATIONS)

@@ -33,22 +33,24 @@ class BatchCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield four metric families."""
         stats = self._stats()
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
         text = "Lines of batches answered since the start, by result."
-        yield _gauge("tok_batches", "Batches that have not ended, by their status.", "status", stats.open)
-        yield _counter("tok_batches_ended", "Batches ended since the start, by status.", "status", stats.ended)
-        yield _gauge("tok_batch_lines", "Lines of open batches without an answer, by state.", "state", stats.lines)
-        yield _counter("tok_batch_lines_answered", text, "result", stats.answered)
+        yield _family(gauge, "tok_batches", "Batches that have not ended, by their status.", "status", stats.open)
+        yield _family(counter, "tok_batches_ended", "Batches ended since the start, by status.", "status", stats.ended)
+        yield _family(
+            gauge, "tok_batch_lines", "Lines of open batches without an answer, by state.", "state", stats.lines
+        )
+        yield _family(counter, "tok_batch_lines_answered", text, "result", stats.answered)
 
 
-def _gauge(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=(label,))
-    for value, number in values.items():
-        family.add_metric((value,), number)
-    return family
-
-
-def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=(label,))
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, int],
+) -> Metric:
+    family = kind(name, text, labels=(label,))
     for value, number in values.items():
         family.add_metric((value,), number)
     return family

@@ -5,8 +5,4 @@ from __future__ import annotations
 from tok_server.batch.offline.offline import InvalidInput, OfflineBatch
 from tok_server.batch.offline.progress import show_progress
 
-__all__ = [
-    "InvalidInput",
-    "OfflineBatch",
-    "show_progress",
-]
+__all__ = ["InvalidInput", "OfflineBatch", "show_progress"]

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from tok_server.openai.chat.prompt import chat_text
 
-__all__ = [
-    "chat_text",
-]
+__all__ = ["chat_text"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
+from functools import partial
 
 from aiohttp import web
 
-from tok_client.types import (
-    Completion,
-    CompletionRequest,
-)
+from tok_client.types import Completion, CompletionRequest
 from tok_core import AsyncEngine, InvalidField, SamplingParams
 from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation import (
@@ -22,6 +19,7 @@ from tok_server.openai.generation import (
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
+    has_few_token_ids,
     parse_request,
     parse_stop_when,
     requested_format,
@@ -36,19 +34,12 @@ from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default; lowered where the model's length leaves fewer tokens
 MAX_CHOICES = 65_536  # prompts × samples of a request
-MAX_LOOP_PROMPT_BYTES = 8192  # bytes of a body that the event loop parses itself: some thousand token ids
-TOKEN_ID_PROMPT = re.compile(rb'"prompt"\s*:\s*\[[\s\[]*\d')
 MAX_ECHO_TOKENS = 1 << 24  # prompt tokens, and top tokens reported beside them, repeated in all choices together
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Text that continues a prompt."""
-    return await answer_request(request, parse, _has_short_prompt)
-
-
-def _has_short_prompt(body: bytes) -> bool:
-    """Return whether the prompt is a few token ids. Text needs the tokenizer, which is slow, and frees the GIL."""
-    return len(body) <= MAX_LOOP_PROMPT_BYTES and TOKEN_ID_PROMPT.search(body) is not None
+    return await answer_request(request, parse, partial(has_few_token_ids, "prompt"))
 
 
 def parse(

@@ -21,7 +21,12 @@ from tok_server.openai.generation.job import (
 )
 from tok_server.openai.generation.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from tok_server.openai.generation.params import requested_format, sampling_params, value_or_none
-from tok_server.openai.generation.prompts import check_prompt_size, prompt_field_name, tokenise_prompts
+from tok_server.openai.generation.prompts import (
+    check_prompt_size,
+    has_few_token_ids,
+    prompt_field_name,
+    tokenise_prompts,
+)
 from tok_server.openai.generation.request_fields import (
     CHAT,
     COMPLETION,
@@ -64,6 +69,7 @@ __all__ = [
     "completion_logprobs",
     "estimate_bytes",
     "event",
+    "has_few_token_ids",
     "ignored_header",
     "parse_request",
     "parse_stop_when",

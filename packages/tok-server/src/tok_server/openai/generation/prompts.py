@@ -5,6 +5,7 @@ Tokenising takes hundreds of bytes of memory per byte of text. A body far below 
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from tok_core import AsyncEngine, InvalidField
@@ -16,6 +17,16 @@ SIZE_FACTOR, SIZE_EXTRA_BYTES = 4, 1024
 # Characters per token above which a text's tokens are counted first; texts that fit rarely have more than five.
 LIKELY_CHARS_PER_TOKEN = 8
 SLICE_CHARS = 1 << 16  # characters
+MAX_LOOP_PROMPT_BYTES = 8192  # bytes of a body that the event loop parses itself: some thousand token ids
+
+
+def has_few_token_ids(field: str, body: bytes) -> bool:
+    """Return whether `field` holds token ids, few enough for the event loop to parse the body itself.
+
+    Text is parsed in a thread: the tokenizer is slow, and releases the GIL.
+    """
+    pattern = rb'"%b"\s*:\s*\[[\s\[]*\d' % field.encode()
+    return len(body) <= MAX_LOOP_PROMPT_BYTES and re.search(pattern, body) is not None
 
 
 def tokenise_prompts(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:

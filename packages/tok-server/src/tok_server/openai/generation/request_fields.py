@@ -49,6 +49,14 @@ class UnsupportedFields:
 
 _COMPLETION: Mapping[str, NeutralValues] = {"suffix": (None, "")}
 
+_HOSTED: Mapping[str, NeutralValues] = {  # of chats and responses
+    "moderation": (None,),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "prompt_cache_options": (None, {}),
+}
+
 _CHAT: Mapping[str, NeutralValues] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -56,12 +64,8 @@ _CHAT: Mapping[str, NeutralValues] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "moderation": (None,),
     "verbosity": (None, "medium"),
-    "store": (None, False),
-    "service_tier": (None, "auto", "default"),
-    "prompt_cache_retention": (None, "in_memory", "in-memory"),
-    "prompt_cache_options": (None, {}),
+    **_HOSTED,
 }
 
 _CHAT_ONLY: Mapping[str, NeutralValues] = {
@@ -80,10 +84,7 @@ _NOT_SUPPORTED = "is not supported yet"
 
 COMPLETION = (
     UnsupportedFields(_COMPLETION, _NOT_SUPPORTED),
-    UnsupportedFields(
-        {**_CHAT_ONLY, **_CHAT},
-        "is a field of /v1/chat/completions, not of /v1/completions",
-    ),
+    UnsupportedFields({**_CHAT_ONLY, **_CHAT}, "is a field of /v1/chat/completions, not of /v1/completions"),
 )
 CHAT = (
     UnsupportedFields(_CHAT, _NOT_SUPPORTED),
@@ -93,7 +94,6 @@ CHAT = (
     ),
 )
 _RESPONSE: Mapping[str, NeutralValues] = {
-    "store": (None, False),
     "previous_response_id": (None,),
     "conversation": (None,),
     "background": (None, False),
@@ -101,10 +101,7 @@ _RESPONSE: Mapping[str, NeutralValues] = {
     "truncation": (None, "disabled"),
     "max_tool_calls": (None,),
     "context_management": (None, []),
-    "moderation": (None,),
-    "service_tier": (None, "auto", "default"),
-    "prompt_cache_retention": (None, "in_memory", "in-memory"),
-    "prompt_cache_options": (None, {}),
+    **_HOSTED,
 }
 _OTHER_ENDPOINTS = (known_fields(ChatCompletionRequest) | known_fields(CompletionRequest)) - known_fields(
     ResponseRequest

@@ -5,15 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from tok_client.types import (
-    UNSET,
-    Maybe,
-    ReasoningEcho,
-    Response,
-    ResponseFormatConfig,
-    ResponseRequest,
-    ResponseText,
-)
+from tok_client.types import UNSET, Maybe, ReasoningEcho, Response, ResponseFormatConfig, ResponseRequest, ResponseText
 from tok_core import AsyncEngine
 from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.generation import (

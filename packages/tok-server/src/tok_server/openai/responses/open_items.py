@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tok_client.types import (
     ChatTokenLogprob,
@@ -49,13 +50,11 @@ class OpenItem(ABC):
 
     def start_events(self) -> list[ResponseEvent]:
         """Return the events that begin the item."""
-        item = self.item("in_progress", empty=True)
-        return [OutputItemAdded(sequence_number=next(self._sequence_numbers), output_index=self.index, item=item)]
+        return [OutputItemAdded(item=self.item("in_progress", empty=True), **self._position())]
 
     def end_events(self, status: ItemStatus) -> list[ResponseEvent]:
         """Return the events that end the item."""
-        item = self.item(status)
-        return [OutputItemDone(sequence_number=next(self._sequence_numbers), output_index=self.index, item=item)]
+        return [OutputItemDone(item=self.item(status), **self._position())]
 
     @abstractmethod
     def item(self, status: ItemStatus, *, empty: bool = False) -> OutputItem:
@@ -64,6 +63,14 @@ class OpenItem(ABC):
     @abstractmethod
     def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         """Append `text`; return the event that reports it."""
+
+    def _position(self) -> dict[str, Any]:
+        """Return the members that every event about the item has."""
+        return {"sequence_number": next(self._sequence_numbers), "output_index": self.index}
+
+    def _inside(self) -> dict[str, Any]:
+        """Return the members that every event about the item's content has."""
+        return {"item_id": self.id, **self._position()}
 
 
 class OpenPart(OpenItem):
@@ -78,28 +85,13 @@ class OpenPart(OpenItem):
         """Return the event that the text is complete."""
 
     def start_events(self) -> list[ResponseEvent]:
-        part = self.part(empty=True)
-        return [
-            *super().start_events(),
-            ContentPartAdded(
-                sequence_number=next(self._sequence_numbers),
-                item_id=self.id,
-                output_index=self.index,
-                content_index=0,
-                part=part,
-            ),
-        ]
+        return [*super().start_events(), ContentPartAdded(part=self.part(empty=True), **self._inside())]
 
     def end_events(self, status: ItemStatus) -> list[ResponseEvent]:
-        done = self.text_done()
-        part = ContentPartDone(
-            sequence_number=next(self._sequence_numbers),
-            item_id=self.id,
-            output_index=self.index,
-            content_index=0,
-            part=self.part(),
-        )
-        return [done, part, *super().end_events(status)]
+        return [self.text_done(), ContentPartDone(part=self.part(), **self._inside()), *super().end_events(status)]
+
+    def _inside(self) -> dict[str, Any]:
+        return {"content_index": 0, **super()._inside()}
 
 
 class OpenMessage(OpenPart):
@@ -120,24 +112,10 @@ class OpenMessage(OpenPart):
     def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         self._texts.append(text)
         self._logprobs += logprobs
-        return OutputTextDelta(
-            sequence_number=next(self._sequence_numbers),
-            item_id=self.id,
-            output_index=self.index,
-            content_index=0,
-            delta=text,
-            logprobs=list(logprobs),
-        )
+        return OutputTextDelta(delta=text, logprobs=list(logprobs), **self._inside())
 
     def text_done(self) -> ResponseEvent:
-        return OutputTextDone(
-            sequence_number=next(self._sequence_numbers),
-            item_id=self.id,
-            output_index=self.index,
-            content_index=0,
-            text=self.text,
-            logprobs=self._logprobs,
-        )
+        return OutputTextDone(text=self.text, logprobs=self._logprobs, **self._inside())
 
 
 class OpenReasoning(OpenPart):
@@ -153,22 +131,10 @@ class OpenReasoning(OpenPart):
 
     def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         self._texts.append(text)
-        return ReasoningTextDelta(
-            sequence_number=next(self._sequence_numbers),
-            item_id=self.id,
-            output_index=self.index,
-            content_index=0,
-            delta=text,
-        )
+        return ReasoningTextDelta(delta=text, **self._inside())
 
     def text_done(self) -> ResponseEvent:
-        return ReasoningTextDone(
-            sequence_number=next(self._sequence_numbers),
-            item_id=self.id,
-            output_index=self.index,
-            content_index=0,
-            text=self.text,
-        )
+        return ReasoningTextDone(text=self.text, **self._inside())
 
 
 class OpenFunctionCall(OpenItem):
@@ -182,26 +148,13 @@ class OpenFunctionCall(OpenItem):
         self._call_id = new_id("call", "_")
 
     def item(self, status: ItemStatus, *, empty: bool = False) -> FunctionCallItem:
-        return FunctionCallItem(
-            id=self.id,
-            call_id=self._call_id,
-            name=self._name,
-            arguments="" if empty else self.text,
-            status=status,
-        )
+        arguments = "" if empty else self.text
+        return FunctionCallItem(id=self.id, call_id=self._call_id, name=self._name, arguments=arguments, status=status)
 
     def append(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         self._texts.append(text)
-        return FunctionCallArgumentsDelta(
-            sequence_number=next(self._sequence_numbers), item_id=self.id, output_index=self.index, delta=text
-        )
+        return FunctionCallArgumentsDelta(delta=text, **self._inside())
 
     def end_events(self, status: ItemStatus) -> list[ResponseEvent]:
-        done = FunctionCallArgumentsDone(
-            sequence_number=next(self._sequence_numbers),
-            item_id=self.id,
-            output_index=self.index,
-            name=self._name,
-            arguments=self.text,
-        )
+        done = FunctionCallArgumentsDone(name=self._name, arguments=self.text, **self._inside())
         return [done, *super().end_events(status)]
