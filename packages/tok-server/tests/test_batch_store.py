@@ -122,12 +122,13 @@ class StoreMachine(RuleBasedStateMachine):
     def delete_file(self, id: str) -> None:
         if id not in self.known_files:
             with pytest.raises(RecordNotFound):
-                self.store.delete_file(id)
+                self.store.check_unused(id)
         elif self.readers(id):
             with pytest.raises(FileInUse):
-                self.store.delete_file(id)
+                self.store.check_unused(id)
         else:
-            self.store.delete_file(id)
+            self.store.check_unused(id)
+            self.store.delete_files([id])
             del self.known_files[id]
 
     @rule(now=st.integers(0, 100))

@@ -19,6 +19,7 @@ from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.completions import endpoint as completions
 from tok_server.openai.completions.serializer import CompletionSerializer
 from tok_server.openai.generation import answers as answer
+from tok_server.openai.generation.job import MAX_LOGPROBS
 from tok_server.openai.generation.serializer import AnswerSerializer
 from tok_server.wire import json_pieces
 from tok_server.wire.json_pieces import encode_elements, fill_lists, join_with_commas, next_piece, pop_slices, slices
@@ -133,7 +134,7 @@ def test_too_many_logprobs_get_400_naming_the_field(
     refused = server.call("POST", f"/v1/{path}", fields)
     assert refused.status == 400
     assert refused.error()["param"] == name
-    assert str(answer.MAX_LOGPROBS) in str(refused.error()["message"])
+    assert str(MAX_LOGPROBS) in str(refused.error()["message"])
 
 
 def test_exception_in_a_piecewise_answer_closes_the_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,13 +407,13 @@ def test_every_limit_has_a_flag_and_an_error_with_its_allowed_range() -> None:
         words = ["serve", "m", "--" + name.replace("_", "-"), "4096"]
         assert getattr(make_settings(make_parser().parse_args(words), "m"), name) == 4096
         low = -(1 << 31) if name == "min_client_priority" else -1
-        with pytest.raises(InvalidField, match=rf"^{name} is {low}.*; allowed: .* (above|at least) -?\d"):
+        with pytest.raises(InvalidField, match=rf"^{name} is {low}.*; allowed: .*(above|from) -?\d"):
             Limits(**{name: low})
 
 
 def test_max_n_is_at_most_the_engines_maximum() -> None:
     assert Limits().max_n == MAX_N
-    with pytest.raises(InvalidField, match=f"max_n is {MAX_N + 1}; allowed: samples, at most {MAX_N}"):
+    with pytest.raises(InvalidField, match=f"max_n is {MAX_N + 1}; allowed: integers from 1 to {MAX_N}"):
         Limits(max_n=MAX_N + 1)
     with pytest.raises(InvalidField, match="n is"):
         SamplingParams(n=MAX_N + 1)

@@ -73,9 +73,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         for name, unit in COUNTS.items():
             value = getattr(self, name)
             if value is not None and value < MIN_VALUES.get(name, 1):
-                raise InvalidField(name, value, f"{unit}, at least {MIN_VALUES.get(name, 1)}")
+                raise InvalidField(name, value, f"integers from {MIN_VALUES.get(name, 1)} ({unit})")
         if self.max_n > MAX_N:
-            raise InvalidField("max_n", self.max_n, f"samples, at most {MAX_N} (the engine's limit)")
+            raise InvalidField("max_n", self.max_n, f"integers from 1 to {MAX_N} (the engine's limit)")
         if self.min_client_priority > MAX_CLIENT_PRIORITY:
             allowed = f"integers from {-MAX_CLIENT_PRIORITY} to {MAX_CLIENT_PRIORITY}"
             raise InvalidField("min_client_priority", self.min_client_priority, allowed)
@@ -83,7 +83,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             if not getattr(self, name) > 0:
                 raise InvalidField(name, getattr(self, name), "seconds above 0")
         if not self.drain_timeout >= 0:
-            raise InvalidField("drain_timeout", self.drain_timeout, "seconds, at least 0")
+            raise InvalidField("drain_timeout", self.drain_timeout, "seconds from 0")
 
 
 COUNTS = {
@@ -115,7 +115,7 @@ class Settings(Limits, frozen=True, kw_only=True):
 
     model_name       the name under which the model is served
     host, port       address to listen on; port 0: any free one
-    api_keys         keys of which clients must send one as bearer token; none: every client is served
+    api_keys         keys, one of which clients must send as bearer token; none: every client is served
     share_prefixes   whether prompts of different API keys share cached prefixes
     admin_key        the key for /admin/; None: /admin/ is not served
     allow_origins    origins whose web pages may use the server from a browser; "*": all

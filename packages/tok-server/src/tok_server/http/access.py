@@ -1,4 +1,4 @@
-"""Who may use the server: clients with an API key, under the server's own host names, from allowed web pages.
+"""Check who may use the server: clients with an API key, under the server's own host names, from allowed web pages.
 
 If API keys are set, every path needs one except /health, /ready and the dashboard's page. /admin/ always needs the
 admin key. The page by itself reveals nothing about the server: its data, /dashboard/events, needs a key.

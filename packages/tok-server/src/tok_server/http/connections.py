@@ -86,9 +86,8 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         # A response may precede the end of the body: the rest of the body is not a head.
         rest = self._body is not None and not self._body.is_eof()
-        if (
-            data and self._head_started_at is None and not self._handling and not rest
-        ):  # aiohttp itself passes b"" to resume
+        # aiohttp itself passes b"" to resume.
+        if data and self._head_started_at is None and not self._handling and not rest:
             self._head_started_at = self._listener.now()
         super().data_received(data)
 
@@ -147,11 +146,11 @@ class Connection(web.RequestHandler):
 
     def _is_stalled(self, now: float, timeout: float) -> bool:
         """Return whether data waits to be sent and the client has taken too little for more than `timeout` seconds."""
-        waiting = 0 if self._socket is None else _waiting(self._socket)
-        sent = (0 if self._writer is None else self._writer.output_size) - waiting
-        if not waiting or sent >= self._sent_bytes + MIN_READ_BYTES:
+        unsent = 0 if self._socket is None else _unsent_bytes(self._socket)
+        sent = (0 if self._writer is None else self._writer.output_size) - unsent
+        if not unsent or sent >= self._sent_bytes + MIN_READ_BYTES:
             self._sent_bytes, self._sent_at = sent, now
-        return now - self._sent_at > timeout and waiting > 0
+        return now - self._sent_at > timeout and unsent > 0
 
     def _disconnect_slow_reader(self) -> None:
         log.warning("disconnected a client that did not read its response")
@@ -194,9 +193,9 @@ class Listener:
 
     def refuse_connection(self) -> ApiError:
         """Count a refused connection and return its error."""
-        most = self.context.settings.max_connections
+        max_connections = self.context.settings.max_connections
         self.context.metrics.refuse("max_connections")
-        return limited("max_connections", 503, f"the maximum of {most} connections is open", retry_after=1)
+        return limited("max_connections", 503, f"the maximum of {max_connections} connections is open", retry_after=1)
 
     async def check_connections(self) -> None:
         """Check every connection periodically."""
@@ -237,14 +236,14 @@ def raise_file_limit(connections: int) -> None:
     """Raise the process's limit of open files to what `connections` need; log a warning if the system forbids it."""
     needed = connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < needed:
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
         log.warning("the limit of %d open files is too low for --max-connections %d", hard, connections)
 
 
-def _waiting(transport: asyncio.Transport) -> int:
+def _unsent_bytes(transport: asyncio.Transport) -> int:
     """Return the bytes that the system has not taken yet.
 
     With TLS, asyncio's own count has only unencrypted bytes; the encrypted ones are in the transport below.
@@ -253,9 +252,9 @@ def _waiting(transport: asyncio.Transport) -> int:
     return transport.get_write_buffer_size() + (0 if below is None else int(below.get_write_buffer_size()))
 
 
-def _malformed_request(status: int, exc: BaseException | None, message: str | None, most: int) -> ApiError:
+def _malformed_request(status: int, exc: BaseException | None, message: str | None, max_header: int) -> ApiError:
     if isinstance(exc, LineTooLong):
-        return limited("max_header", 431, f"a header, or the request line, has more than {most} bytes")
+        return limited("max_header", 431, f"a header, or the request line, has more than {max_header} bytes")
     if status >= 500:
         return ApiError(status, "internal error; see the server's log", kind="server_error", code="internal_error")
     return invalid(None, f"the request is not valid HTTP: {(message or 'bad request').splitlines()[0][:200]}")

@@ -27,22 +27,22 @@ T = TypeVar("T")
 class Context:
     """State that all handlers of one server share.
 
-    pool                         threads that parse requests (JSON, template, tokens) and encode whole responses. Work
-                                 shorter than a thread hand-over stays on the event loop: short prompts of token ids,
-                                 responses of few choices, events of a stream
-    ready                        the engine has started, so that its sizes are known and it takes requests
-    draining                     the server is stopping; new requests are refused
-    open_requests                requests being answered now
-    open_prompts                 prompts submitted to the engine for waiting clients, by tenant
-    body_bytes                   bytes of the open requests' bodies
-    keys, origins, hosts, rate_limits  checks of API key, web origin, host name and rate limits
-    deadlines                    time limits of open requests
-    throttle                        limit of requests that begin in one turn of the event loop
-    background_requests          returns how many of the engine's requests belong to batches, for which no client waits
-    telemetry                    exporter of request spans
-    latencies                    durations of recent requests
-    background                   tasks that continue after the requesting client has disconnected
-    warned_fields                       unknown fields that the log has mentioned already
+    pool                 threads that parse requests (JSON, template, tokens) and encode whole responses. Work shorter
+                         than a thread hand-over stays on the event loop: short prompts of token ids, responses of few
+                         choices, events of a stream
+    ready                the engine has started, so that its sizes are known and it takes requests
+    draining             the server is stopping; new requests are refused
+    open_requests        requests being answered now
+    open_prompts         prompts submitted to the engine for waiting clients, by tenant
+    body_bytes           bytes of the open requests' bodies
+    warned_fields        unknown fields that the log has mentioned already
+    keys, origins, hosts, rate_limits    checks of API key, web origin, host name and rate limits
+    deadlines            time limits of open requests
+    throttle             limit of requests that begin in one turn of the event loop
+    background_requests  returns how many of the engine's requests belong to batches, for which no client waits
+    telemetry            exporter of request spans
+    latencies            durations of recent requests
+    background           tasks that continue after the requesting client has disconnected
     """
 
     engine: AsyncEngine
@@ -98,7 +98,11 @@ class Context:
             if self.open_prompts[tenant] < max_queued // len({tenant, *(+self.open_prompts)}) and tenant:
                 return
             raise limited(
-                "max_queued", 429, f"the maximum of {max_queued} requests is queued", kind="requests", retry_after=1
+                "max_queued",
+                429,
+                f"the maximum of {max_queued} requests is queued",
+                kind="requests",
+                retry_after=1,
             )
 
     @contextmanager

@@ -211,10 +211,10 @@ class RateLimits:
         limit = self._limits.get(name)
         if limit is None:
             return None
-        headers = self._buckets.get((name, key))
-        if headers is None:
-            headers = self._buckets[name, key] = TokenBucket(limit, self._clock)
-        return headers
+        bucket = self._buckets.get((name, key))
+        if bucket is None:
+            bucket = self._buckets[name, key] = TokenBucket(limit, self._clock)
+        return bucket
 
 
 def _rate_limit_error(name: str, bucket: TokenBucket, seconds: float) -> ApiError:

@@ -21,27 +21,27 @@ BOUND_LABELS = (*map(str, BOUNDS), "+Inf")
 
 # Name of the engine's statistic -> help text. Prometheus appends "_total" to the names of counters.
 COUNTERS = {
-    "requests_finished": "Requests the engine has ended.",
-    "prompt_tokens": "Tokens of prompts.",
-    "cached_tokens": "Tokens of prompts found in the prefix cache.",
-    "output_tokens": "Tokens generated.",
-    "skipped_tokens": "Tokens generated that a grammar left no choice about, and that nobody drew.",
-    "discarded_tokens": "Tokens computed past the end of a sample, and thrown away.",
-    "preemptions": "Samples interrupted for lack of memory.",
+    "requests_finished": "Requests that the engine has finished.",
+    "prompt_tokens": "Prompt tokens.",
+    "cached_tokens": "Prompt tokens found in the prefix cache.",
+    "output_tokens": "Output tokens.",
+    "skipped_tokens": "Output tokens that a grammar determined, so that they were not sampled.",
+    "discarded_tokens": "Tokens computed past the end of a sample, and discarded.",
+    "preemptions": "Samples preempted for lack of memory.",
     "steps": "Forward passes.",
-    "group_rows": "Tokens computed for an output as one of a group, which reads a shared prefix once.",
-    "schedule_seconds": "Time taken to make steps.",
-    "launch_seconds": "Time taken to launch them.",
-    "device_seconds": "Time the device took for them, from the first operation of each to its last.",
-    "output_seconds": "Time taken to take in what came of them.",
-    "restarts": "Times a replica was started anew.",
+    "group_rows": "Decode rows computed in a prefix group, which reads a shared prefix once.",
+    "schedule_seconds": "Seconds that scheduling steps took.",
+    "launch_seconds": "Seconds that launching steps took.",
+    "device_seconds": "Seconds that steps took on the device, each from its first operation to its last.",
+    "output_seconds": "Seconds that processing the output of steps took.",
+    "restarts": "Restarts of replicas.",
 }
 GAUGES = {
-    "requests_running": "Requests of which at least one sample runs.",
-    "requests_waiting": "Requests waiting to run.",
-    "sequences_running": "Samples that run.",
+    "requests_running": "Requests with at least one running sample.",
+    "requests_waiting": "Requests that wait to run.",
+    "sequences_running": "Running samples.",
     "pages_total": "Pages of the KV cache.",
-    "pages_used": "Pages of the KV cache that hold something needed.",
+    "pages_used": "Pages of the KV cache in use.",
     "steps_in_flight": "Forward passes queued at the worker.",
 }
 WHOLE_GAUGES = {"replicas": "Replicas of the model.", "replicas_ready": "Replicas that serve."}
@@ -102,11 +102,11 @@ class Metrics:
         self.add(self._first_token)
         self.refused = Counter(
             "tok_refused",
-            "Requests and connections that were refused or cut off, by the limit that says so.",
+            "Requests and connections that were refused or cut off, by the limit that they exceeded.",
             ("limit",),
             registry=self._registry,
         )
-        self.connections = Gauge("tok_connections", "Connections of clients.", registry=self._registry)
+        self.connections = Gauge("tok_connections", "Open connections of clients.", registry=self._registry)
 
     def add(self, more: Collector) -> None:
         """Render this collector's metrics, too."""

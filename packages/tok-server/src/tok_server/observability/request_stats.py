@@ -24,14 +24,14 @@ Kind = TypeVar("Kind", bound=np.generic)
 KINDS = ("ttft", "token", "e2e")
 QUANTILES = (0.5, 0.9, 0.99)
 
-MIN_LATENCY_SECONDS, MAX_LATENCY_SECONDS = 1e-4, 1e4  # seconds
+MIN_LATENCY_SECONDS, MAX_LATENCY_SECONDS = 1e-4, 1e4
 BUCKET_RATIO = 1.15
 BUCKETS = 2 + math.ceil(math.log(MAX_LATENCY_SECONDS / MIN_LATENCY_SECONDS) / math.log(BUCKET_RATIO))
 BOUNDS = [
     MIN_LATENCY_SECONDS * BUCKET_RATIO**bucket for bucket in range(BUCKETS - 1)
 ]  # upper bound, in seconds, of each bucket but the last
 
-RECENT_SECONDS = 10  # seconds
+RECENT_SECONDS = 10
 HOUR_SLICES = 360  # slices of RECENT_SECONDS: one hour
 Counts = npt.NDArray[np.uint32]
 

@@ -83,7 +83,7 @@ class EmbeddingJob:
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """Embedding vectors of texts."""
+    """Return embedding vectors of texts."""
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)

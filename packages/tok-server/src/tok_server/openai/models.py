@@ -14,14 +14,14 @@ from tok_server.wire import Operation, json_of, json_response
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The list of served models, which holds one model."""
+    """Return the list of served models, which holds one model."""
     context = request.app[CONTEXT]
     context.require_started()
     return json_response(ModelList(data=[_model(context)]))
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    """The served model, by its name."""
+    """Return the served model, by its name."""
     context = request.app[CONTEXT]
     context.require_started()
     check_model(request.match_info["id"], context.settings.model_name)

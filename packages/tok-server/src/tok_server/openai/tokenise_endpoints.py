@@ -27,12 +27,12 @@ MAX_MODEL_LENGTHS = 16  # largest /detokenize request, in multiples of the model
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The tokens of a text or a chat."""
+    """Return the tokens of a text or a chat."""
     return await _respond(request, _tokenize)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return await _respond(request, _detokenize)
 
 

@@ -1,4 +1,4 @@
-"""Parse generated text: reasoning, content, tool calls, and answers for `stop_when`."""
+"""Parse generated text: split it into reasoning, content and tool calls."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tok_server.wire import ApiError, Operation, decode, invalid, json_of, json_
 
 MAX_LISTED_BATCHES = 100  # batches per page of a list
 WINDOW_PATTERN = re.compile(r"([1-9][0-9]{0,2})h")
-MAX_WINDOW_HOURS = 336  # hours
+MAX_WINDOW_HOURS = 336
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 64, 512
 

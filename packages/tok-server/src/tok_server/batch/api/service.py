@@ -192,7 +192,7 @@ class BatchService:
         return await self._run_in_store_thread(lambda: function(self._store))
 
     async def add_file(self, file: FileObject, owner: str = NO_OWNER, seconds: int | None = None) -> None:
-        """Add a file whose content has been written. It expires after `seconds`; None: never."""
+        """Add a file whose content has been written. `seconds`: time after which the file expires; None: never."""
         deadline = None if seconds is None else self.clock.now() + seconds
 
         def add(store: Store) -> None:

@@ -30,7 +30,7 @@ PIECE_BYTES = 1 << 20  # bytes read, and written to the disk, at a time
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 DAY = 86_400
 DEFAULT_KEEP_SECONDS = 30 * DAY  # seconds, unless the upload says otherwise
-MIN_KEEP_SECONDS, MAX_KEEP_SECONDS = 3600, 30 * DAY  # seconds
+MIN_KEEP_SECONDS, MAX_KEEP_SECONDS = 3600, 30 * DAY
 IDENTITY_ENCODINGS = ("", "7bit", "8bit", "binary")
 MALFORMED_ERRORS = (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError)
 

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tok_core import AsyncEngine
 from tok_server.batch.offline.offline import OfflineBatch
 
-BAR_SECONDS = 0.25  # seconds
-LINE_SECONDS = 30.0  # seconds
+BAR_SECONDS = 0.25
+LINE_SECONDS = 30.0
 
 
 class BatchProgress:

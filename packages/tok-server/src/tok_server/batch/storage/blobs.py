@@ -1,7 +1,7 @@
 """Blobs: contents of files, each a file of the data directory that is either complete or absent.
 
-A blob is written under a temporary name. It is renamed after the index has committed its row, and renamed back before
-the index deletes the row. After any crash, a blob unknown to the index is therefore unfinished, by its name, or
+A blob is written under a temporary name, renamed after the index has committed its row, and renamed back before the
+index deletes the row. After any crash, a blob unknown to the index is therefore unfinished, by its name, or
 foreign.
 
     write file-….part ─► commit its row ─► rename to file-…

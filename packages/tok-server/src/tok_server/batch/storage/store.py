@@ -172,17 +172,11 @@ class Store:
         return Page([self._file.decode(row) for row in rows], has_more)
 
     def check_unused(self, id: str, owner: str = NO_OWNER) -> None:
-        """Raise Missing for a file that does not exist, FileInUse for one that an open batch reads."""
+        """Raise RecordNotFound for a file that does not exist, FileInUse for one that an open batch reads."""
         self.file(id, owner)
         user = self._connection.execute("SELECT id FROM batches WHERE open AND input = ?", (id,)).fetchone()
         if user is not None:
             raise FileInUse(f"file {id!r} is the input of batch {user[0]!r}, which has not ended")
-
-    def delete_file(self, id: str, owner: str = NO_OWNER) -> None:
-        """Delete a file. Errors: RecordNotFound, FileInUse."""
-        with transaction(self._connection):
-            self.check_unused(id, owner)
-            self._connection.execute("DELETE FROM files WHERE id = ?", (id,))
 
     def expired(self, now: float) -> list[str]:
         """Return the ids of expired files that no open batch reads."""

@@ -34,7 +34,7 @@ from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """The assistant's next message in a conversation."""
+    """Return the assistant's next message in a conversation."""
     return await answer_request(request, parse)
 
 
@@ -55,7 +55,7 @@ def parse(
 def make_chat_job(
     request: ChatCompletionRequest, engine: AsyncEngine, model: str, formats: Formats, ignored: tuple[str, ...] = ()
 ) -> GenerationJob:
-    """Turn the decoded request into a Job; otherwise as `parse`."""
+    """Return the job of a decoded request. Errors: as `parse`."""
     check_model(value_or_none(request.model), model)
     has_max_completion_tokens = value_or_none(request.max_completion_tokens) is not None
     field_names = {

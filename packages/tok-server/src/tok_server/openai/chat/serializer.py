@@ -84,7 +84,7 @@ class ChatSerializer(ChunkSerializer[ChunkChoice]):
         )
 
     def _chunk_choices(self, prompt: int, index: int, delta: Delta) -> list[ChunkChoice]:
-        """Return at first the role, then each gained piece, at last the finish reason."""
+        """Return the role at first, then each gained piece, and the finish reason at last."""
         choices: list[ChunkChoice] = []
         reader = self._readers.get(index)
         if reader is None:

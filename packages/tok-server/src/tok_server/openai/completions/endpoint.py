@@ -38,7 +38,7 @@ MAX_ECHO_TOKENS = 1 << 24  # prompt tokens, and top tokens reported beside them,
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """Text that continues a prompt."""
+    """Return text that continues a prompt."""
     return await answer_request(request, parse, partial(has_few_token_ids, "prompt"))
 
 

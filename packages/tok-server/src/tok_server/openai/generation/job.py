@@ -1,4 +1,4 @@
-"""Define Job: one parsed HTTP request, ready for the engine."""
+"""GenerationJob: one parsed HTTP request, ready for the engine, and the limits that it must keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_RESPONSE_LOGPROBS = 1 << 18  # log-probabilities of a response, whose last s
 
 
 class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One parsed HTTP request, ready for the engine.
+    """One parsed HTTP request.
 
     id                  the answer's id; the engine's request ids begin with it
     prompts             token ids of each prompt

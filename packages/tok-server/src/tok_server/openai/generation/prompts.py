@@ -16,7 +16,7 @@ from tok_server.wire import ApiError, invalid
 SIZE_FACTOR, SIZE_EXTRA_BYTES = 4, 1024
 # Characters per token above which a text's tokens are counted first; texts that fit rarely have more than five.
 LIKELY_CHARS_PER_TOKEN = 8
-SLICE_CHARS = 1 << 16  # characters
+SLICE_CHARS = 1 << 16
 MAX_LOOP_PROMPT_BYTES = 8192  # bytes of a body that the event loop parses itself: some thousand token ids
 
 

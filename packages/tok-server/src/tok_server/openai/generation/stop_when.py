@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -24,7 +24,7 @@ from tok_server.openai.generation.params import Request, value_or_none
 from tok_server.parsing import NO_MARKUP, Markup, MessageReader, build_message
 from tok_server.wire import invalid
 
-MAX_PATTERN_CHARS = 512  # characters
+MAX_PATTERN_CHARS = 512
 MAX_PROGRAM_INSTRUCTIONS = 2048  # instructions of a compiled pattern; a class of Unicode letters takes about 1200
 MAX_PATTERN_MEMORY_BYTES = 1 << 20  # bytes of memory for a compiled pattern and its search
 SEARCHED_TAIL_BYTES = 1 << 14  # bytes at the end of a text that are searched
@@ -146,13 +146,9 @@ class StopWhenEvaluator:
         """Add the samples' new deltas, and count the answers of those that finished. Errors: ApiError."""
         texts = self._finished_texts(batch)
         size = sum(map(len, texts)) * self._rule.pattern.size
-        find = self._rule.answer
-        # RE2 lets other threads run while it searches.
-        answers = (
-            [find(text) for text in texts]
-            if size <= MAX_LOOP_PATTERN_WORK
-            else await asyncio.to_thread(list, map(find, texts))
-        )
+        answers: Iterable[str | None] = map(self._rule.answer, texts)
+        if size > MAX_LOOP_PATTERN_WORK:  # RE2 lets other threads run while it searches
+            answers = await asyncio.to_thread(list, answers)
         for answer in answers:
             self._count(answer)
 
@@ -220,8 +216,8 @@ async def _output_with_rule(stream: RequestStream, rule: StopWhenRule) -> StopWh
 
 def stop_when_result(outputs: Sequence[RequestOutput]) -> StopWhenResult | None:
     """Return the result of the `stop_when` rule, if there was one."""
-    most_votes = outputs[0]
-    return most_votes.stop_when if isinstance(most_votes, StopWhenOutput) else None
+    (output, *_) = outputs
+    return output.stop_when if isinstance(output, StopWhenOutput) else None
 
 
 def parse_stop_when(

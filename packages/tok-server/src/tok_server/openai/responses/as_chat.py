@@ -88,13 +88,9 @@ def response_field_name(name: str) -> str:
 
 def with_response_field_names(error: ApiError) -> ApiError:
     """Rename the fields in a chat's error, in place, to this request's names; return the error."""
-    if error.param is None or response_field_name(error.param) == error.param:
-        return error
-    error.param, message = (
-        response_field_name(error.param),
-        error.message.replace(error.param, response_field_name(error.param)),
-    )
-    error.message = message
+    if (chat_name := error.param) is not None:
+        error.param = response_field_name(chat_name)
+        error.message = error.message.replace(chat_name, error.param)
     return error
 
 

@@ -23,7 +23,7 @@ from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """The model's answer to a conversation in items."""
+    """Return the model's answer to a conversation in items."""
     return await answer_request(request, parse)
 
 
