@@ -16,7 +16,9 @@ from tok_server.openai.generation.job import (
     MAX_KEPT_LOGPROBS,
     MAX_RESPONSE_LOGPROBS,
     GenerationJob,
+    SubmittedStreams,
     best_of_params,
+    check_grammar,
     check_limits,
 )
 from tok_server.openai.generation.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -40,7 +42,6 @@ from tok_server.openai.generation.request_fields import (
 )
 from tok_server.openai.generation.serializer import AnswerSerializer, ChunkSerializer, TokenTexts, event, total_usage
 from tok_server.openai.generation.stop_when import parse_stop_when, stop_when_result, wait_for_output
-from tok_server.openai.generation.streams import SubmittedStreams, check_grammar
 
 __all__ = [
     "CHAT",

@@ -16,10 +16,17 @@ from aiohttp import web
 from tok_core import AsyncEngine, Delta, EngineDead, InvalidField, RequestOutput, RequestStream
 from tok_server.http import CONTEXT, Context, Deadline, UnreadLimit, read_body
 from tok_server.observability import COUNTS
-from tok_server.openai.generation.job import MAX_LOGPROBS, GenerationJob, check_limits
+from tok_server.openai.generation.job import (
+    MAX_GRAMMAR_CHECKS,
+    MAX_LOGPROBS,
+    GenerationJob,
+    SubmittedStreams,
+    check_grammar,
+    check_limits,
+    merge_streams,
+)
 from tok_server.openai.generation.serializer import AnswerSerializer, total_usage
 from tok_server.openai.generation.stop_when import StopWhenEvaluator, evaluate_stream, wait_for_output
-from tok_server.openai.generation.streams import MAX_GRAMMAR_CHECKS, SubmittedStreams, check_grammar, merge_streams
 from tok_server.settings import Formats
 from tok_server.wire import from_exception, next_piece, slices
 
