@@ -14,6 +14,7 @@ from tok_server.wire.errors import (
     not_served,
     too_large,
     unavailable,
+    unsupported,
 )
 from tok_server.wire.json import BadJson, decode, encode, fingerprint, json_response, new_id
 from tok_server.wire.json_pieces import (
@@ -73,4 +74,5 @@ __all__ = [
     "split_at_list",
     "too_large",
     "unavailable",
+    "unsupported",
 ]

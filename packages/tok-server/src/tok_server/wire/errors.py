@@ -61,6 +61,16 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
     return ApiError(400, message, param=param, code=code)
 
 
+def invalid_field(error: InvalidField, name: str) -> ApiError:
+    """Return the error as ApiError (400) about the field `name`."""
+    return invalid(name, str(InvalidField(name, error.value, error.allowed)))
+
+
+def unsupported(path: str, message: str) -> ApiError:
+    """Return a 400: OpenAI defines the field or value at `path`, but this server does not support it."""
+    return invalid(path, f"{path}: {message}", "unsupported_parameter")
+
+
 def not_served(message: str, code: str) -> ApiError:
     """Return a 501: this server does not offer the feature. A header stops clients' usual retries of 5xx."""
     return ApiError(NOT_SERVED, message, code=code, headers={"x-should-retry": "false"})
@@ -132,8 +142,3 @@ def _of_http(error: web.HTTPException) -> ApiError:
             return ApiError(404, "this URL does not exist", code="not_found")
         case _:
             return ApiError(error.status, error.text or error.reason)
-
-
-def invalid_field(error: InvalidField, name: str) -> ApiError:
-    """Return the error as ApiError (400) about the field `name`."""
-    return invalid(name, str(InvalidField(name, error.value, error.allowed)))

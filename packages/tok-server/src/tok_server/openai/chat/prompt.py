@@ -33,7 +33,7 @@ from tok_server.openai.chat.tools import AllowedToolCalls, allowed_tool_calls
 from tok_server.openai.generation import check_prompt_size, value_or_none
 from tok_server.parsing import THINK_CLOSE, THINK_OPEN, CallFormat, Markup, hermes, llama3
 from tok_server.settings import Formats
-from tok_server.wire import ApiError, invalid
+from tok_server.wire import ApiError, invalid, unsupported
 
 if TYPE_CHECKING:
     from tok_core.text import ChatTemplate
@@ -42,6 +42,7 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "r
 
 Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
 TemplateMessage = dict[str, object]
+ONLY_TEXT = "is not supported yet; allowed: text"
 MAX_MESSAGES = 8192  # messages of a chat: a template takes some microseconds for each
 
 
@@ -94,11 +95,11 @@ def _tokens(text: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
 
 def _call_format(template: ChatTemplate, formats: Formats) -> CallFormat:
     if "tools" not in template.variables:
-        raise _unsupported("tools", "the model's chat template does not support tools; allowed: null, []")
+        raise unsupported("tools", "the model's chat template does not support tools; allowed: null, []")
     calls = tool_call_format(formats, template)
     if calls is None:
         reason = "the server does not parse this model's tool calls (--tool-call-parser); allowed: null, []"
-        raise _unsupported("tools", reason)
+        raise unsupported("tools", reason)
     return calls
 
 
@@ -157,7 +158,7 @@ def _variables(request: ChatCompletionRequest, template: ChatTemplate) -> Mappin
             variables["reasoning_effort"] = effort
         elif effort != "none":
             reason = "the model's chat template does not support it; allowed: null, none"
-            raise _unsupported("reasoning_effort", f"reasoning_effort is {effort!r}; {reason}")
+            raise unsupported("reasoning_effort", f"reasoning_effort is {effort!r}; {reason}")
         elif "enable_thinking" in readable:
             variables.setdefault("enable_thinking", False)
     return variables
@@ -175,10 +176,6 @@ def _ends_in_think_block(text: str, request: ChatCompletionRequest) -> bool:
 
 def _no_template() -> ApiError:
     return invalid("messages", "messages: the model has no chat template; /v1/completions takes plain prompts")
-
-
-def _unsupported(path: str, reason: str) -> ApiError:
-    return invalid(path, f"{path}: {reason}", "unsupported_parameter")
 
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
@@ -204,7 +201,7 @@ def _message(message: Message, path: str) -> TemplateMessage:
                 "tool_call_id": message.tool_call_id,
             }
         case FunctionMessage():
-            raise _unsupported_message(f"{path}.role", f"role {message.role!r} (use role 'tool')")
+            raise unsupported(f"{path}.role", f"role {message.role!r} is not supported yet; allowed: role 'tool'")
     assert_never(message)
 
 
@@ -216,7 +213,7 @@ def _text_message(role: str, content: str, name: str | None) -> TemplateMessage:
 def _assistant(message: AssistantMessage, path: str) -> TemplateMessage:
     for field in ("function_call", "audio", "refusal"):
         if value_or_none(getattr(message, field)):
-            raise _unsupported_message(f"{path}.{field}", field)
+            raise unsupported(f"{path}.{field}", f"{field} {ONLY_TEXT}")
     calls = value_or_none(message.tool_calls) or []
     content = None if isinstance(message.content, UnsetType) else message.content
     if content is None and not calls:
@@ -234,7 +231,7 @@ def _assistant(message: AssistantMessage, path: str) -> TemplateMessage:
 
 def _call(call: FunctionToolCall | CustomToolCall, path: str) -> TemplateMessage:
     if isinstance(call, CustomToolCall):
-        raise _unsupported_message(f"{path}.type", "a call of type 'custom'")
+        raise unsupported(f"{path}.type", "a call of type 'custom' is not supported yet; allowed: function")
     function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -254,13 +251,9 @@ def _message_text(content: str | Sequence[Part] | None, path: str) -> str:
     parts = []
     for index, part in enumerate(content):
         if not isinstance(part, TextPart):
-            raise _unsupported_message(f"{path}.content[{index}].type", f"content of type {part.type!r}")
+            raise unsupported(f"{path}.content[{index}].type", f"content of type {part.type!r} {ONLY_TEXT}")
         parts.append(part.text)
     return "".join(parts)
-
-
-def _unsupported_message(path: str, what: str) -> ApiError:
-    return invalid(path, f"{path}: {what} is not supported yet; allowed: text", "unsupported_parameter")
 
 
 def tool_call_format(formats: Formats, template: ChatTemplate) -> CallFormat | None:

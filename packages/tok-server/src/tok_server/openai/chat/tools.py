@@ -38,7 +38,7 @@ from tok_core.grammar import (
 from tok_core.sampling_params import Grammar
 from tok_server.openai.generation import value_or_none
 from tok_server.parsing import NO_MARKUP, CallFormat, Markup, hermes, reasoning
-from tok_server.wire import ApiError, encode, invalid
+from tok_server.wire import encode, invalid, unsupported
 
 MAX_TOOLS = 1024
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
@@ -89,7 +89,7 @@ def _functions(request: ChatCompletionRequest) -> dict[str, FunctionDefinition]:
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if not isinstance(tool, FunctionTool):
-            raise _unsupported(f"{path}.type", "type 'custom' is not supported yet; allowed: function")
+            raise unsupported(f"{path}.type", "type 'custom' is not supported yet; allowed: function")
         name = tool.function.name
         if not _FUNCTION_NAME.fullmatch(name):
             allowed = "1 to 128 letters, digits and any of _.:/- in ASCII"
@@ -121,7 +121,7 @@ def _resolve_tool_choice(
                 raise invalid(path, f"{path} is []; allowed: at least one tool")
             return _select_tools(names, path, tools), subset.mode == "required"
         case _:
-            raise _unsupported("tool_choice.type", "tool_choice of type 'custom' is not supported yet")
+            raise unsupported("tool_choice.type", "tool_choice of type 'custom' is not supported yet")
 
 
 def _tool_name(tool: JSONObject, path: str) -> str:
@@ -140,10 +140,6 @@ def _select_tools(
         if name not in tools:
             raise invalid(path, f"{path}: {name[:200]!r} is not in tools; allowed: {', '.join(tools)}")
     return {name: tools[name] for name in names}
-
-
-def _unsupported(path: str, message: str) -> ApiError:
-    return invalid(path, f"{path}: {message}", "unsupported_parameter")
 
 
 class AnswerFormat(NamedTuple):

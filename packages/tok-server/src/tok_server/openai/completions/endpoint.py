@@ -102,18 +102,6 @@ def _prompts(request: CompletionRequest, n: int, engine: AsyncEngine) -> list[li
     return tokenise_prompts(prompts, engine, "prompt")
 
 
-OPERATIONS = (
-    Operation(
-        "POST",
-        "/v1/completions",
-        create,
-        request=json_of(CompletionRequest),
-        answers={200: json_or_events(Completion)},
-        errors=(404,),
-    ),
-)
-
-
 def best_of_count(request: CompletionRequest, params: SamplingParams) -> int | None:
     """Return how many samples per prompt are generated if these are more than n, else None. Errors: ApiError 400."""
     best_of, n = value_or_none(request.best_of), params.n
@@ -140,3 +128,15 @@ def check_echo_size(job: GenerationJob) -> None:
         what = "n × prompt tokens × values that echo and prompt_logprobs report per token"
         message = f"{name}: {what} is {n} × {tokens} × {entries_per_token}; allowed: at most {MAX_ECHO_TOKENS} in all"
         raise invalid(name, message)
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/completions",
+        create,
+        request=json_of(CompletionRequest),
+        answers={200: json_or_events(Completion)},
+        errors=(404,),
+    ),
+)

@@ -117,6 +117,20 @@ RESPONSE = (
 )
 
 
+def parse_request(body: bytes, kind: type[R], unsupported: tuple[UnsupportedFields, ...]) -> tuple[R, tuple[str, ...]]:
+    """Decode the body; return the request and the paths of unknown fields (`unknown_fields`). Errors: ApiError 400."""
+    members = decode_members(body)
+    refuse_unsupported(unsupported, members)
+    request = decode(body, kind)
+    return request, unknown_fields(request, members, _accepted_fields(unsupported))
+
+
+@cache
+def _accepted_fields(unsupported: tuple[UnsupportedFields, ...]) -> frozenset[str]:
+    """Return the names that count as known, including unsupported fields, which pass only with neutral values."""
+    return ACCEPTED_FIELDS.union(*(table.fields for table in unsupported))
+
+
 def refuse_unsupported(tables: tuple[UnsupportedFields, ...], members: Members) -> None:
     """Raise ApiError (400) for the first field of `tables` whose value is not neutral."""
     for table in tables:
@@ -192,20 +206,6 @@ def _nested_unknown_fields(path: str, value: object, raw_value: object) -> Itera
                 yield from _nested_unknown_fields(f"{path}.{name}", getattr(value, name), raw)
             else:
                 yield f"{path}.{name}"
-
-
-def parse_request(body: bytes, kind: type[R], unsupported: tuple[UnsupportedFields, ...]) -> tuple[R, tuple[str, ...]]:
-    """Decode the body; return the request and the paths of unknown fields (`unknown_fields`). Errors: ApiError 400."""
-    members = decode_members(body)
-    refuse_unsupported(unsupported, members)
-    request = decode(body, kind)
-    return request, unknown_fields(request, members, _accepted_fields(unsupported))
-
-
-@cache
-def _accepted_fields(unsupported: tuple[UnsupportedFields, ...]) -> frozenset[str]:
-    """Return the names that count as known, including unsupported fields, which pass only with neutral values."""
-    return ACCEPTED_FIELDS.union(*(table.fields for table in unsupported))
 
 
 def check_model(requested: str | None, served: str) -> None:

@@ -168,4 +168,4 @@ def _format(requested: ResponseFormatConfig | None) -> Maybe[ResponseFormat]:
 
 
 def _unsupported(path: str, value: str, allowed: str) -> ApiError:
-    return invalid(path, f"{path} is {value}, which is not supported here; allowed: {allowed}", "unsupported_parameter")
+    return invalid(path, f"{path} is {value}, which is not supported yet; allowed: {allowed}", "unsupported_parameter")

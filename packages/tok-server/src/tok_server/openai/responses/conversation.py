@@ -20,7 +20,7 @@ from tok_client.types import (
     UserMessage,
 )
 from tok_server.openai.generation import value_or_none
-from tok_server.wire import ApiError, invalid
+from tok_server.wire import invalid, unsupported
 
 TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
@@ -89,7 +89,7 @@ class _Conversation:
         if self._content is not None or self._calls:
             self.end_turn()
         if value_or_none(item.encrypted_content):
-            raise _unsupported(f"{path}.encrypted_content", "encrypted reasoning", "null")
+            raise unsupported(f"{path}.encrypted_content", "encrypted reasoning is not supported yet; allowed: null")
         # Some servers return only a summary.
         parts: list[InputPart] | str = value_or_none(item.content) or value_or_none(item.summary) or []
         text = _text(parts, f"{path}.content", ("reasoning_text", "summary_text"))
@@ -128,9 +128,6 @@ def _text(content: Maybe[str | list[InputPart]], path: str, kinds: Sequence[str]
 def _part(part: InputPart, path: str, kinds: Sequence[str]) -> str:
     text = getattr(part, "text", None)
     if part.type not in kinds or text is None:
-        raise _unsupported(f"{path}.type", f"content of type {part.type!r}", ", ".join(kinds))
+        message = f"content of type {part.type!r} is not supported yet; allowed: {', '.join(kinds)}"
+        raise unsupported(f"{path}.type", message)
     return str(text)
-
-
-def _unsupported(path: str, what: str, allowed: str) -> ApiError:
-    return invalid(path, f"{path}: {what} is not supported here; allowed: {allowed}", "unsupported_parameter")
