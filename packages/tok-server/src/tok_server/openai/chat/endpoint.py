@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 from aiohttp import web
 
@@ -18,16 +16,14 @@ from tok_server.openai.generation import (
     GenerationJob,
     TokenTexts,
     answer_request,
-    cache_salt_of,
     check_model,
     check_prompt_logprobs,
+    common_fields,
     parse_request,
     parse_stop_when,
     requested_format,
     sampling_params,
     value_or_none,
-    wants_continuous_usage,
-    wants_usage,
 )
 from tok_server.settings import AUTO, Formats
 from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
@@ -84,22 +80,16 @@ def make_chat_job(
         field_names.setdefault("grammar", "tools")
     return GenerationJob(
         id=new_id("chatcmpl"),
-        created=int(time.time()),
         model=model,
         prompts=[prompt.token_ids],
         params=params,
-        stream=bool(value_or_none(request.stream)),
-        include_usage=wants_usage(request),
-        continuous_usage=wants_continuous_usage(request),
-        return_token_ids=bool(value_or_none(request.return_token_ids)),
-        prompt_logprobs=params.prompt_logprobs,
         markup=constrained.markup,
         stop_when=parse_stop_when(
             request, n=params.n, prompts=1, tokenizer=engine.tokenizer, markup=constrained.markup
         ),
-        cache_salt=cache_salt_of(request),
         ignored=ignored,
         field_names=field_names,
+        **common_fields(request),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 from aiohttp import web
@@ -16,9 +15,9 @@ from tok_server.openai.generation import (
     TokenTexts,
     answer_request,
     best_of_params,
-    cache_salt_of,
     check_model,
     check_prompt_logprobs,
+    common_fields,
     has_few_token_ids,
     parse_request,
     parse_stop_when,
@@ -26,8 +25,6 @@ from tok_server.openai.generation import (
     sampling_params,
     tokenise_prompts,
     value_or_none,
-    wants_continuous_usage,
-    wants_usage,
 )
 from tok_server.settings import AUTO, Formats
 from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
@@ -64,22 +61,16 @@ def parse(
     prompts = _prompts(request, best_of or params.n, engine)
     job = GenerationJob(
         id=new_id("cmpl"),
-        created=int(time.time()),
         model=model,
         prompts=prompts,
         params=params,
         best_of=best_of,
-        stream=bool(value_or_none(request.stream)),
-        include_usage=wants_usage(request),
-        continuous_usage=wants_continuous_usage(request),
-        return_token_ids=bool(value_or_none(request.return_token_ids)),
         echo=bool(value_or_none(request.echo)),
-        prompt_logprobs=check_prompt_logprobs(request),
         ignored=ignored,
         default_max_tokens=max_tokens is None,
         stop_when=parse_stop_when(request, n=params.n, prompts=len(prompts), tokenizer=engine.tokenizer),
-        cache_salt=cache_salt_of(request),
         field_names=field_names,
+        **common_fields(request),
     )
     check_echo_size(job)
     return job, CompletionSerializer(job, TokenTexts(engine.tokenizer))

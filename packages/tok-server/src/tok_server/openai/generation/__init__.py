@@ -36,9 +36,8 @@ from tok_server.openai.generation.request_fields import (
     cache_salt_of,
     check_model,
     check_prompt_logprobs,
+    common_fields,
     parse_request,
-    wants_continuous_usage,
-    wants_usage,
 )
 from tok_server.openai.generation.serializer import AnswerSerializer, ChunkSerializer, TokenTexts, event, total_usage
 from tok_server.openai.generation.stop_when import parse_stop_when, stop_when_result, wait_for_output
@@ -67,6 +66,7 @@ __all__ = [
     "check_model",
     "check_prompt_logprobs",
     "check_prompt_size",
+    "common_fields",
     "completion_logprobs",
     "estimate_bytes",
     "event",
@@ -84,7 +84,5 @@ __all__ = [
     "total_usage",
     "value_or_none",
     "wait_for_output",
-    "wants_continuous_usage",
-    "wants_usage",
     "write_pieces",
 ]

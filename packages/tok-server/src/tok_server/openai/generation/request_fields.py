@@ -7,12 +7,13 @@ prompt_cache_key) are accepted with any value: they change no result.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from heapq import nsmallest
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType
@@ -224,7 +225,20 @@ def cache_salt_of(request: Request | EmbeddingRequest) -> str | None:
     return salt
 
 
-def wants_usage(request: Request) -> bool:
+def common_fields(request: Request) -> dict[str, Any]:
+    """Return the fields of a `GenerationJob` that chats and completions read alike. Errors: ApiError 400."""
+    return {
+        "created": int(time.time()),
+        "stream": bool(value_or_none(request.stream)),
+        "include_usage": _wants_usage(request),
+        "continuous_usage": _wants_continuous_usage(request),
+        "return_token_ids": bool(value_or_none(request.return_token_ids)),
+        "prompt_logprobs": check_prompt_logprobs(request),
+        "cache_salt": cache_salt_of(request),
+    }
+
+
+def _wants_usage(request: Request) -> bool:
     """Return whether a stream ends with the usage. Errors: ApiError 400."""
     options: StreamOptions | None = value_or_none(request.stream_options)
     if options is None:
@@ -237,7 +251,7 @@ def wants_usage(request: Request) -> bool:
     return bool(value_or_none(options.include_usage))
 
 
-def wants_continuous_usage(request: Request) -> bool:
+def _wants_continuous_usage(request: Request) -> bool:
     """Return whether every chunk of a stream carries the usage so far."""
     options: StreamOptions | None = value_or_none(request.stream_options)
     return options is not None and bool(value_or_none(options.continuous_usage_stats))
