@@ -1,0 +1,225 @@
+"""Tests that every Triton kernel compiles for compute capability 9.0 (H100, H200) on a machine without a GPU.
+
+The package's own wrappers launch the kernels on meta tensors. A launch compiles its kernel and runs nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+import tok_kernels
+from tok_kernels import (
+    AttentionBatch,
+    CascadeLevel,
+    Contexts,
+    Exchange,
+    Filters,
+    LayerCache,
+    LogitBias,
+    Masks,
+    Penalties,
+    QKNorm,
+    SamplingBatch,
+    SlotColumns,
+    launch_config,
+)
+from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.collectives.triton_exchange import exchange_sum
+
+BF16, FP8, INT64, FLOAT = torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.float32
+HEADS, KV_HEADS, HIDDEN, INNER, VOCABULARY, SLOTS, PAGES, PAGE = 32, 8, 4096, 14336, 128256, 64, 512, 16
+BACKEND = TritonBackend()
+
+
+def meta(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def kv_cache(head_dim: int, dtype: torch.dtype) -> LayerCache:
+    return LayerCache(
+        meta(SLOTS, PAGE, KV_HEADS, head_dim, dtype=dtype), meta(SLOTS, PAGE, KV_HEADS, head_dim, dtype=dtype)
+    )
+
+
+def attend(
+    head_dim: int,
+    rows: int = 0,
+    chunks: tuple[int, int] = (0, 0),
+    max_kv: int = 640,
+    groups: int = 0,
+    cache_dtype: torch.dtype = BF16,
+    window: int | None = None,
+) -> None:
+    """Attend from `rows` decode rows, in `groups` if any, and from `chunks` (number, new tokens of each)."""
+    number, new = chunks
+    sequences = rows + number
+    starts, counts, slots = (meta(groups) for _ in range(3))
+    level = CascadeLevel(starts, counts, slots, starts, starts, max_rows=rows, max_kv=max_kv)
+    batch = AttentionBatch(
+        *(meta(SLOTS, PAGES), meta(sequences), meta(sequences + 1), meta(sequences), meta(sequences)),
+        num_decode=rows,
+        max_q=max(1, new),
+        max_kv=max_kv,
+        levels=(level,) if groups else (),
+    )
+    q = meta(rows + number * new, HEADS, head_dim, dtype=BF16)
+    BACKEND.attention(q, kv_cache(head_dim, cache_dtype), batch, head_dim**-0.5, window)
+
+
+def rotate_and_write(head_dim: int, cache_dtype: torch.dtype) -> None:
+    tokens = 64
+    q, k, v = (meta(tokens, heads, head_dim, dtype=BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    position, table = meta(tokens, dtype=INT64), meta(8192, head_dim, dtype=FLOAT)
+    cache = kv_cache(head_dim, cache_dtype)
+    BACKEND.rope(q, k, position, table)
+    BACKEND.write_kv(k, v, cache, position)
+    norm = QKNorm(meta(head_dim, dtype=BF16), meta(head_dim, dtype=BF16), 1e-6)
+    for one in (None, norm):
+        BACKEND.rope_and_write_kv(q, k, v, position, table, cache, position, one)
+
+
+def multiply(tokens: int) -> None:
+    x, residual = (meta(tokens, HIDDEN, dtype=BF16) for _ in range(2))
+    norm = meta(HIDDEN, dtype=BF16), 1e-5
+    BACKEND.linear(x, meta(6144, HIDDEN, dtype=BF16), meta(6144, dtype=BF16), norm=norm)
+    BACKEND.gated_linear(x, meta(2 * INNER, HIDDEN, dtype=BF16), norm=norm)
+    BACKEND.linear(meta(tokens, INNER, dtype=BF16), meta(HIDDEN, INNER, dtype=BF16), residual_TN=residual)
+
+
+class Ranks:
+    """Two ranks' shards of the vocabulary, seen from rank 0."""
+
+    rank, ranks, first = 0, 2, 0
+
+    def __init__(self, exchange: Exchange | None) -> None:
+        self.exchange = exchange
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.new_empty((self.ranks, *x.shape))
+
+
+def exchange() -> Exchange:
+    return Exchange.over([meta(Exchange.bytes(2), dtype=torch.uint8) for _ in range(2)], rank=0)
+
+
+def sample(rows: int = 64, vocabulary: int = VOCABULARY, **options: Any) -> None:
+    temperature, key = meta(rows, dtype=FLOAT), meta(rows, dtype=INT64)
+    BACKEND.sample(meta(rows, vocabulary, dtype=BF16), SamplingBatch(temperature, key, key, key, **options))
+
+
+def sample_with_edits() -> None:
+    some = meta(8, dtype=INT64)
+    contexts = Contexts(meta(SLOTS, PAGES), meta(SLOTS * PAGE, dtype=INT64), PAGE, some, some, some, 4096)
+    factors = (meta(8, dtype=FLOAT) for _ in range(3))
+    sample(penalties=Penalties(some, contexts, *factors), bias=LogitBias(some, some, meta(8, dtype=FLOAT)))
+
+
+def advance_slots() -> None:
+    column, token_of, end_ids = (meta(size, dtype=INT64) for size in (SLOTS, SLOTS * PAGE, 2))
+    slots = SlotColumns(column, column, meta(SLOTS), column, meta(SLOTS, PAGES), token_of, end_ids, PAGE, 0)
+    BACKEND.decode_rows(meta(32), slots)
+    BACKEND.record_sampled_tokens(meta(32), meta(32, dtype=INT64), meta(32, dtype=FLOAT), slots)
+
+
+def sum_over_ranks() -> None:
+    x = meta(8, HIDDEN, dtype=BF16)
+    exchange_sum(x, exchange().sums)
+    exchange_sum(x, exchange().sums, residual=meta(8, HIDDEN, dtype=BF16))
+
+
+def launch_all() -> None:
+    """Launch every kernel, in the variants that a bfloat16 model of head size 64 or 128 uses."""
+    for head_dim in (64, 128):
+        attend(head_dim, rows=1024)
+        attend(head_dim, rows=4, max_kv=8192)
+        attend(head_dim, rows=2048, groups=8)
+        attend(head_dim, chunks=(16, 512))
+    attend(64, rows=4, max_kv=8192, cache_dtype=FP8)
+    attend(64, chunks=(16, 512), cache_dtype=FP8)
+    attend(64, rows=2048, chunks=(1, 64), max_kv=8192, groups=8, window=4096)
+    for head_dim, cache_dtype in ((64, FP8), (128, BF16)):
+        rotate_and_write(head_dim, cache_dtype)
+    for tokens in (1, 64):
+        multiply(tokens)
+    sample()
+    sample(all_greedy=True)
+    sample(masks=Masks(meta(8, dtype=INT64), meta(8, dtype=INT64), meta(1, VOCABULARY // 32)))
+    sample(filters=Filters(meta(8, dtype=INT64), meta(8), meta(8, dtype=FLOAT), meta(8, dtype=FLOAT)))
+    sample_with_edits()
+    for exchanged in (None, exchange()):
+        sample(vocabulary=VOCABULARY // 2, shards=Ranks(exchanged))
+    advance_slots()
+    sum_over_ranks()
+
+
+def name_of(kernel: Any) -> str:
+    name: str = f"{kernel.fn.__module__}.{kernel.fn.__name__}".removeprefix("tok_kernels.")
+    return name
+
+
+def launched_in_sources() -> Iterator[str]:
+    """Yield the name of every kernel that a module of tok_kernels launches, as in `kernel[grid](...)`."""
+    for found in pkgutil.walk_packages(tok_kernels.__path__, "tok_kernels."):
+        module = importlib.import_module(found.name)
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+                kernel = getattr(module, node.value.id, None)
+                if isinstance(kernel, JITFunction):
+                    yield name_of(kernel)
+
+
+LAUNCHED = sorted(set(launched_in_sources()))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Any]]:
+    """Return, by kernel, what each launch of `launch_all` compiled, or the error that it raised."""
+    results: dict[str, list[Any]] = defaultdict(list)
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> None:
+        try:
+            results[name_of(kernel)].append(run(kernel, *args, warmup=True, **options))
+        except Exception as error:
+            results[name_of(kernel)].append(error)
+
+    # Triton keeps compiled kernels by device; no real device has the number -1.
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: -1,
+        get_current_stream=lambda device: 0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setattr(triton.runtime.driver, "_active", driver)
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(launch_config, "supports_pdl", lambda device: True)
+        launch_all()
+    return dict(results)
+
+
+def test_every_launched_kernel_has_a_case(compiled: Mapping[str, list[Any]]) -> None:
+    assert sorted(compiled) == LAUNCHED
+
+
+@pytest.mark.parametrize("kernel", LAUNCHED)
+def test_kernel_compiles_for_sm_90(kernel: str, compiled: Mapping[str, list[Any]]) -> None:
+    for result in compiled[kernel]:
+        if isinstance(result, Exception):
+            raise result
+        assert ".target sm_90a" in result.asm["ptx"]
+        assert result.asm["cubin"].startswith(b"\x7fELF")
