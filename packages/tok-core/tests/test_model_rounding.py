@@ -25,7 +25,9 @@ from tok_core.models.decoder import DecoderLayer
 from tok_core.models.weights.float16 import LIMIT
 from tok_core.models.weights.targets import targets
 from tok_kernels import choose
-from tok_kernels.backends import reference
+from tok_kernels.backends.reference import ReferenceBackend
+
+reference = ReferenceBackend()
 
 LAYER = "model.layers.1."
 Q = LAYER + "self_attn.q_proj."

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from support.attention_cases import Shape, build
 from tok_kernels import BACKENDS, AttentionBatch, LayerCache, choose
-from tok_kernels.attention.phases import PHASES, PhaseKernel
+from tok_kernels.attention.interface import PHASES, AttentionShape, PhaseKernel
 from tok_kernels.attention.reference import attention
-from tok_kernels.attention.shape import AttentionShape
-from tok_kernels.backends.composed import ComposedBackend
+from tok_kernels.backends.composed import ComposedBackend, compose
 from tok_kernels.backends.triton import TritonBackend
-from tok_kernels.calibration.compose import compose
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(8, 2, 64, 16, 2, torch.float32, torch.float32)
@@ -84,7 +82,8 @@ def test_each_phase_of_a_step_is_computed_by_its_own_kernel(
     batch = case.batch if grouped else replace(case.batch, levels=())
     padded = torch.cat((case.q, case.q[:2])) if chunks else case.q  # tokens of no sequence get zeros
     calls: list[str] = []
-    backend = ComposedBackend("mixed", {phase: spy(phase, calls) for phase in PHASES}, frozenset({"prefill"}))
+    kernels = {phase: spy(phase, calls) for phase in PHASES}
+    backend = ComposedBackend("mixed", kernels, frozenset({"prefill"}), torch.float32)
     out = backend.attention(padded, case.cache, batch, case.scale)
     assert calls == called
     assert torch.equal(out, attention(padded, case.cache, batch, case.scale))
@@ -109,8 +108,8 @@ def test_sliding_windows_and_other_cache_dtypes_fall_back_to_triton(
 
 
 def test_only_backends_that_decode_without_a_plan_are_capturable() -> None:
-    assert ComposedBackend("mixed", {}, frozenset()).capturable
+    assert ComposedBackend("mixed", {}, frozenset(), torch.float32).capturable
     for phase in PHASES:
-        backend = ComposedBackend("mixed", {}, frozenset({phase}))
+        backend = ComposedBackend("mixed", {}, frozenset({phase}), torch.float32)
         assert backend.needs_host_lengths == {phase}
         assert backend.capturable is (phase == "prefill")

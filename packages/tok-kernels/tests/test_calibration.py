@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tok_kernels import AttentionBatch, LayerCache
 from tok_kernels import launch_config as config
-from tok_kernels.attention.phases import PHASES, Phase, PhaseKernel
+from tok_kernels.attention.interface import PHASES, AttentionShape, Phase, PhaseKernel
 from tok_kernels.attention.reference import attention
-from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, candidates, known, store
 from tok_kernels.calibration.launches import Search, searches
 from tok_kernels.launch_config import AttentionLaunch, Kernel

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tok_kernels import choose
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.attention.reference import attention
-from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.measure import ModelShape, Timing, cuda_timer, measure_kernels
-from tok_kernels.measure.gemms import forward_gemms, layer_gemms
-from tok_kernels.measure.kernels import KernelTime, attention_floor, cases
-from tok_kernels.measure.machine import Machine
+from tok_kernels.measure.cases import attention_floor, cases, forward_gemms, layer_gemms
+from tok_kernels.measure.kernels import KernelTime, Machine
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import TimedWork
 
@@ -125,7 +124,7 @@ def test_layer_gemms_have_the_shapes_of_the_model() -> None:
 
 @pytest.mark.parametrize("distinct", [1, 1 << 30], ids=["one layer's weights for all", "each layer's own"])
 def test_forward_gemms_cover_all_layers_and_the_lm_head(distinct: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_kernels.measure.gemms.DISTINCT_BYTES", distinct)
+    monkeypatch.setattr("tok_kernels.measure.cases.DISTINCT_BYTES", distinct)
     case = forward_gemms(MODEL, CPU, rows=6)
     with FlopCounterMode(display=False) as counter:
         case.run()

@@ -14,8 +14,8 @@ from torch import Tensor
 from support.attention_cases import Runs, Shape, build
 from tok_kernels import AttentionBatch, choose
 from tok_kernels.attention.flashinfer import Adapters
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.attention.reference import attention as reference
-from tok_kernels.attention.shape import AttentionShape
 from tok_kernels.batch import HostLengths, HostLevel
 from tok_kernels.calibration import Candidate, candidates
 from tok_kernels.measure.steps import AttentionStep, new_problem

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_kernels.attention.flashinfer import unusable
-from tok_kernels.attention.flashinfer.groups import level_items
+from tok_kernels.attention.flashinfer.cascade import level_items
 from tok_kernels.attention.flashinfer.pages import page_lists
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import HostLevel
 
 PAGE = 4

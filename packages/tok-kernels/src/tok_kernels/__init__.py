@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tok_kernels.attention.merge import merge_states
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape
+from tok_kernels.attention.reference import merge_states
 from tok_kernels.backend import Backend
 from tok_kernels.backend_choice import BACKENDS, choose
 from tok_kernels.batch import (

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.phases import Phase
+from tok_kernels.attention.interface import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
 
 BACKENDS = ("auto", "reference", "triton", "flashinfer")
@@ -36,6 +36,6 @@ def choose(
         return ReferenceBackend()
     if not usable:
         raise ValueError(f"backend is {requested!r}; allowed on {device.type} here: reference")
-    from tok_kernels.calibration.compose import compose
+    from tok_kernels.backends.composed import compose
 
     return compose(device, requested, shape, directory)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -295,18 +294,3 @@ class Sampled:
     logprob: Tensor
     top_token: Tensor
     top_logprob: Tensor
-
-
-def spread_top(rows: Tensor, token_rK: Tensor, logprob_rK: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return `top_token` and `top_logprob` for `count` rows: the given values at `rows`, zeros elsewhere."""
-    token = token_rK.new_zeros((count, token_rK.shape[1]))
-    logprob = logprob_rK.new_zeros((count, logprob_rK.shape[1]))
-    return token.index_copy_(0, rows, token_rK), logprob.index_copy_(0, rows, logprob_rK)
-
-
-def empty_top(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `top_token` and `top_logprob` of width 0, for a step in which no row asks for them."""
-    return (
-        torch.empty((rows, 0), dtype=torch.int64, device=device),
-        torch.empty((rows, 0), dtype=torch.float32, device=device),
-    )

@@ -14,9 +14,11 @@ from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import LayerCache, QKNorm, rope_table
 from tok_kernels import launch_config as config
 from tok_kernels.attention.triton import attention, operands
-from tok_kernels.backends import reference
+from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
+
+reference = ReferenceBackend()
 
 FP8 = torch.float8_e4m3fn
 # ‖out − expected‖ / ‖expected‖ against float64 over the same cache. Kernels convert bfloat16 queries to float16.
@@ -124,7 +126,7 @@ def test_rope_and_write_kv_fills_an_fp8_cache_as_the_reference_does(norm: bool, 
     table, index = rope_table(32, 100, 10000.0).to(device), torch.tensor([70, 0, 127, 3, 50], device=device)
     ours, theirs = empty_cache(128, 2, 32, device), empty_cache(128, 2, 32, device)
     rope_and_write_kv(q.clone(), k, v, position, table, ours, index, weights)
-    reference.ReferenceBackend().rope_and_write_kv(q, k, v, position, table, theirs, index, weights)
+    reference.rope_and_write_kv(q, k, v, position, table, theirs, index, weights)
     assert theirs.k.float().nan_to_num().abs().max() == 448.0  # some values saturate
     # Float32 arithmetic in another order may end on the other side of a tie, one FP8 step apart.
     for mine, other in ((ours.k, theirs.k), (ours.v, theirs.v)):

@@ -11,11 +11,13 @@ from torch.nn import functional
 
 from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
-from tok_kernels.backends import reference
+from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.linear.reference import gated_linear as plain_gated_linear
 from tok_kernels.linear.reference import linear as plain_linear
 from tok_kernels.linear.triton import gated_linear, launch_stream, linear
 from tok_kernels.linear.triton_config import MAX_STREAM_TOKENS, LinearLaunch
+
+reference = ReferenceBackend()
 
 # The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)

@@ -15,8 +15,10 @@ from torch import Tensor
 from support.interpreted import INTERPRETING, outside, rerun
 from support.shards import draw_together
 from tok_kernels import Filters, LogitBias, Sampled, SamplingBatch, choose
-from tok_kernels.backends import reference
+from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.sampling.triton.sampling import sample as triton_sample
+
+reference = ReferenceBackend()
 
 INF = torch.inf
 CPU = torch.device("cpu")

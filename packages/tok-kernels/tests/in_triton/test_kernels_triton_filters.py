@@ -10,8 +10,8 @@ from torch import Tensor
 
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, Masks, SamplingBatch
-from tok_kernels.backends import reference
-from tok_kernels.sampling.reference.masks import forbid as forbid_by_reference
+from tok_kernels.backends.reference import ReferenceBackend
+from tok_kernels.sampling.reference.edits import forbid as forbid_by_reference
 from tok_kernels.sampling.triton import filters as triton_filters
 from tok_kernels.sampling.triton.block_sampling import RandomKeys
 from tok_kernels.sampling.triton.block_sampling import sample_blocks as draw_whole
@@ -20,6 +20,8 @@ from tok_kernels.sampling.triton.filters import filter_verdicts
 from tok_kernels.sampling.triton.masks import forbid
 from tok_kernels.sampling.triton.resample import resample
 from tok_kernels.sampling.triton.sampling import sample
+
+reference = ReferenceBackend()
 
 INF = torch.inf
 CUDA = torch.device("cuda")

@@ -9,11 +9,13 @@ from torch import Tensor
 from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
 from tok_kernels import LayerCache, QKNorm, rope_table
-from tok_kernels.backends import reference
+from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 from tok_kernels.norm_rope_kv.triton_rope import rope, rope_and_write_kv
+
+reference = ReferenceBackend()
 
 # The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)
@@ -121,7 +123,7 @@ def test_rope_and_write_kv_applies_the_qk_norm_before_rope(
     _, expected = poisoned_cache(5, 4, kv_heads, size, like=q)
     table, position = rope_table(size, 300, 10000.0).to(device), torch.tensor([9, 0, 290], device=device)
     index = torch.tensor([19, 0, 6], device=device)
-    turned_q = reference.ReferenceBackend().rope_and_write_kv(q, k, v, position, table, expected, index, norm)
+    turned_q = reference.rope_and_write_kv(q, k, v, position, table, expected, index, norm)
     rope_and_write_kv(q, k, v, position, table, cache, index, norm)
     # The norm's last bit may differ, and RoPE mixes it into smaller entries.
     step = max(torch.finfo(dtype).eps, 1e-6) * 8
@@ -158,7 +160,7 @@ def test_rope_and_write_kv_rounds_float32_inputs_once(norm: bool, device: torch.
     table, position = rope_table(32, 10, 10000.0).to(device), torch.tensor([7, 0, 4], device=device)
     kept, index = product.clone(), torch.tensor([5, 0, 2], device=device)
     arguments = (q, k, v, position, table)
-    turned = reference.ReferenceBackend().rope_and_write_kv(*arguments, expected, index, weights, torch.float16)
+    turned = reference.rope_and_write_kv(*arguments, expected, index, weights, torch.float16)
     found = rope_and_write_kv(*arguments, cache, index, weights, torch.float16)
     assert found.dtype == turned.dtype == torch.float16
     assert found.is_contiguous()
@@ -179,7 +181,7 @@ def test_rope_writes_bfloat16_over_float16_queries_in_place(device: torch.device
     table, position = rope_table(32, 10, 10000.0).to(device), torch.tensor([7, 0, 4], device=device)
     rest, index = product[:, 6 * 32 :].clone(), torch.tensor([5, 0, 2], device=device)
     arguments = (q, k, v, position, table)
-    turned = reference.ReferenceBackend().rope_and_write_kv(*arguments, expected, index, dtype=torch.bfloat16)
+    turned = reference.rope_and_write_kv(*arguments, expected, index, dtype=torch.bfloat16)
     exact, _ = reference.rope(q.float(), k.float(), position, table)
     assert torch.equal(turned, exact.bfloat16())
     assert turned.abs().max() > torch.finfo(torch.float16).max > product.abs().max()

@@ -14,9 +14,12 @@ from torch import Tensor
 from support.contexts import contexts_of
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch
-from tok_kernels.backends import reference
+from tok_kernels.backends.reference import ReferenceBackend
+from tok_kernels.sampling.reference.philox import uniform
 from tok_kernels.sampling.triton import edits as sampling_edits
 from tok_kernels.sampling.triton.sampling import sample
+
+reference = ReferenceBackend()
 
 INF = torch.inf
 CUDA = torch.device("cuda")
@@ -50,7 +53,7 @@ def assert_in_its_place(logits: Tensor, batch: SamplingBatch, token: Tensor, sla
     weight = (logits.double() / batch.temperature.double().unsqueeze(-1)).softmax(-1)
     high = weight.cumsum(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
     own = weight.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    u = reference.uniform(batch.seed, batch.sample, batch.position)
+    u = uniform(batch.seed, batch.sample, batch.position)
     assert (own > 0).all()
     assert (u < high + slack).all()
     assert (u >= high - own - slack).all()

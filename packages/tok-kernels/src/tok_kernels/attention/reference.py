@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.merge import merge_states
 from tok_kernels.attention.reference_pieces import Piece, cascade_pieces, sequence_pieces
 from tok_kernels.batch import AttentionBatch, LayerCache
-from tok_kernels.norm_rope_kv.reference_kv import gather_heads
 
 
 def attention(
@@ -65,7 +63,7 @@ def _attend_piece(
     if piece.first_NQ is not None:
         seen_NQL &= position.unsqueeze(1) >= piece.first_NQ.unsqueeze(-1)
     q_NQHD = q_THD[piece.token_NQ.clamp(max=q_THD.shape[0] - 1)].float() * scale
-    return _dense(q_NQHD, gather_heads(cache.k, row).float(), gather_heads(cache.v, row).float(), seen_NQL)
+    return _dense(q_NQHD, _gather_heads(cache.k, row).float(), _gather_heads(cache.v, row).float(), seen_NQL)
 
 
 def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size: int) -> Tensor:
@@ -77,6 +75,20 @@ def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size
     position = torch.minimum(position_NL, last_N1)
     page = page_table[piece.slot_N.unsqueeze(-1), position // page_size].long()
     return (page * page_size + position % page_size).clamp(min=0)
+
+
+def _gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
+    """Return the given rows of one layer's keys or values, heads before positions.
+
+    `[N, L] -> [N, K, L, D]`, contiguous. The head is part of the index, so one gather yields the layout that the
+    batched matmul needs.
+    """
+    heads, size = pages.shape[2:]
+    row_NKL = row_NL.unsqueeze(1) * heads + torch.arange(heads, device=row_NL.device).unsqueeze(-1)
+    rows = pages.view(-1, size)
+    if pages.dtype == torch.float8_e4m3fn:
+        rows = rows.view(torch.uint8)
+    return rows.index_select(0, row_NKL.flatten()).view(pages.dtype).view(*row_NKL.shape, size)
 
 
 def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,3 +113,26 @@ def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> 
         out.view(*shape, size).transpose(1, 2).reshape(items, queries, heads, size),
         lse.view(shape).transpose(1, 2).reshape(items, queries, heads),
     )
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two partial attention results: float outputs `[..., D]` and natural log-sum-exps `[...]` of their scores.
+
+    A log-sum-exp of −inf marks a partial result without keys; its output is ignored, whatever it holds. Two such
+    results give zeros and −inf; a NaN log-sum-exp gives NaN. Commutative, and associative up to rounding (Milakov &
+    Gimelshein 2018; Juravsky et al. 2024).
+    """
+    peak = torch.maximum(lse_a, lse_b)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weight_a, weight_b = torch.exp(lse_a - peak), torch.exp(lse_b - peak)
+    total = weight_a + weight_b
+    divisor = torch.where(total == 0, 1.0, total)
+    share_a = (weight_a / divisor).unsqueeze(-1)
+    share_b = (weight_b / divisor).unsqueeze(-1)
+    out = _part(out_a, share_a) + _part(out_b, share_b)
+    return out, peak + torch.log(total)
+
+
+def _part(out: Tensor, share: Tensor) -> Tensor:
+    # The output of a partial result without keys may be anything. A NaN log-sum-exp makes the merged result NaN.
+    return torch.where(share == 0, 0.0, out * share)

@@ -1,34 +1,34 @@
-"""Combine attention kernels of different origin, one per phase, with Triton for all other operations."""
+"""Combine attention kernels of Triton and FlashInfer, one per phase, with Triton for all other operations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.phases import Phase, PhaseKernel
-from tok_kernels.attention.triton.cascade import attend_decode
-from tok_kernels.attention.triton.operands import Operands
-from tok_kernels.attention.triton.prefill import prefill
+from tok_kernels.attention.interface import PHASES, AttentionShape, Phase, PhaseKernel
+from tok_kernels.attention.triton.operands import unusable
+from tok_kernels.backend import Backend
 from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.batch import AttentionBatch, LayerCache
+from tok_kernels.calibration.calibrate import calibrate
+from tok_kernels.calibration.candidates import FLASHINFER, TRITON, Candidate, candidates
+from tok_kernels.calibration.choice import Choice
+from tok_kernels.calibration.launches import searches
 
 
 class ComposedBackend(TritonBackend):
     """A `tok_kernels.Backend` with one attention kernel per phase; `planned` names the phases planned on the host.
 
     Triton computes all other operations. Triton also computes layers with a sliding window, because it masks each row
-    of a group by the row's own window. Caches of another dtype than `cache_dtype`, for which the kernels were not
-    built, are left to Triton as well (None: the kernels take every dtype).
+    of a group by the row's own window. Caches of another dtype than `cache_dtype`, for which the kernels were built,
+    are left to Triton as well.
     """
 
     def __init__(
-        self,
-        name: str,
-        kernels: Mapping[Phase, PhaseKernel],
-        planned: frozenset[Phase],
-        cache_dtype: torch.dtype | None = None,
+        self, name: str, kernels: Mapping[Phase, PhaseKernel], planned: frozenset[Phase], cache_dtype: torch.dtype
     ) -> None:
         self.name = name
         self.needs_host_lengths = planned
@@ -39,7 +39,7 @@ class ComposedBackend(TritonBackend):
     def attention(
         self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
     ) -> Tensor:
-        if window is not None or self._cache_dtype not in (None, cache.k.dtype):
+        if window is not None or cache.k.dtype != self._cache_dtype:
             return super().attention(q_THD, cache, batch, scale, window)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         # Only rows after the decode rows can be padding that no kernel writes.
@@ -51,21 +51,31 @@ class ComposedBackend(TritonBackend):
         return out
 
 
-def triton_decode_kernel(
-    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor
-) -> None:
-    """Compute the phases "decode" and "cascade" with Triton."""
-    attend_decode(_operands(q_THD, cache, batch, scale), batch, out_THD)
+def compose(device: torch.device, requested: str, shape: AttentionShape | None, directory: Path | None) -> Backend:
+    """Return the backend "auto", "triton" or "flashinfer" on a CUDA device. Raises ValueError as `choose`."""
+    if shape is None:
+        if requested == FLASHINFER:
+            raise ValueError(f"shape is None; allowed with backend {requested!r}: the model's AttentionShape")
+        return TritonBackend()
+    reason = unusable(shape, device)  # Triton computes all operations but attention in any case
+    if reason is not None:
+        raise ValueError(f"backend is {requested!r}; allowed here: reference ({reason})")
+    among, left_out = candidates(shape, device, requested)
+    if not among:
+        raise ValueError(f"backend is {requested!r}; allowed here: auto, triton, reference ({left_out[requested]})")
+    if {one.name for one in among} == {TRITON} and not searches(shape, device):
+        return TritonBackend()
+    try:
+        return _backend(calibrate(shape, device, among, directory=directory), among, shape.cache_dtype)
+    except (ImportError, OSError, RuntimeError):
+        # The stored choice can no longer be built here.
+        return _backend(calibrate(shape, device, among, directory=directory, anew=True), among, shape.cache_dtype)
 
 
-def triton_prefill_kernel(
-    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor
-) -> None:
-    """Compute the phase "prefill" with Triton."""
-    prefill(_operands(q_THD, cache, batch, scale), batch, out_THD)
-
-
-def _operands(q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float) -> Operands:
-    operands = Operands(q_THD, cache, batch.page_table, scale)
-    operands.check()
-    return operands
+def _backend(choice: Choice, among: list[Candidate], cache_dtype: torch.dtype) -> Backend:
+    if set(choice.fastest.values()) == {TRITON}:
+        return TritonBackend()
+    chosen: dict[Phase, Candidate] = {one.phase: one for one in among if choice.fastest[one.phase] == one.name}
+    planned = frozenset(phase for phase, one in chosen.items() if one.planned)
+    name = ", ".join(f"{phase}: {chosen[phase].name}" for phase in PHASES)
+    return ComposedBackend(name, {phase: one.make() for phase, one in chosen.items()}, planned, cache_dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tok_kernels.attention.phases import Phase
+from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.triton.attention import attention
 from tok_kernels.linear.triton import gated_linear, linear
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul

@@ -3,9 +3,9 @@ disk."""
 
 from __future__ import annotations
 
-from tok_kernels.calibration.calibrate import STEPS, calibrate, known
+from tok_kernels.calibration.calibrate import calibrate, known
 from tok_kernels.calibration.candidates import Candidate, candidates
 from tok_kernels.calibration.choice import Choice, Measurement
 from tok_kernels.calibration.store import cache_directory
 
-__all__ = ["STEPS", "Candidate", "Choice", "Measurement", "cache_directory", "calibrate", "candidates", "known"]
+__all__ = ["Candidate", "Choice", "Measurement", "cache_directory", "calibrate", "candidates", "known"]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels import launch_config as config
-from tok_kernels.attention.phases import PHASES, Phase, PhaseKernel
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import PHASES, AttentionShape, Phase, PhaseKernel
 from tok_kernels.batch import AttentionBatch
 from tok_kernels.calibration import store
 from tok_kernels.calibration.candidates import Candidate

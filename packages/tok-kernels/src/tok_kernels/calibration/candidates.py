@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tok_kernels.attention.flashinfer import Adapters, has_fa3, unusable
-from tok_kernels.attention.phases import Phase, PhaseKernel
-from tok_kernels.attention.shape import AttentionShape
-from tok_kernels.backends.composed import triton_decode_kernel, triton_prefill_kernel
+from tok_kernels.attention.interface import AttentionShape, Phase, PhaseKernel
+from tok_kernels.attention.triton.attention import triton_decode_kernel, triton_prefill_kernel
 
 TRITON, FLASHINFER = "triton", "flashinfer"
 
@@ -70,13 +69,11 @@ def _of_flashinfer(shape: AttentionShape, device: torch.device) -> list[Candidat
     found = [
         Candidate("decode", f"{FLASHINFER} tensor cores", True, lambda: adapters.decode(tensor_cores=True)),
         Candidate("prefill", f"{FLASHINFER} fa2", True, lambda: adapters.prefill("fa2")),
-        Candidate("cascade", f"{FLASHINFER} fa2", True, lambda: adapters.cascade("fa2", tensor_cores=True)),
+        Candidate("cascade", f"{FLASHINFER} fa2", True, lambda: adapters.cascade("fa2")),
     ]
     if shape.group in _NARROW_GROUPS:
         found.append(Candidate("decode", FLASHINFER, True, lambda: adapters.decode(tensor_cores=False)))
     if has_fa3(shape, device):
         found.append(Candidate("prefill", f"{FLASHINFER} fa3", True, lambda: adapters.prefill("fa3")))
-        found.append(
-            Candidate("cascade", f"{FLASHINFER} fa3", True, lambda: adapters.cascade("fa3", tensor_cores=True))
-        )
+        found.append(Candidate("cascade", f"{FLASHINFER} fa3", True, lambda: adapters.cascade("fa3")))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from tok_kernels.attention.phases import PHASES, Phase
+from tok_kernels.attention.interface import PHASES, Phase
 from tok_kernels.launch_config import AttentionLaunch, Kernel
 from tok_kernels.measure.timing import Timing
 

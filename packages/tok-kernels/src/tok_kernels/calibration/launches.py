@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from tok_kernels import launch_config as config
-from tok_kernels.attention.phases import PhaseKernel
-from tok_kernels.attention.shape import AttentionShape
-from tok_kernels.backends.composed import triton_decode_kernel, triton_prefill_kernel
+from tok_kernels.attention.interface import AttentionShape, PhaseKernel
+from tok_kernels.attention.triton.attention import triton_decode_kernel, triton_prefill_kernel
 from tok_kernels.launch_config import AttentionLaunch, Kernel
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep
 from tok_kernels.measure.timing import TimedWork, Timer

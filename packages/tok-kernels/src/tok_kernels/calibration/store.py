@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import tok_kernels
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.calibration.candidates import Candidate
 from tok_kernels.calibration.choice import Choice
 

@@ -27,7 +27,6 @@ from torch import Tensor
 SETS = 2
 PATIENCE = 60.0  # seconds; one rank may have to compile a kernel that another finds compiled
 _CLOCK = 2e9  # clock ticks a second, approximately
-_ALIGNED = 4  # words, of 4 bytes
 
 
 @dataclass(frozen=True, slots=True)

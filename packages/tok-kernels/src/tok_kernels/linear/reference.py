@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tok_kernels.norm_rope_kv.reference_activation import silu_and_mul
-from tok_kernels.norm_rope_kv.reference_norm import rms_norm
+from tok_kernels.norm_rope_kv.reference import rms_norm, silu_and_mul
 
 
 def linear(
@@ -20,11 +19,7 @@ def linear(
 ) -> Tensor:
     """Compute `Backend.linear`."""
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
-    if residual_TN is None:
-        return _product(x_TK, weight_NK, bias_N)
-    if bias_N is not None:
-        residual_TN += bias_N
-    return residual_TN.addmm_(x_TK, weight_NK.t())
+    return matmul(x_TK, weight_NK, bias_N, residual_TN)
 
 
 def gated_linear(
@@ -34,7 +29,12 @@ def gated_linear(
     return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
 
 
-def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+def matmul(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
+    """Compute `Backend.linear` without a norm by torch's GEMM."""
+    if residual_TN is not None:
+        if bias_N is not None:
+            residual_TN += bias_N
+        return residual_TN.addmm_(x_TK, weight_NK.t())
     if x_TK.dtype == weight_NK.dtype == torch.float16 and x_TK.device.type == "cpu":
         # CPUs multiply float32 several times as fast as float16.
         wide_TN = functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
 from tok_kernels.launch_config import pdl_options
+from tok_kernels.linear.reference import matmul
 from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
 from tok_kernels.linear.triton_stream import stream
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
@@ -35,11 +35,7 @@ def linear(
         launch = linear_launch(outputs, x_TK.shape[1], gated=False)
         return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
-    if residual_TN is None:
-        return functional.linear(x_TK, weight_NK, bias_N)
-    if bias_N is not None:
-        residual_TN += bias_N
-    return residual_TN.addmm_(x_TK, weight_NK.t())
+    return matmul(x_TK, weight_NK, bias_N, residual_TN)
 
 
 def gated_linear(

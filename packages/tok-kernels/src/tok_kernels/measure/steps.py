@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.phases import Phase
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape, Phase
 from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLengths, HostLevel, LayerCache
 
 

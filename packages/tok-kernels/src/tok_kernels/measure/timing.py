@@ -51,9 +51,9 @@ def cuda_timer(work: TimedWork) -> Timing:
     return Timing(device_ms(work.again), again, max(first - again, 0.0))
 
 
-def device_ms(run: Callable[[], object], rounds: int = _DEVICE_ROUNDS) -> float:
+def device_ms(run: Callable[[], object]) -> float:
     """Return the median milliseconds between events around `run`; all rounds are queued before the device begins."""
-    pairs = [(_event(), _event()) for _ in range(rounds)]
+    pairs = [(_event(), _event()) for _ in range(_DEVICE_ROUNDS)]
     for before, after in pairs:
         torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
         before.record()

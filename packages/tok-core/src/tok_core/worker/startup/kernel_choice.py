@@ -15,7 +15,7 @@ from tok_core.model_config import read_config, resolve
 from tok_core.parallel import ShardPlan
 from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose
-from tok_kernels.attention.phases import PHASES, Phase
+from tok_kernels.attention.interface import PHASES, Phase
 from tok_kernels.measure import KernelTime, ModelShape, measure_kernels
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> Pha
         if config.backend not in ("auto", "reference"):
             raise InvalidField("backend", config.backend, f"auto or reference on {device.type}")
         return PhaseReport(_name(device), config.tp, shape, dict.fromkeys(PHASES, "reference"))
-    from tok_kernels.calibration import calibrate, candidates
-    from tok_kernels.calibration.calibrate import known
-    from tok_kernels.calibration.store import cache_directory
+    from tok_kernels.calibration import cache_directory, calibrate, candidates, known
 
     among, left_out = candidates(shape, device, config.backend)
     before = None if anew else known(shape, device, among)

@@ -8,7 +8,6 @@ probabilities would help only rows that use them, at the price of a float32 copy
 
 from __future__ import annotations
 
-from tok_kernels.attention.flashinfer.adapters import Adapters
-from tok_kernels.attention.flashinfer.support import has_fa3, unusable
+from tok_kernels.attention.flashinfer.adapters import Adapters, has_fa3, unusable
 
 __all__ = ["Adapters", "has_fa3", "unusable"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from tok_kernels.attention.flashinfer.cascade import FlashInferCascade
 from tok_kernels.attention.flashinfer.decode import FlashInferDecode
 from tok_kernels.attention.flashinfer.prefill import FlashInferPrefill, PrefillBackend
 from tok_kernels.attention.flashinfer.wrappers import new_workspace
-from tok_kernels.attention.phases import PhaseKernel
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape, PhaseKernel
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Adapters:
@@ -32,5 +35,27 @@ class Adapters:
     def decode(self, *, tensor_cores: bool) -> PhaseKernel:
         return FlashInferDecode(self._shape, self._device, self._workspace, tensor_cores=tensor_cores)
 
-    def cascade(self, kernels: PrefillBackend, *, tensor_cores: bool) -> PhaseKernel:
-        return FlashInferCascade(self._shape, self._device, self._workspace, kernels, tensor_cores=tensor_cores)
+    def cascade(self, kernels: PrefillBackend) -> PhaseKernel:
+        return FlashInferCascade(self._shape, self._device, self._workspace, kernels)
+
+
+def unusable(shape: AttentionShape, device: torch.device) -> str | None:
+    """Return why FlashInfer cannot compute this shape here; None if it can, as far as known without a build."""
+    if device.type != "cuda":
+        return f"FlashInfer does not run on {device.type}"
+    if find_spec("flashinfer") is None:
+        return "the package flashinfer-python is not installed"
+    cache_dtypes = (shape.dtype, torch.float8_e4m3fn)
+    for name, value, allowed in (
+        ("head_dim", shape.head_dim, HEAD_DIMS),
+        ("dtype", shape.dtype, DTYPES),
+        ("cache_dtype", shape.cache_dtype, cache_dtypes),
+    ):
+        if value not in allowed:
+            return f"{name} is {value}; FlashInfer's kernels allow {', '.join(map(str, allowed))}"
+    return None
+
+
+def has_fa3(shape: AttentionShape, device: torch.device) -> bool:
+    """Return whether the Hopper kernels ("FlashAttention-3", Shah et al. 2024) compute this shape on this device."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and shape.cache_dtype == shape.dtype

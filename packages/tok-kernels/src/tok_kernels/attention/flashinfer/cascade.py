@@ -11,23 +11,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tok_kernels.attention.flashinfer.decode import FlashInferDecode
-from tok_kernels.attention.flashinfer.groups import level_items
-from tok_kernels.attention.flashinfer.pages import on_device, page_lists, workers_on_host
+from tok_kernels.attention.flashinfer.pages import Ints, on_device, page_lists, workers_on_host
 from tok_kernels.attention.flashinfer.prefill import PrefillBackend, prefill_wrappers
-from tok_kernels.attention.flashinfer.support import flashinfer
 from tok_kernels.attention.flashinfer.wrappers import (
     PlannedFor,
     WrapperRing,
     first_row,
+    flashinfer,
     is_plan_for,
     one_page,
     plan_prefill,
 )
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLevel, LayerCache
 
 
@@ -42,17 +43,9 @@ class _Level:
 class FlashInferCascade:
     """The phase "cascade" (see `PhaseKernel`), which needs `batch.host`; the prefixes are read by `kernels`."""
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        device: torch.device,
-        workspace: Tensor,
-        kernels: PrefillBackend,
-        *,
-        tensor_cores: bool,
-    ) -> None:
+    def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, kernels: PrefillBackend) -> None:
         self._shape = shape
-        self._own = FlashInferDecode(shape, device, workspace, tensor_cores=tensor_cores)
+        self._own = FlashInferDecode(shape, device, workspace, tensor_cores=True)
         self._new_wrappers: Callable[[], WrapperRing] = partial(prefill_wrappers, workspace, kernels)
         self._wrappers = [self._new_wrappers()]
         self._planned_for: PlannedFor | None = None
@@ -97,3 +90,32 @@ class FlashInferCascade:
         wrapper = wrappers.plan(lambda one: plan_prefill(one, self._shape, rows, pages, causal=False, scale=scale))
         covered = None if items.covered.all() else on_device(items.covered, device).bool()
         return _Level(wrapper, covered)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelItems:
+    """The I items of a level.
+
+    indptr      [I + 1]      first row of each item, and the end of the last
+    group       [I]          group whose pages are read; 0 if none
+    start, end  [I]          positions `[start[i], end[i])` that the item reads; empty if none
+    covered     bool [rows]  rows that receive keys from some group
+    """
+
+    indptr: Ints
+    group: Ints
+    start: Ints
+    end: Ints
+    covered: NDArray[np.bool_]
+
+
+def level_items(level: HostLevel, rows: int) -> LevelItems:
+    """Return the items of a level over the first `rows` decode rows."""
+    used = np.flatnonzero((level.row_count > 0) & (level.kv_end > level.kv_start))
+    first = level.row_start[used]
+    bounds = np.unique(np.concatenate(([0, rows], first, first + level.row_count[used])))
+    item = np.searchsorted(bounds, first)
+    group, start, end = np.zeros((3, len(bounds) - 1), np.int32)
+    group[item], start[item], end[item] = used, level.kv_start[used], level.kv_end[used]
+    covered = np.repeat(end > start, np.diff(bounds))
+    return LevelItems(bounds.astype(np.int32), group, start, end, covered)

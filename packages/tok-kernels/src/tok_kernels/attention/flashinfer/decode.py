@@ -8,14 +8,20 @@ import torch
 from torch import Tensor
 
 from tok_kernels.attention.flashinfer.pages import page_lists
-from tok_kernels.attention.flashinfer.support import flashinfer
-from tok_kernels.attention.flashinfer.wrappers import PlannedFor, WrapperRing, is_plan_for, one_page, plan_decode
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.flashinfer.wrappers import (
+    PlannedFor,
+    WrapperRing,
+    flashinfer,
+    is_plan_for,
+    one_page,
+    plan_decode,
+)
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import AttentionBatch, LayerCache
 
 
 class FlashInferDecode:
-    """The phase "decode" (`tok_kernels.attention.phases.PhaseKernel`), which needs `batch.host`.
+    """The phase "decode" (`tok_kernels.attention.interface.PhaseKernel`), which needs `batch.host`.
 
     `tensor_cores` are faster where several query heads share a key/value head. Groups of 1, 2, 3, 4 or 8 also work
     without them. Planning reads every length in Python: about 15 ms at 8192 sequences.

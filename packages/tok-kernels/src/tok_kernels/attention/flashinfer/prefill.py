@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from tok_kernels.attention.flashinfer.pages import page_lists, workers_on_host
-from tok_kernels.attention.flashinfer.support import flashinfer
 from tok_kernels.attention.flashinfer.wrappers import (
     PlannedFor,
     WrapperRing,
     first_row,
+    flashinfer,
     is_plan_for,
     one_page,
     plan_prefill,
 )
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import AttentionBatch, LayerCache
 
 PrefillBackend = Literal["fa2", "fa3"]
@@ -31,7 +31,7 @@ def prefill_wrappers(workspace: Tensor, kernels: PrefillBackend) -> WrapperRing:
 
 
 class FlashInferPrefill:
-    """The phase "prefill" (`tok_kernels.attention.phases.PhaseKernel`), which needs `batch.host`.
+    """The phase "prefill" (`tok_kernels.attention.interface.PhaseKernel`), which needs `batch.host`.
 
     Raises FlashInfer's errors if its kernels cannot be built.
     """

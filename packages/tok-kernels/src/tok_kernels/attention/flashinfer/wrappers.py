@@ -7,19 +7,29 @@ queued when the next step is planned. Several wrappers therefore take turns, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tok_kernels.attention.flashinfer.pages import PageLists, workers_on_host
-from tok_kernels.attention.shape import AttentionShape
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import AttentionBatch
 
 WRAPPERS_IN_RING = 3
 _MIN_WORKSPACE_BYTES = 128 << 20
 _SPARE = 8 << 20
 _TILE_ROWS = 128
+
+
+def flashinfer() -> ModuleType:
+    """Import the package at first use and return it; loading takes seconds.
+
+    Raises ImportError if it is not installed.
+    """
+    return import_module("flashinfer")
 
 
 def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
@@ -43,15 +53,15 @@ def is_plan_for(planned_for: PlannedFor | None, batch: AttentionBatch, scale: fl
 
 
 class WrapperRing:
-    """`count` wrappers created by `make`, planned in turn."""
+    """`WRAPPERS_IN_RING` wrappers created by `make`, planned in turn."""
 
-    def __init__(self, make: Callable[[], Any], count: int = WRAPPERS_IN_RING) -> None:
-        self._wrappers = [make() for _ in range(count)]
-        self._copied: list[torch.cuda.Event | None] = [None] * count
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._wrappers = [make() for _ in range(WRAPPERS_IN_RING)]
+        self._copied: list[torch.cuda.Event | None] = [None] * WRAPPERS_IN_RING
         self._turn = 0
 
     def plan(self, plan: Callable[[Any], None]) -> Any:
-        """Plan the next wrapper with `plan` and return it; the plan stays valid for `count − 1` more calls."""
+        """Plan the next wrapper with `plan` and return it; the plan lasts until each other wrapper was planned."""
         turn = self._turn = (self._turn + 1) % len(self._wrappers)
         copied = self._copied[turn]
         if copied is not None:

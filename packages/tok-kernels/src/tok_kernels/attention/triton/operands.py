@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import LayerCache
 from tok_kernels.launch_config import power_of_two
 
@@ -109,6 +110,19 @@ class Operands:
 def has_fp8(device: torch.device) -> bool:
     """Return whether kernels convert float8_e4m3fn: from compute capability 8.9 on, and when interpreted."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def unusable(shape: AttentionShape, device: torch.device) -> str | None:
+    """Return why Triton's kernels cannot compute this shape here; None if they can."""
+    if shape.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {shape.head_dim}; Triton's kernels allow at most {MAX_HEAD_DIM}"
+    if shape.page_size & (shape.page_size - 1):
+        return f"page_size is {shape.page_size}; Triton's kernels allow powers of two"
+    if shape.dtype not in DTYPES:
+        return f"dtype is {shape.dtype}; Triton's kernels allow {', '.join(map(str, DTYPES))}"
+    if shape.cache_dtype == torch.float8_e4m3fn and not has_fp8(device):
+        return f"cache_dtype is {shape.cache_dtype}; Triton's kernels allow it from compute capability 8.9 on"
+    return None
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

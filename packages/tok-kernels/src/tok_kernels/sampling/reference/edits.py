@@ -1,14 +1,25 @@
-"""Apply penalties and biases of requests to their logits before sampling."""
+"""Apply masks, penalties and biases of requests to their logits before sampling."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import Contexts, LogitBias, Penalties
+from tok_kernels.batch import Contexts, LogitBias, Masks, Penalties
 
 _ENTRIES = 1 << 25  # vocabulary entries counted at once, over all rows; bounds the memory
+_MASKED_ROWS = 64  # rows unpacked at once, from one bit to one byte per entry; bounds the memory
 _POSITIONS = 4096  # positions of a context counted at once; bounds the memory for long contexts
+
+
+def forbid(logits_RV: Tensor, masks: Masks) -> None:
+    """Set the logits that their rows' masks do not allow to −inf."""
+    bit = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
+    for begin in range(0, len(masks.rows), _MASKED_ROWS):
+        rows = masks.rows[begin : begin + _MASKED_ROWS]
+        octets = masks.words[masks.which[begin : begin + _MASKED_ROWS]].view(torch.uint8)
+        allowed = (octets.unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits_RV.shape[1]]
+        logits_RV[rows] = logits_RV[rows].masked_fill_(allowed == 0, -torch.inf)
 
 
 def apply_penalties(logits_RV: Tensor, penalties: Penalties) -> None:

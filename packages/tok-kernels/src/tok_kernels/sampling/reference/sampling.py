@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
-from tok_kernels.sampling.reference.edits import apply_bias, apply_penalties
+from tok_kernels.batch import Sampled, SamplingBatch
+from tok_kernels.sampling.reference.edits import apply_bias, apply_penalties, forbid
 from tok_kernels.sampling.reference.filters import resample_filtered
 from tok_kernels.sampling.reference.inversion import invert_cdf, safe_temperature
-from tok_kernels.sampling.reference.masks import forbid
 from tok_kernels.sampling.reference.philox import uniforms
 from tok_kernels.sampling.reference.shards import sample_shards
+from tok_kernels.sampling.top_logprobs import check_top_logprobs, top_logprobs
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
@@ -25,6 +25,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
     The order is: masks, penalties, bias, temperature, filters. A row in which penalties and bias leave no possible
     token takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
     """
+    check_top_logprobs(batch, logits_RV.shape[1])
     if batch.shards is not None:
         return sample_shards(logits_RV, batch, batch.shards)
     if batch.masks is not None:
@@ -36,7 +37,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         token = torch.where(batch.temperature > 0, _sample_tokens(edited, peak, batch), token)
     if edited is not raw:
         token = torch.where(peak == -torch.inf, raw.argmax(-1), token)
-    return _with_logprobs(raw, token, batch.top_logprobs, batch.top_rows)
+    return _with_logprobs(raw, token, batch)
 
 
 def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:
@@ -61,26 +62,9 @@ def _sample_tokens(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> T
     return resample_filtered(token, logits_RV, weight, safe_temperature_R, second, batch.filters)
 
 
-def _with_logprobs(raw_RV: Tensor, token_R: Tensor, top: int, top_rows: Tensor | None) -> Sampled:
-    rows, vocabulary = raw_RV.shape
-    if not 0 <= top <= vocabulary:
-        raise ValueError(f"top_logprobs is {top!r}; allowed: 0 to the vocabulary's {vocabulary}")
-    lse = raw_RV.logsumexp(-1, keepdim=True)
+def _with_logprobs(raw_RV: Tensor, token_R: Tensor, batch: SamplingBatch) -> Sampled:
+    log_sum_R = raw_RV.logsumexp(-1)
     # A row of −inf only has no distribution; all its log-probabilities are −inf.
-    lse = torch.where(lse == -torch.inf, 0.0, lse)
-    logprob = (raw_RV.gather(-1, token_R.unsqueeze(-1)) - lse).squeeze(-1)
-    if top == 0:
-        return Sampled(token_R, logprob, *empty_top(rows, raw_RV.device))
-    asking = slice(None) if top_rows is None else top_rows
-    value, entry = _ranked(*raw_RV[asking].topk(top, dim=-1))
-    value = value - lse[asking]
-    if top_rows is not None:
-        entry, value = spread_top(top_rows, entry, value, rows)
-    return Sampled(token_R, logprob, entry, value)
-
-
-def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort by value, largest first, with the lower id first among equals, which `topk` does not guarantee."""
-    entry, order = entry.sort(dim=-1)
-    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return value, entry.gather(-1, order)
+    log_sum_R = torch.where(log_sum_R == -torch.inf, 0.0, log_sum_R)
+    logprob = raw_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - log_sum_R
+    return Sampled(token_R, logprob, *top_logprobs(raw_RV, log_sum_R, batch))

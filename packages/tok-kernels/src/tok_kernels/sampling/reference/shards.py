@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import Sampled, SamplingBatch, Shards, empty_top
+from tok_kernels.batch import Sampled, SamplingBatch, Shards
 from tok_kernels.sampling.reference.inversion import first_above, first_passing, safe_temperature
 from tok_kernels.sampling.reference.philox import uniform
+from tok_kernels.sampling.top_logprobs import no_top_logprobs
 
 
 def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sampled:
@@ -42,7 +43,7 @@ def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sa
     # Sums with zeros are exact, and so are token ids in float32.
     found = torch.stack(((sampled + shards.first).float(), logprob)).masked_fill(owner != shards.rank, 0.0)
     token, logprob = shards.gather(found).sum(0)
-    return Sampled(token.long(), logprob, *empty_top(len(raw), raw.device))
+    return Sampled(token.long(), logprob, *no_top_logprobs(len(raw), raw.device))
 
 
 def _owner(published_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tok_kernels.batch import Filters
 from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys, SampledRows
 from tok_kernels.sampling.triton.filter_check import check_filters
-from tok_kernels.sampling.triton.ordered_floats import shift_of
+from tok_kernels.sampling.triton.filter_threshold import shift_of
 from tok_kernels.sampling.triton.resample import resample
 
 # Measured on an H200, as in `block_sampling`: blocks read at a time, and warps, of the check and of resampling.

@@ -68,10 +68,7 @@ def resample(
         row = tl.load(rows + nth_row).to(tl.int64)
         k, p = tl.load(top_k + nth_row), tl.load(top_p + nth_row)
         row_temperature = tl.load(temperature + row)
-        safe_temperature, inv_temperature = (
-            safe_temperature_of(row_temperature),
-            _inv_temperature(row_temperature),
-        )
+        safe_temperature, inv_temperature = safe_temperature_of(row_temperature), _inv_temperature(row_temperature)
         peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
         min_p_threshold = min_p_limit(peak, safe_temperature, tl.load(min_p + nth_row))
         line = logits + row * stride
@@ -99,43 +96,13 @@ def resample(
             if count <= FEW:
                 parts = tl.cdiv(count, BLOCK)
                 threshold, target, settled = _top_k_top_p(
-                    *(
-                        few,
-                        order,
-                        parts,
-                        count,
-                        low,
-                        k,
-                        p,
-                        before,
-                        total,
-                        peak,
-                        inv_temperature,
-                        SHIFT,
-                        BLOCK,
-                        1,
-                        False,
-                    )
+                    *(few, order, parts, count, low, k, p, before, total, peak, inv_temperature),
+                    *(SHIFT, BLOCK, 1, False),
                 )
             else:
                 threshold, target, settled = _top_k_top_p(
-                    *(
-                        line,
-                        order,
-                        active,
-                        vocabulary,
-                        low,
-                        k,
-                        p,
-                        before,
-                        total,
-                        peak,
-                        inv_temperature,
-                        SHIFT,
-                        BLOCK,
-                        GROUP,
-                        True,
-                    )
+                    *(line, order, active, vocabulary, low, k, p, before, total, peak, inv_temperature),
+                    *(SHIFT, BLOCK, GROUP, True),
                 )
         # If top-k and top-p keep the token but min-p removes it, min-p's threshold lies above the token's logit, and it
         # alone decides what is kept.
@@ -209,21 +176,8 @@ def _top_k_top_p(
         settled = before < target
         if settled == 0:
             threshold = find_threshold(
-                *(
-                    line,
-                    order,
-                    active,
-                    vocabulary,
-                    threshold,
-                    target,
-                    peak,
-                    inv_temperature,
-                    False,
-                    SHIFT,
-                    BLOCK,
-                    GROUP,
-                    LISTED,
-                )
+                *(line, order, active, vocabulary, threshold, target, peak, inv_temperature, False),
+                *(SHIFT, BLOCK, GROUP, LISTED),
             )
     return threshold, target, settled
 

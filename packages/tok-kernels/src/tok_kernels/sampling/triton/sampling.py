@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tok_kernels.batch import Sampled, SamplingBatch, empty_top, spread_top
+from tok_kernels.batch import Sampled, SamplingBatch
+from tok_kernels.sampling.top_logprobs import check_top_logprobs, no_top_logprobs, top_logprobs
 from tok_kernels.sampling.triton.block_sampling import RandomKeys, sample_blocks
 from tok_kernels.sampling.triton.edits import resample_edited
 from tok_kernels.sampling.triton.filters import resample_filtered
@@ -19,12 +20,11 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
     rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
     """
     rows, vocabulary = logits_RV.shape
-    if not 0 <= batch.top_logprobs <= vocabulary:
-        raise ValueError(f"top_logprobs is {batch.top_logprobs!r}; allowed: 0 to the vocabulary's {vocabulary}")
+    check_top_logprobs(batch, vocabulary)
     logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     if batch.shards is not None:
         sampled_shards = sample_shards(logits, RandomKeys.of(batch), batch.shards, greedy=batch.all_greedy)
-        return Sampled(*sampled_shards, *empty_top(rows, logits.device))
+        return Sampled(*sampled_shards, *no_top_logprobs(rows, logits.device))
     if batch.masks is not None:
         forbid(logits, batch.masks)
     keys = RandomKeys.of(batch)
@@ -36,23 +36,4 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         token = resample_edited(token, logits, keys, batch)
     if token is not sampled.token:
         logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - sampled.log_sum
-    if not batch.top_logprobs:
-        return Sampled(token, logprob, *empty_top(rows, logits.device))
-    return Sampled(token, logprob, *_top(logits, sampled.log_sum, batch))
-
-
-def _top(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return the largest log-probabilities of the rows that ask for them."""
-    rows, count = batch.top_rows, len(logits_RV)
-    if rows is not None:
-        logits_RV, log_sum_R = logits_RV.index_select(0, rows), log_sum_R.index_select(0, rows)
-    value, entry = _ranked(*logits_RV.topk(batch.top_logprobs, dim=-1))
-    value = value.float() - log_sum_R.unsqueeze(-1)
-    return (entry, value) if rows is None else spread_top(rows, entry, value, count)
-
-
-def _ranked(value: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort by value, largest first, with the lower id first among equals, which `topk` does not guarantee."""
-    entry, order = entry.sort(dim=-1)
-    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return value, entry.gather(-1, order)
+    return Sampled(token, logprob, *top_logprobs(logits, sampled.log_sum, batch))

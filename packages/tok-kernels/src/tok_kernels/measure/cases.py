@@ -1,0 +1,266 @@
+"""Build the cases that `measure_kernels` times: all kernels of a backend, with their least bytes and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from tok_kernels.attention.interface import AttentionShape
+from tok_kernels.backend import Backend
+from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
+from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
+from tok_kernels.norm_rope_kv.rope_table import rope_table
+
+POOL_BYTES = 4 << 30
+TOKENS = 8192
+DISTINCT_BYTES = 1 << 30
+"""Bytes of distinct layer weights, if the model has as many: far more than a device's cache keeps until they are
+reread."""
+
+ATTENTION = (
+    *(AttentionStep(rows=rows, own=own) for rows, own in ((1, 8192), (64, 2048), (1024, 640), (4096, 320))),
+    *(AttentionStep(rows=8192, own=112, groups=groups, prefix=704) for groups in (8, 64, 256)),
+    *(
+        AttentionStep(chunks=((new, cached),) * count)
+        for count, new, cached in ((16, 512, 0), (1, 8192, 0), (4, 512, 4096))
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model's attention shape, and the widths of the residual stream, the feed-forward layer and the logits."""
+
+    attention: AttentionShape
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Work `run` that moves at least `moved` bytes and does at least `operations` operations.
+
+    `tokens` is the number of tokens of a forward pass, if the case stands for a whole one; otherwise 0.
+    """
+
+    kernel: str
+    size: str
+    run: Callable[[], object]
+    moved: int
+    operations: int = 0
+    tokens: int = 0
+
+
+def cases(
+    backend: Backend,
+    model: ModelShape,
+    device: torch.device,
+    tokens: int = TOKENS,
+    attention: tuple[AttentionStep, ...] = ATTENTION,
+) -> Iterator[Case]:
+    """Yield one case after the other; the tensors of a case may be freed once the next is requested."""
+    for step in attention:
+        yield _attention(backend, model.attention, step, device)
+    for temperature in (0.0, 0.8):
+        yield _sampling(backend, model, device, tokens, temperature)
+    for top_k, top_p in ((0, 0.95), (20, 0.95)):
+        yield _filtered(backend, model, device, tokens, top_k, top_p)
+    yield _masked(backend, model, device, tokens)
+    yield _norm(backend, model, device, tokens)
+    for few in (1, tokens):
+        yield from _linears(backend, model, device, few)
+    yield _rope(backend, model.attention, device, tokens)
+    yield _activation(backend, model, device, tokens)
+    yield _page_copy(model.attention, device, tokens)
+    for rows in (64, 1024, tokens):
+        yield forward_gemms(model, device, rows)
+
+
+def _attention(backend: Backend, shape: AttentionShape, step: AttentionStep, device: torch.device) -> Case:
+    problem = new_problem(step, shape, device, POOL_BYTES)
+    moved, operations = attention_floor(problem, shape)
+
+    def run() -> Tensor:
+        return backend.attention(problem.q, problem.cache, problem.batch, problem.scale)
+
+    return Case(f"attention: {step.phase}", step.name, run, moved, operations)
+
+
+def attention_floor(problem: AttentionProblem, shape: AttentionShape) -> tuple[int, int]:
+    """Return the least bytes and operations of a problem.
+
+    Bytes: queries, outputs, and each key and value once, those of a group once for all its rows. Operations: those of
+    both matmuls (scores and outputs) for each pair of query and key that the causal mask allows.
+    """
+    step = problem.step
+    keys = step.groups * step.prefix + step.rows * step.own + sum(new + cached for new, cached in step.chunks)
+    pairs = step.rows * (step.own + (step.prefix if step.groups else 0))
+    pairs += sum(new * cached + new * (new + 1) // 2 for new, cached in step.chunks)
+    key_bytes = 2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+    return keys * key_bytes + 2 * problem.q.nbytes, 4 * pairs * shape.heads * shape.head_dim
+
+
+def _sampling(backend: Backend, model: ModelShape, device: torch.device, rows: int, temperature: float) -> Case:
+    logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
+    batch = _draws(rows, temperature, device)
+    kind = "greedy" if temperature == 0 else f"temperature {temperature}"
+    return Case(f"sample: {kind}", _size(logits), lambda: backend.sample(logits, batch), logits.nbytes)
+
+
+def _draws(rows: int, temperature: float, device: torch.device) -> SamplingBatch:
+    index = torch.arange(rows, device=device)
+    temperature_R = torch.full((rows,), temperature, device=device)
+    return SamplingBatch(temperature_R, seed=index, sample=index * 0, position=index, all_greedy=temperature == 0)
+
+
+def _filtered(backend: Backend, model: ModelShape, device: torch.device, rows: int, top_k: int, top_p: float) -> Case:
+    """Return a case with logits like a trained model's, where few tokens are likely.
+
+    The floor is that of sampling without filters: entries above a likely token lie in few blocks.
+    """
+    size = (rows, model.vocab_size)
+    logits = torch.empty(size, dtype=model.attention.dtype, device=device)
+    for part in torch.split(logits, 512):
+        rank = torch.rand(part.shape, device=device) * model.vocab_size + 0.5
+        part.copy_(16 - 1.2 * rank.log() + 0.5 * torch.randn(part.shape, device=device))
+    batch, every = _draws(rows, 0.8, device), torch.arange(rows, device=device)
+    columns = (torch.full((rows,), value, device=device) for value in (top_p, 0.0))
+    batch = replace(batch, filters=Filters(every, torch.full_like(every, top_k, dtype=torch.int32), *columns))
+    kind = f"top-p {top_p}" + (f", top-k {top_k}" if top_k else "")
+    return Case(f"sample: {kind}", _size(logits), lambda: backend.sample(logits, batch), logits.nbytes)
+
+
+def _masked(backend: Backend, model: ModelShape, device: torch.device, rows: int) -> Case:
+    """Return a case in which every other token is forbidden: the logits are read once and written once."""
+    logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
+    every = torch.arange(rows, device=device)
+    words = torch.full((1, -(-model.vocab_size // 32)), 0x55555555, dtype=torch.int32, device=device)
+    batch = replace(_draws(rows, 0.8, device), masks=Masks(every, every * 0, words))
+    return Case("sample: masks", _size(logits), lambda: backend.sample(logits, batch), 2 * logits.nbytes)
+
+
+def _norm(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Case:
+    x = torch.randn((tokens, model.hidden_size), dtype=model.attention.dtype, device=device)
+    weight = torch.ones(model.hidden_size, dtype=x.dtype, device=device)
+    return Case("rms_norm", _size(x), lambda: backend.rms_norm(x, weight, 1e-5), 2 * x.nbytes)
+
+
+def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Iterator[Case]:
+    """Yield the MLP's two GEMMs, with the arguments that a decoder uses."""
+    hidden, inner, dtype = model.hidden_size, model.intermediate_size, model.attention.dtype
+    x, residual = torch.randn((2, tokens, hidden), dtype=dtype, device=device)
+    gated = torch.randn((tokens, inner), dtype=dtype, device=device)
+    gate_up = torch.randn((2 * inner, hidden), dtype=dtype, device=device)
+    down = torch.randn((hidden, inner), dtype=dtype, device=device)
+    norm = (torch.ones(hidden, dtype=dtype, device=device), 1e-5)
+    yield Case(
+        "gated_linear, norm",
+        f"{_size(x)} → {inner}",
+        lambda: backend.gated_linear(x, gate_up, norm=norm),
+        x.nbytes + gate_up.nbytes + gated.nbytes,
+        2 * tokens * gate_up.numel(),
+    )
+    yield Case(
+        "linear, residual",
+        f"{_size(gated)} → {hidden}",
+        lambda: backend.linear(gated, down, residual_TN=residual),
+        gated.nbytes + down.nbytes + 2 * residual.nbytes,
+        2 * tokens * down.numel(),
+    )
+
+
+def _rope(backend: Backend, shape: AttentionShape, device: torch.device, tokens: int) -> Case:
+    heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
+    made = torch.float16 if shape.dtype == torch.bfloat16 else shape.dtype  # as in a decoder's QKV projection
+    qkv = torch.randn((tokens, heads + 2 * kv_heads, size), dtype=made, device=device)
+    q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+    cache = _empty_cache(shape, -(-tokens // shape.page_size), device)
+    table = rope_table(size, tokens, 10000.0).to(device)
+    index = torch.randperm(tokens, device=device)
+    position = torch.arange(tokens, device=device)
+    moved = qkv.nbytes + q.numel() * shape.dtype.itemsize + 2 * k.numel() * shape.cache_dtype.itemsize
+    return Case(
+        "rope_and_write_kv",
+        _size(qkv),
+        lambda: backend.rope_and_write_kv(q, k, v, position, table, cache, index, dtype=shape.dtype),
+        moved,
+    )
+
+
+def _activation(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Case:
+    x = torch.randn((tokens, 2 * model.intermediate_size), dtype=model.attention.dtype, device=device)
+    return Case("silu_and_mul", _size(x), lambda: backend.silu_and_mul(x), x.nbytes // 2 * 3)
+
+
+def _page_copy(shape: AttentionShape, device: torch.device, tokens: int) -> Case:
+    """Return a case that copies scattered pages of one layer to others, as a fork of samples does."""
+    pages = -(-tokens // shape.page_size)
+    cache = _empty_cache(shape, 2 * pages, device)
+    source, target = torch.randperm(2 * pages, device=device).view(2, pages)
+    # Not every operation supports 8-bit floats.
+    parts = [part.view(torch.uint8) if part.itemsize == 1 else part for part in (cache.k, cache.v)]
+
+    def run() -> None:
+        for part in parts:
+            part[target] = part[source]
+
+    return Case("copy of pages", f"{pages} pages", run, cache.k.nbytes + cache.v.nbytes)
+
+
+def layer_gemms(model: ModelShape) -> tuple[tuple[int, int], ...]:
+    """Return (inputs, outputs) of a layer's GEMMs: QKV projection, output projection, gate and up, down."""
+    shape, hidden, inner = model.attention, model.hidden_size, model.intermediate_size
+    queries = shape.heads * shape.head_dim
+    return (
+        (hidden, queries + 2 * shape.kv_heads * shape.head_dim),
+        (queries, hidden),
+        (hidden, 2 * inner),
+        (inner, hidden),
+    )
+
+
+def forward_gemms(model: ModelShape, device: torch.device, rows: int) -> Case:
+    """Return the GEMMs of every layer, and of the LM head for every row, each with random inputs.
+
+    A few layers' weights are used in turn for all layers. The floor counts all weights once and no activations, which
+    may stay in the device's cache between GEMMs.
+    """
+    sizes, dtype = layer_gemms(model), model.attention.dtype
+    layer_bytes = sum(inputs * outputs for inputs, outputs in sizes) * dtype.itemsize
+    layers = model.attention.layers
+    made = min(layers, -(-DISTINCT_BYTES // layer_bytes))
+    x = {width: torch.randn((rows, width), dtype=dtype, device=device) for width, _ in sizes}
+    weights = [[_weight(*size, dtype, device) for size in sizes] for _ in range(made)]
+    head = _weight(model.hidden_size, model.vocab_size, dtype, device)
+
+    def forward() -> Iterator[Tensor]:
+        for layer in islice(cycle(weights), layers):
+            yield from layer
+        yield head
+
+    def run() -> None:
+        for weight in forward():
+            torch.mm(x[weight.shape[0]], weight)
+
+    parameters = layers * layer_bytes // dtype.itemsize + head.numel()
+    moved = parameters * dtype.itemsize
+    return Case("products of a forward", f"{rows} rows", run, moved, 2 * rows * parameters, tokens=rows)
+
+
+def _weight(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a weight `[inputs, outputs]`, transposed in memory as in a checkpoint."""
+    return torch.randn((outputs, inputs), dtype=dtype, device=device).t()
+
+
+def _empty_cache(shape: AttentionShape, pages: int, device: torch.device) -> LayerCache:
+    size = (2, pages, shape.page_size, shape.kv_heads, shape.head_dim)
+    return LayerCache(*torch.zeros(size, dtype=shape.cache_dtype, device=device))
+
+
+def _size(x: Tensor) -> str:
+    return " × ".join(map(str, x.shape))
