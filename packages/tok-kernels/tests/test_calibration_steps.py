@@ -107,7 +107,7 @@ def test_every_measured_kernel_states_the_bytes_it_must_move() -> None:
         "sample: greedy", "sample: temperature 0.8", "sample: top-p 0.95", "sample: top-p 0.95, top-k 20",
         "sample: masks", "rms_norm",
         "gated_linear, norm", "linear, residual", "gated_linear, norm", "linear, residual", "rope_and_write_kv",
-        "silu_and_mul", "copy of pages", *(["products of a forward"] * 3),
+        "silu_and_mul", "copy of pages", *(["GEMMs of a forward pass"] * 3),
     ]  # fmt: skip
     assert [(case.size, case.tokens) for case in found if case.tokens] == [
         ("64 rows", 64), ("1024 rows", 1024), ("8 rows", 8)

@@ -94,7 +94,7 @@ def test_flashinfer_plans_survive_while_earlier_steps_are_queued(shape: Attentio
 
 def test_flashinfer_prefill_without_host_lengths_is_refused(shape: AttentionShape) -> None:
     problem = new_problem(AttentionStep(chunks=((8, 0),)), shape, CUDA, 1 << 24)
-    with pytest.raises(ValueError, match="host is None; allowed where FlashInfer prefills: HostLengths"):
+    with pytest.raises(ValueError, match="host is None; allowed if FlashInfer prefills: HostLengths"):
         Adapters(shape, CUDA).prefill("fa2")(
             problem.q, problem.cache, replace(problem.batch, host=None), problem.scale, problem.out
         )

@@ -120,7 +120,7 @@ def test_attention_refuses_too_low_host_bounds_by_name() -> None:
         ("max_q", replace(case.batch, max_q=2)),
         ("max_kv", replace(case.batch, max_kv=2)),
     ):
-        with pytest.raises(ValueError, match=f"{field} is 2, below"):
+        with pytest.raises(ValueError, match=f"{field} is 2; allowed: at least"):
             attention_with_lse(case.q, case.cache, batch, case.scale)
 
 

@@ -171,18 +171,18 @@ def name_of(kernel: Any) -> str:
     return name
 
 
-def launched_in_sources() -> Iterator[str]:
-    """Yield the name of every kernel that a module of tok_kernels launches, as in `kernel[grid](...)`."""
+def launched_in_sources() -> Iterator[Any]:
+    """Yield every kernel that a module of tok_kernels launches, as in `kernel[grid](...)`."""
     for found in pkgutil.walk_packages(tok_kernels.__path__, "tok_kernels."):
         module = importlib.import_module(found.name)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
                 kernel = getattr(module, node.value.id, None)
                 if isinstance(kernel, JITFunction):
-                    yield name_of(kernel)
+                    yield kernel
 
 
-LAUNCHED = sorted(set(launched_in_sources()))
+LAUNCHED = {name_of(kernel): kernel for kernel in launched_in_sources()}
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Any]
 
 
 def test_every_launched_kernel_has_a_case(compiled: Mapping[str, list[Any]]) -> None:
-    assert sorted(compiled) == LAUNCHED
+    assert compiled.keys() == LAUNCHED.keys()
 
 
 @pytest.mark.parametrize("kernel", LAUNCHED)
@@ -223,3 +223,9 @@ def test_kernel_compiles_for_sm_90(kernel: str, compiled: Mapping[str, list[Any]
             raise result
         assert ".target sm_90a" in result.asm["ptx"]
         assert result.asm["cubin"].startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kernel", LAUNCHED)
+def test_arguments_that_must_not_recompile_a_kernel_exist(kernel: str) -> None:
+    function = LAUNCHED[kernel]
+    assert {*function.do_not_specialize, *function.do_not_specialize_on_alignment} <= set(function.arg_names)

@@ -147,5 +147,5 @@ class Whole:
 
 def test_masks_over_a_sharded_vocabulary_are_refused() -> None:
     device = torch.device("cpu")
-    with pytest.raises(ValueError, match="masks is given; allowed: nothing where the vocabulary is cut"):
+    with pytest.raises(ValueError, match="masks is given; allowed: nothing if the vocabulary is sharded"):
         replace(batch_of(1, device), masks=masks_of(device, np.ones((1, 5), bool), [0], [0]), shards=Whole())

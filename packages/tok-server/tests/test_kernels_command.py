@@ -26,8 +26,8 @@ SHAPE = attention_shape(read_config(DEMO_MODEL), 16, torch.bfloat16, torch.float
 TIMES = [
     KernelTime("rms_norm", "8192 × 2048", 0.02, 0.016),
     KernelTime("attention: prefill", "16 × 512", 0.5, 0.1),
-    KernelTime("products of a forward", "64 rows", 2.0, 1.0, tokens=64),
-    KernelTime("products of a forward", "8192 rows", 40.0, 32.0, tokens=8192),
+    KernelTime("GEMMs of a forward pass", "64 rows", 2.0, 1.0, tokens=64),
+    KernelTime("GEMMs of a forward pass", "8192 rows", 40.0, 32.0, tokens=8192),
 ]
 MEASURED = KernelsMeasured("Some GPU", "triton", 1, 4.25, 690.0, iter(()))
 

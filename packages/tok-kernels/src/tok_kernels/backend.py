@@ -18,7 +18,7 @@ class Backend(Protocol):
     All tensors live on that device. No operation synchronises the device or knows of requests.
 
     Suffixes of tensor names are axes, explained in `tok_kernels.batch`. In matmuls (`linear`, `gated_linear`) K is the
-    number of inputs, and N or F the number of rows of the weight. L is the number of positions in the RoPE table.
+    number of inputs, and N or F is the number of rows of the weight. L is the number of positions in the RoPE table.
     """
 
     @property
@@ -30,7 +30,7 @@ class Backend(Protocol):
     def needs_host_lengths(self) -> frozenset[Phase]:
         """The attention phases whose kernels are planned on the host.
 
-        A step that contains one of these phases must carry `AttentionBatch.host`.
+        A step with one of these phases must carry `AttentionBatch.host`.
         """
         ...
 
@@ -39,7 +39,7 @@ class Backend(Protocol):
         """Whether a CUDA graph can capture decode steps.
 
         If True, launches of a decode step depend on host-side upper bounds only, never on exact lengths. A captured
-        step can then be replayed with any lengths below the same bounds.
+        step can thus be replayed with any lengths below the same bounds.
         """
         ...
 
@@ -62,12 +62,12 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return `x Wᵀ + bias`, `[T, K] -> [T, N]`; x, W and bias share one dtype.
 
-        With `norm`, a weight `[K]` and eps, `rms_norm(x)` takes the place of x. Then x may have any dtype; the
-        normalised x is rounded to W's dtype, or kept in float32, and the result has W's dtype.
+        With `norm`, a weight `[K]` and eps, `rms_norm(x)` takes the place of x. x may then have any dtype. The
+        normalised x is rounded to W's dtype or kept in float32, and the result has W's dtype.
 
         With `residual_TN`, the result is added to that tensor in place, and that tensor is returned.
 
-        The kernel launched just before this call must not write W: the GEMM may read W before that kernel ends.
+        The kernel launched just before this call must not write W, since the GEMM may read W before that kernel ends.
         """
         ...
 
@@ -82,12 +82,12 @@ class Backend(Protocol):
         """Return `silu(gate) * up` (Shazeer 2020), `[T, K] -> [T, F / 2]`.
 
         `[gate, up]` is `linear(x, gate_up, bias, norm=norm)`, split into halves along the last axis. The kernel
-        launched just before this call must not write `gate_up_FK`, which may be read before that kernel ends.
+        launched just before this call must not write `gate_up_FK`, since the GEMM may read it before that kernel ends.
         """
         ...
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of q and k rotated by rotary embedding (Su et al. 2021), each of its own dtype.
+        """Return copies of q and k, rotated by rotary embedding (Su et al. 2021), of their own dtypes.
 
         Entry `i` of a head is paired with entry `i + D / 2`, as in Llama. `position_T` (int64 or int32) selects rows of
         `cos_sin_LD`, the float32 table made by `rope_table`.
@@ -108,16 +108,16 @@ class Backend(Protocol):
     ) -> Tensor:
         """Rotate q and k, write the rotated k and v to the cache, and return the rotated q.
 
-        With `norm`, `rms_norm` is applied to each head of q and k before the rotation (`rope`). v is written as it is.
+        With `norm`, `rms_norm` is applied to each head of q and k before the rotation (`rope`). v is written unchanged.
         `index_T` selects cache rows as in `write_kv`. All values are computed in float32 and rounded once, to the dtype
-        in which they are written. The result has dtype `dtype` (None: q's dtype) and may occupy the memory of `q_THD`.
+        in which they are stored. The result has dtype `dtype` (None: q's dtype) and may occupy the memory of `q_THD`.
         """
         ...
 
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
         """Return `silu(gate) * up`, where `gate` is the first and `up` the second half of the last axis.
 
-        `[T, 2F] -> [T, F]`, computed in float32, in the dtype of the input.
+        `[T, 2F] -> [T, F]`, computed in float32, of the input's dtype.
         """
         ...
 
@@ -125,7 +125,8 @@ class Backend(Protocol):
         """Store token `t`'s key and value at flat cache row `index_T[t]` (int64), converted to the cache's dtype.
 
         The flat row of a position is `page * page_size + offset`. `LayerCache` describes the conversion to float8. If
-        several tokens have the same index, any one of them may remain.
+        several tokens have the same index, the row holds any one of them. The cache's pages must be evenly spaced in
+        memory (RuntimeError otherwise).
         """
         ...
 
@@ -136,20 +137,20 @@ class Backend(Protocol):
 
         `batch` describes the queries, their keys and the cascade levels. `scale` multiplies the scores. `window` is the
         number of positions that a query sees, its own included (sliding window, Beltagy et al. 2020); with None it sees
-        all positions up to its own. Keys that no query of a program sees are not read, so a window bounds the cost.
+        all positions up to its own. Keys outside of all windows are not read, so a window bounds the cost.
 
-        Cache rows that no query may see can hold NaN. A token that sees no key, and a row of q that belongs to no
-        sequence, gets zeros.
+        Scores, softmax and sums are float32. Cache rows that no query may see can hold NaN. A token that sees no key,
+        and a row of q that belongs to no sequence, gets zeros.
         """
         ...
 
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         """Sample one token per row of logits (float32 or bfloat16, −inf allowed).
 
-        The order is: masks, penalties, bias, temperature, filters. Masks change `logits_RV` in place; nothing else
-        does. Each row is independent: its token depends on its logits, its parameters and its key (seed, sample,
-        position). A row in which penalties and bias leave no possible token takes its largest raw logit. Raises
-        ValueError if `batch.top_logprobs` exceeds the vocabulary.
+        The order is: masks, penalties, bias, temperature, filters. Only masks change `logits_RV` in place. A row's
+        token depends on the row's logits, parameters and key (seed, sample, position), and on no other row. A row in
+        which penalties and bias leave no possible token takes its largest raw logit. Raises ValueError if
+        `batch.top_logprobs` exceeds the vocabulary.
         """
         ...
 
@@ -157,15 +158,16 @@ class Backend(Protocol):
         """Make one decode row per slot of `slot_B` (int32) and advance the slots' lengths by one.
 
         A row's token is its slot's last token, and its position is the slot's length before the call. The token is also
-        recorded in `token_of`. A slot may occur once only, unless it has ended. The row of an ended slot computes token
-        0 at position 0, writes to the scratch row, and leaves the slot unchanged.
+        recorded in `token_of`. A slot may occur only once, unless it has ended. The row of an ended slot has token 0 at
+        position 0, writes to the scratch row, and leaves the slot unchanged.
         """
         ...
 
     def record_sampled_tokens(self, slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
         """Store each row's sampled token (int64) as the last token of its slot (int32), and mark slots that end.
 
-        A slot ends if its token is an end id and its length, the token's position, is at least `eos_from_position`.
-        Returns int32 `[2, R]` for the host: the tokens, and the bits of their float32 log-probabilities.
+        A slot ends if its token is an end id and its length, which is the token's position, is at least
+        `eos_from_position`. Return int32 `[2, R]` for the host: the tokens, and the bits of their float32
+        log-probabilities.
         """
         ...

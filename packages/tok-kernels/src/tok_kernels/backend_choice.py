@@ -21,9 +21,9 @@ def choose(
 ) -> Backend:
     """Return the backend for `device`; `requested` is one of `BACKENDS`.
 
-    "auto" is the reference backend on a CPU, and where Triton is not installed. On a CUDA device it is Triton. If the
-    model's `shape` is given, each attention phase uses the fastest of Triton's and FlashInfer's kernels. These are
-    measured the first time, and then known from files in `directory` (`tok_kernels.calibration.calibrate`).
+    "auto" is Triton on a CUDA device if Triton is installed, and the reference backend otherwise. If the model's
+    `shape` is given, each attention phase uses the fastest of Triton's and FlashInfer's kernels. They are measured the
+    first time and stored in `directory`, by default the user's cache directory (`tok_kernels.calibration.calibrate`).
 
     Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
     """

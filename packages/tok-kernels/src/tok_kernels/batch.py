@@ -1,9 +1,11 @@
 """Define the inputs of one step's attention and sampling, as tensors on the backend's device.
 
 Axes used in names and shapes throughout this package:
-  B  sequences of the step          T  query tokens of the step       S  slots
-  P  pages a slot may hold          G  prefix groups of a level       R  rows that sample
-  H  query heads, K  key/value heads, D  head size, V  vocabulary, N  hidden size
+  B  sequences of the step    T  query tokens of the step    S  slots
+  P  pages a slot may hold    C  rows of the cache           G  prefix groups of a level
+  H  query heads              K  key/value heads             D  head size
+  R  rows that sample         V  vocabulary                  N  hidden size
+A lower-case r counts those of the R rows that have a penalty, filter or mask.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class LayerCache:
     """One layer's keys and values: `k` and `v` are `[pages, page_size, K, D]`.
 
     The dtype is float32, bfloat16, float16 or float8_e4m3fn. Values written as float8_e4m3fn are clamped to ±448, its
-    range, and rounded to nearest, ties to even. There is no scale factor. From 2⁻⁶ up to 448 the spacing of
-    float8_e4m3fn is 1/8 to 1/16 of a number of any size. A scale gains nothing for keys and values in that range.
+    range, and rounded to nearest, ties to even; NaN stays NaN. There is no scale factor: from 2⁻⁶ to 448 the spacing of
+    float8_e4m3fn is 1/16 to 1/8 of the number itself, so a scale gains nothing for keys and values in that range.
     """
 
     k: Tensor
@@ -32,6 +34,7 @@ class LayerCache:
 
     @property
     def page_size(self) -> int:
+        """Number of positions that a page holds."""
         return self.k.shape[1]
 
 
@@ -54,9 +57,9 @@ class CascadeLevel:
 
     Group `g` consists of the step's decode rows `[row_start[g], row_start[g] + row_count[g])`. These rows attend,
     without a causal mask, to the positions `[kv_start[g], kv_end[g])`, found through the page table of `slot[g]`. All
-    tensors are int32 `[G]`, and positions are multiples of the page size. A row is in at most one group of a level. A
-    group may be empty: then it has neither rows nor keys. `max_rows` and `max_kv` are host-side upper bounds of
-    `row_count` and `kv_end - kv_start`.
+    tensors are int32 `[G]`, and positions are multiples of the page size. A row is in at most one group of a level. An
+    empty group has neither rows nor keys. `max_rows` and `max_kv` are host-side upper bounds of `row_count` and
+    `kv_end - kv_start`.
     """
 
     row_start: Tensor
@@ -70,7 +73,7 @@ class CascadeLevel:
 
 @dataclass(frozen=True, slots=True)
 class HostLevel:
-    """Host copy of a cascade level's groups: int32 arrays `[G]`, named as the level's tensors."""
+    """Host copy of a cascade level's groups: int32 arrays `[G]` with the names of the level's tensors."""
 
     row_start: NDArray[np.int32]
     row_count: NDArray[np.int32]
@@ -102,17 +105,18 @@ class AttentionBatch:
     `kv_start[b]` to its own. Cascade levels cover the positions before `kv_start[b]`. The partial results are merged by
     log-sum-exp (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade inference").
 
-    A decode row whose `kv_len` is not above its `kv_start` sees only the keys of its levels, if any. Rows with 0 for
-    both, and empty groups, pad a captured step to its size.
+    A decode row whose `kv_len` is not above its `kv_start` sees only the keys of its levels, if any. Rows whose
+    `kv_len` and `kv_start` are 0, and empty groups, pad a captured step to its size.
 
     page_table  int32 [S, P]   page ids of every slot
     slots       int32 [B]      the slot of each sequence
     q_start     int32 [B + 1]  index of each sequence's first query token among the step's T
     kv_len      int32 [B]      positions in the cache once this step's keys are written
-    kv_start    int32 [B]      first position read by the sequence itself; 0 without a group
-    levels      cascade levels, over disjoint position ranges
+    kv_start    int32 [B]      first position that the sequence reads for itself; 0 without a group
+    num_decode                 sequences that decode
     max_q, max_kv              host-side upper bounds of any sequence's query tokens and kv_len
-    host        the lengths on the host, where the backend needs them (`needs_host_lengths`)
+    levels                     cascade levels, over disjoint position ranges
+    host                       the lengths on the host, if the backend needs them (`needs_host_lengths`)
 
     A backend may cache its plan for a batch by object identity. Use one object for all layers of a step, and a new
     object for every step.
@@ -138,10 +142,13 @@ class Contexts:
     `token_of[page_table[slots[i], p // page_size] * page_size + p % page_size]`.
     The first `prompt_len[i]` tokens are the prompt; the others were generated.
 
-    page_table  int32 [S, P]   page ids of every slot
-    token_of    int64 [C]      the token at each row of the cache
-    slots, length, prompt_len  int64 [r]
-    max_len     host-side upper bound of every length, at most P · page_size
+    page_table  int32 [S, P]  page ids of every slot
+    token_of    int64 [C]     the token at each row of the cache
+    page_size                 positions that a page holds
+    slots       int64 [r]     the slot of each sequence
+    length      int64 [r]     tokens of each sequence
+    prompt_len  int64 [r]     tokens of each prompt
+    max_len                   host-side upper bound of every length, at most P · page_size
     """
 
     page_table: Tensor
@@ -157,12 +164,14 @@ class Contexts:
 class Penalties:
     """Presence, frequency and repetition penalties of the rows that have any.
 
-    rows                int64 [r]    row numbers among the R, each once
-    contexts                         the tokens of these rows' sequences
-    presence_penalty    float32 [r]  subtracted once from generated tokens only, as in OpenAI's reference
-    frequency_penalty   float32 [r]  subtracted per occurrence, from generated tokens only, as in OpenAI's reference
+    rows                int64 [r]    numbers of these rows, each once
+    contexts                         tokens of these rows' sequences
+    presence_penalty    float32 [r]  subtracted once from the logit of each generated token
+    frequency_penalty   float32 [r]  subtracted from the logit of a generated token for each of its occurrences
     repetition_penalty  float32 [r]  divides positive and multiplies negative logits of prompt and generated tokens
                                      (Keskar et al. 2019, "CTRL")
+
+    Presence and frequency penalties are those of OpenAI's API reference.
     """
 
     rows: Tensor
@@ -174,9 +183,9 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Additions to single logits: `logits[row[i], token[i]] += value[i]`; biases of one logit add up.
+    """Additions to m single logits: `logits[row[i], token[i]] += value[i]`; biases of one logit add up.
 
-    `row` and `token` are int64 `[m]`, `value` is float32 `[m]`. A value of −inf forbids the token.
+    `row` and `token` are int64 `[m]`, and `value` is float32 `[m]`. A value of −inf forbids the token.
     """
 
     row: Tensor
@@ -186,10 +195,12 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Top-k, top-p and min-p of the rows that have any: `rows` int64 `[r]`, and one value of each kind per such row.
+    """Top-k, top-p and min-p of the rows that have any, applied in this order after temperature, as in transformers.
 
-    The filters apply in this order to the temperature-scaled distribution, as in transformers. `top_k` int32 (0: off),
-    `top_p` float32 (1: off), `min_p` float32 (0: off).
+    rows   int64 [r]    numbers of these rows
+    top_k  int32 [r]    0: off
+    top_p  float32 [r]  1: off
+    min_p  float32 [r]  0: off
     """
 
     rows: Tensor
@@ -202,12 +213,12 @@ class Filters:
 class Masks:
     """Bitmasks of allowed tokens, for the rows that have one (guided decoding).
 
-    rows   int64 [r]          row numbers among the R
+    rows   int64 [r]          numbers of these rows
     which  int64 [r]          index in `words` of each row's mask
-    words  int32 [u, ⌈V/32⌉]  the distinct masks
+    words  int32 [u, ⌈V/32⌉]  the u distinct masks
 
-    Token t is allowed where bit `t % 32` of word `t // 32` is set. The logits of all other tokens become −inf in place,
-    so log-probabilities exclude these tokens, too.
+    Token t is allowed if bit `t % 32` of word `t // 32` is set. The logits of all other tokens become −inf in place, so
+    log-probabilities exclude these tokens, too.
     """
 
     rows: Tensor
@@ -221,7 +232,10 @@ class Shards(Protocol):
     This rank's logits are the vocabulary's entries from `first` on; the next rank's entries follow them. All ranks
     sample the same rows at the same time and obtain the same tokens.
 
-    exchange   how kernels of the ranks communicate directly; None: only `gather` is available
+    rank      number of this rank
+    ranks     number of ranks
+    first     first entry of the vocabulary on this rank
+    exchange  buffers through which kernels of the ranks communicate; None: ranks communicate by `gather` only
     """
 
     rank: int
@@ -241,14 +255,14 @@ class Shards(Protocol):
 class SamplingBatch:
     """Sampling parameters of the R rows of logits.
 
-    temperature   float32 [R]  0: the largest logit (the lowest id among equals)
-    seed          int64   [R]  the row's randomness depends on seed, `sample` and `position` only
+    temperature   float32 [R]  0: the token with the largest logit is taken (the lowest id among equals)
+    seed          int64   [R]  a row's random numbers depend on its `seed`, `sample` and `position` only
     sample        int64   [R]  index of the sample among the n of its request
     position      int64   [R]  position that the sampled token takes in its sequence
-    penalties, bias, filters, masks   only for the rows that have them; None: no row does
-    top_logprobs               how many largest log-probabilities to return; 0: none
-    top_rows      int64   [r]  rows that get them, each once, the others get zeros; None: every row
-    all_greedy                 the host knows that every temperature is 0, so no random number is needed
+    penalties, bias, filters, masks   those of the rows that have any; None: no row has any
+    top_logprobs               number of most likely tokens to return; 0: none
+    top_rows      int64   [r]  rows that get most likely tokens, each once; the others get zeros; None: every row
+    all_greedy                 every temperature is 0, so no random number is needed
     shards                     the part of the vocabulary that the logits cover; None: all of it
 
     Raises ValueError if `shards` is combined with penalties, bias, filters, masks or top_logprobs, which need whole
@@ -273,17 +287,17 @@ class SamplingBatch:
             return
         for name in ("penalties", "bias", "filters", "masks", "top_logprobs"):
             if getattr(self, name):
-                raise ValueError(f"{name} is given; allowed: nothing where the vocabulary is cut (shards)")
+                raise ValueError(f"{name} is given; allowed: nothing if the vocabulary is sharded (shards)")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The result of `sample`.
+    """The result of `Backend.sample`.
 
     token        int64   [R]
-    logprob      float32 [R]                the token's log-probability
-    top_token    int64   [R, top_logprobs]  the most likely tokens, largest first
-    top_logprob  float32 [R, top_logprobs]  their log-probabilities
+    logprob      float32 [R]                log-probability of the token
+    top_token    int64   [R, top_logprobs]  the most likely tokens, the most likely first
+    top_logprob  float32 [R, top_logprobs]  log-probabilities of `top_token`
 
     Log-probabilities are those of the model's own distribution: after masks, but before temperature, penalties, bias
     and filters. `logprob` is not finite if a logit of the row is NaN or +inf, or if all are −inf. Such a row has no

@@ -1,4 +1,4 @@
-"""Choose launch configurations of the attention kernels from a table measured on an H200, by head and element size.
+"""Choose launch configurations of the attention kernels by head and element size, from a table measured on an H200.
 
 On other devices, calibration measures a few alternatives and overrides the table (`use`).
 """
@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# Minimum keys per split: fewer are not worth a program of their own and the pass that merges its result.
-DECODE_SPLIT_KEYS = 64
-TILE_SPLIT_KEYS = 256
-# More partial results than this cost more to merge than they save.
+# Minimum keys of a split. Fewer keys cost more than they save, for a program of their own and the merge of its result.
+MIN_DECODE_SPLIT_KEYS = 64
+MIN_TILE_SPLIT_KEYS = 256
+# Maximum splits of a range of keys. More partial results cost more to merge than they save.
 MAX_SPLITS = 128
-# Registers a thread for a KV cache of 8-bit elements, see `decode_launch`.
+# Registers per thread with a cache of 8-bit elements, see `decode_launch`.
 EIGHT_BIT_REGISTERS = 128
 
 
@@ -25,11 +25,11 @@ EIGHT_BIT_REGISTERS = 128
 class AttentionLaunch:
     """Launch configuration of an attention kernel.
 
-    rows       query rows of a block (token × query head of a group)
+    rows       query rows of a block (query tokens × query heads of a group)
     keys       keys of a block
     warps      Triton's num_warps
     stages     Triton's num_stages (software pipelining)
-    programs   programs per multiprocessor that keep it busy
+    programs   programs that keep a multiprocessor busy
     registers  the compiler's limit of registers per thread; None: no limit
     """
 
@@ -65,7 +65,7 @@ _found: dict[Kernel, AttentionLaunch] = {}
 
 
 def use(launches: Mapping[Kernel, AttentionLaunch]) -> None:
-    """Launch these kernels with the given configurations in this process, instead of the table's."""
+    """Launch the kernels with the given configurations instead of the table's, in this process."""
     _found.update(launches)
 
 
@@ -75,25 +75,21 @@ def remove_override(kernel: Kernel) -> None:
 
 
 def decode_launch(padded_head: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionLaunch:
-    """Return the launch for one program per sequence and key/value head.
-
-    `rows` holds the whole group of query heads.
-    """
+    """Return the launch of the decode kernel, whose `rows` hold the whole group of query heads."""
     launch = _launch(Kernel("decode", padded_head, dtype.itemsize))
     if cache_dtype.itemsize == 1 and launch.warps == 1:
-        # Without a limit the compiler uses so many registers for the conversion from 8 bits that fewer programs fit on
-        # a multiprocessor.
+        # Without a limit, the conversion from 8 bits takes so many registers that fewer programs fit a multiprocessor.
         launch = replace(launch, registers=EIGHT_BIT_REGISTERS)
     return replace(launch, rows=max(launch.rows, power_of_two(group)))
 
 
 def tile_launch(padded_head: int, dtype: torch.dtype) -> AttentionLaunch:
-    """Return the launch for one program per tile of query rows and key/value head."""
+    """Return the launch of the varlen kernel, which has one program for each tile of query rows and key/value head."""
     return _launch(Kernel("tile", padded_head, dtype.itemsize))
 
 
 def alternatives(kernel: Kernel) -> list[AttentionLaunch]:
-    """Return the table's launch, then others that may be faster on another device; few, as each has to be compiled."""
+    """Return the table's launch, and a few others that may be faster on another device; each has to be compiled."""
     first = _of_table(kernel)
     if kernel.name == "decode":
         others = [
@@ -113,35 +109,34 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def splits(programs: int, launch: AttentionLaunch, most_keys: int, least_keys: int, device: torch.device) -> int:
-    """Return the number of programs that share one range of at most `most_keys` keys.
+def splits(programs: int, launch: AttentionLaunch, max_keys: int, min_keys: int, device: torch.device) -> int:
+    """Return the number of splits of each range of keys that keeps the GPU busy.
 
-    Splitting keeps the GPU busy where only `programs` programs run without it. Each split gets at least `least_keys`
-    keys.
+    Without splits there are `programs` programs. A range has at most `max_keys` keys, and a split at least `min_keys`.
     """
-    wanted = launch.programs * multiprocessors(device)
-    return max(1, min(wanted // max(programs, 1), -(-most_keys // least_keys), MAX_SPLITS))
+    target = launch.programs * multiprocessors(device)
+    return max(1, min(target // max(programs, 1), -(-max_keys // min_keys), MAX_SPLITS))
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the device's number of multiprocessors; an H200's where kernels are interpreted."""
+    """Return the device's number of multiprocessors; an H200's number if the device is not CUDA."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @lru_cache
 def supports_pdl(device: torch.device) -> bool:
-    """Return whether a kernel may start before its predecessor ends (programmatic dependent launch, from Hopper on)."""
+    """Return whether a kernel may start before its predecessor ends (programmatic dependent launch, since Hopper)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Return launch options for a kernel that may start before its predecessor ends, if the predecessor permits it.
 
-    The kernel argument EARLY is True if it may. Every program of such a kernel waits for the predecessor's end
-    (`gdc_wait`) before it touches memory that a kernel of the step writes. Thus any later kernel, early or not, finds
-    all results before it complete once it has waited itself. `tok_kernels.attention.triton.decode.decode` explains its
-    exception.
+    The kernel's argument PDL is True on devices with programmatic dependent launch. Every program of the kernel waits
+    for the predecessor's end (`gdc_wait`) before it touches memory that a kernel of the step writes. So any later
+    kernel finds the results of all kernels before it complete, once it has waited itself. The one exception is
+    explained in `tok_kernels.attention.triton.decode.decode`.
     """
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}
 

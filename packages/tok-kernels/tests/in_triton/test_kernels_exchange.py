@@ -51,7 +51,7 @@ def exchanges(ranks: int, device: torch.device = CPU) -> list[Exchange]:
     return [Exchange.over(buffers, rank, patience=10.0) for rank in range(ranks)]
 
 
-def lanes(one: Exchange) -> list[ExchangeChannel]:
+def channels(one: Exchange) -> list[ExchangeChannel]:
     return [one.sums, one.samples]
 
 
@@ -59,7 +59,7 @@ def lanes(one: Exchange) -> list[ExchangeChannel]:
 def test_exchange_channels_fill_the_buffer_without_overlap() -> None:
     one = exchanges(3)[1]
     for rank in range(3):
-        views = [lane.buffers[rank].view(-1) for lane in lanes(one)]
+        views = [channel.buffers[rank].view(-1) for channel in channels(one)]
         places = sorted((view.data_ptr(), view.data_ptr() + view.nbytes) for view in views)
         assert all(end <= start for (_, end), (start, _) in pairwise(places))
         assert sum(view.nbytes for view in views) == Exchange.bytes(3)
@@ -70,21 +70,21 @@ def test_exchange_channels_fill_the_buffer_without_overlap() -> None:
 def test_a_new_exchange_clears_only_the_buffer_of_its_own_rank() -> None:
     buffers = [torch.zeros(Exchange.bytes(2), dtype=torch.uint8) for _ in range(2)]
     one = Exchange.over(buffers, 1, patience=2.0)
-    assert all(bool((lane.buffers[1] == -1).all()) and not lane.buffers[0].any() for lane in lanes(one))
-    assert all(not lane.turns.any() and lane.patience == 4_000_000_000 for lane in lanes(one))
+    assert all(bool((channel.buffers[1] == -1).all()) and not channel.buffers[0].any() for channel in channels(one))
+    assert all(not channel.turns.any() and channel.patience == 4_000_000_000 for channel in channels(one))
     assert (one.sums.rank, one.sums.ranks, one.sums.buffers[0].shape[0]) == (1, 2, SETS)
     assert one.sums.programs * one.sums.words * 4 == SUM_BYTES
 
 
 @outside
 def test_exchange_sum_refuses_unsupported_sizes_dtypes_and_residuals() -> None:
-    lane = exchanges(2)[0].sums
+    channel = exchanges(2)[0].sums
     for x in (torch.zeros(3), torch.zeros(0), torch.zeros(8, dtype=torch.float64), torch.zeros(SUM_BYTES // 4 + 4)):
         assert not exchange.can_sum(x.nbytes, x.dtype)
         with pytest.raises(ValueError, match=r"x has \d+ bytes of torch\.\w+; allowed: multiples of 16 up to 2097152"):
-            exchange.exchange_sum(x, lane)
+            exchange.exchange_sum(x, channel)
     with pytest.raises(ValueError, match=r"residual is torch\.float32 \(2, 8\); allowed: as x, \(1, 8\)"):
-        exchange.exchange_sum(torch.zeros(1, 8), lane, torch.zeros(2, 8))
+        exchange.exchange_sum(torch.zeros(1, 8), channel, torch.zeros(2, 8))
 
 
 @triton.jit
@@ -120,36 +120,36 @@ def _end_turn(turns, program, turn):
 Meet = Callable[[list[ExchangeChannel], Callable[[int], Tensor], int], list[Tensor]]
 
 
-def one_by_one(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+def one_by_one(channels: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
     """Run the ranks one after another, and repeat the turn with the words that were sent in the round before."""
-    begun = [lane.turns.clone() for lane in lanes]
-    arrived = [torch.zeros_like(lane.buffers[rank]) for rank, lane in enumerate(lanes)]
+    begun = [channel.turns.clone() for channel in channels]
+    arrived = [torch.zeros_like(channel.buffers[rank]) for rank, channel in enumerate(channels)]
     found = list[Tensor]()
     for again in range(rounds + 1):
         found, sent = [], [torch.zeros_like(words) for words in arrived]
-        for rank, lane in enumerate(lanes):
-            lane.turns.copy_(begun[rank])
-            for buffer in lane.buffers:
+        for rank, channel in enumerate(channels):
+            channel.turns.copy_(begun[rank])
+            for buffer in channel.buffers:
                 buffer[:, rank] = 0
-            lane.buffers[rank].copy_(arrived[rank])
+            channel.buffers[rank].copy_(arrived[rank])
             found.append(compute(rank))
-            for to, buffer in enumerate(lane.buffers):
+            for to, buffer in enumerate(channel.buffers):
                 sent[to][:, rank] = buffer[:, rank]
             if again == rounds:  # in earlier rounds a rank may have sent words that no other rank reads
-                assert bool((lane.buffers[rank][arrived[rank] != 0] == -1).all())
+                assert bool((channel.buffers[rank][arrived[rank] != 0] == -1).all())
         arrived = sent
     return found
 
 
-def at_once(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
-    begun = [lane.turns.clone() for lane in lanes]
-    streams = [torch.cuda.Stream() for _ in lanes]  # type: ignore[no-untyped-call]
+def at_once(channels: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
+    begun = [channel.turns.clone() for channel in channels]
+    streams = [torch.cuda.Stream() for _ in channels]  # type: ignore[no-untyped-call]
     found = list[Tensor]()
     # First run each rank alone, as if all words had arrived: loading a kernel or allocating memory may synchronize.
     for trial in (True, False):
-        for rank, lane in enumerate(lanes):
-            lane.buffers[rank].fill_(0 if trial else -1)
-            lane.turns.copy_(begun[rank])
+        for rank, channel in enumerate(channels):
+            channel.buffers[rank].fill_(0 if trial else -1)
+            channel.turns.copy_(begun[rank])
         torch.cuda.synchronize()
         found.clear()
         for rank, stream in enumerate(streams):
@@ -158,7 +158,7 @@ def at_once(lanes: list[ExchangeChannel], compute: Callable[[int], Tensor], roun
             if trial:
                 stream.synchronize()
         torch.cuda.synchronize()
-    assert all(bool((lane.buffers[rank] == -1).all()) for rank, lane in enumerate(lanes))
+    assert all(bool((channel.buffers[rank] == -1).all()) for rank, channel in enumerate(channels))
     return found
 
 
@@ -195,8 +195,8 @@ def test_exchange_sum_adds_in_the_same_order_on_every_rank(
 def test_exchange_sum_takes_misaligned_tensors(meet: Meet, device: torch.device) -> None:
     everyone = exchanges(2, device)
     whole = torch.arange(36, dtype=torch.float32, device=device)
-    lanes = [one.sums for one in everyone]
-    found = meet(lanes, lambda rank: exchange.exchange_sum(whole.clone()[1 + rank : 33 + rank], lanes[rank]), 1)
+    channels = [one.sums for one in everyone]
+    found = meet(channels, lambda rank: exchange.exchange_sum(whole.clone()[1 + rank : 33 + rank], channels[rank]), 1)
     assert all(torch.equal(one, whole[1:33] + whole[2:34]) for one in found)
 
 

@@ -163,8 +163,8 @@ def test_triton_attention_over_an_fp8_cache_matches_a_float64_loop(
     dtype: torch.dtype, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if split:
-        monkeypatch.setattr(config, "DECODE_SPLIT_KEYS", 8)
-        monkeypatch.setattr(config, "TILE_SPLIT_KEYS", 8)
+        monkeypatch.setattr(config, "MIN_DECODE_SPLIT_KEYS", 8)
+        monkeypatch.setattr(config, "MIN_TILE_SPLIT_KEYS", 8)
     else:
         monkeypatch.setattr(config, "multiprocessors", lambda _device: 1)
     case = float8(build(MIXED, device, dtype))

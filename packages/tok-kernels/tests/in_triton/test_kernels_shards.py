@@ -139,7 +139,7 @@ def test_sharded_sampling_refuses_filters_bias_and_top_logprobs() -> None:
         ("bias", replace(plain, bias=LogitBias(rows, rows, one))),
         ("top_logprobs", replace(plain, top_logprobs=1)),
     ):
-        with pytest.raises(ValueError, match=rf"{field} is given; allowed: nothing where the vocabulary"):
+        with pytest.raises(ValueError, match=rf"{field} is given; allowed: nothing if the vocabulary"):
             check(torch.zeros((1, 4)), batch, [2], triton=False)
 
 

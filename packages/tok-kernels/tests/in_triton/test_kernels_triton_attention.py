@@ -42,7 +42,7 @@ def small_device() -> Iterator[None]:
 
 def split_everything(monkeypatch: pytest.MonkeyPatch, programs: int = 6, keys: int = 8) -> None:
     """Split all keys, as for few long sequences on a large GPU: each program gets `keys` keys."""
-    for name in ("DECODE_SPLIT_KEYS", "TILE_SPLIT_KEYS"):
+    for name in ("MIN_DECODE_SPLIT_KEYS", "MIN_TILE_SPLIT_KEYS"):
         monkeypatch.setattr(config, name, keys)
     monkeypatch.setattr(config, "multiprocessors", lambda _device: programs)
 
@@ -254,8 +254,8 @@ LAUNCHES = pytest.mark.parametrize(
 
 def launch(monkeypatch: pytest.MonkeyPatch, programs: int, decode_keys: int, tile_keys: int) -> None:
     split_everything(monkeypatch, programs)
-    monkeypatch.setattr(config, "DECODE_SPLIT_KEYS", decode_keys)
-    monkeypatch.setattr(config, "TILE_SPLIT_KEYS", tile_keys)
+    monkeypatch.setattr(config, "MIN_DECODE_SPLIT_KEYS", decode_keys)
+    monkeypatch.setattr(config, "MIN_TILE_SPLIT_KEYS", tile_keys)
 
 
 @LAUNCHES
@@ -335,7 +335,7 @@ def test_split_kv_gives_long_rows_more_chunks_than_short_rows(device: torch.devi
     case.batch.kv_len[1] = 0
     case = padded(flat(case), 5, groups=1, max_kv=100_000)
     operands = Operands(case.q, case.cache, case.batch.page_table, case.scale)
-    chunks = split_kv.SplitKVPlan(number=25, wanted=20, min_keys=64, max_chunks=16)
+    chunks = split_kv.SplitKVPlan(num_chunks=25, target_chunks=20, min_keys=64, max_chunks=16)
     parts = new_partials(case.q, 0, chunks=25, filled=False)
     decode_by_chunks(operands, case.batch, chunks, parts)
     first, count = parts.chunks.cpu().unbind(-1)

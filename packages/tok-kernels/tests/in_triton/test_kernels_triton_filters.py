@@ -15,10 +15,10 @@ from tok_kernels.sampling.reference.edits import forbid as forbid_by_reference
 from tok_kernels.sampling.triton import filters as triton_filters
 from tok_kernels.sampling.triton.block_sampling import RandomKeys
 from tok_kernels.sampling.triton.block_sampling import sample_blocks as draw_whole
-from tok_kernels.sampling.triton.filter_check import check_filters
+from tok_kernels.sampling.triton.filter_check import check_filters_kernel
 from tok_kernels.sampling.triton.filters import filter_verdicts
 from tok_kernels.sampling.triton.masks import forbid
-from tok_kernels.sampling.triton.resample import resample
+from tok_kernels.sampling.triton.resample import resample_kernel
 from tok_kernels.sampling.triton.sampling import sample
 
 reference = ReferenceBackend()
@@ -206,14 +206,14 @@ def test_filters_and_masks_neither_synchronize_nor_recompile() -> None:
         masks = Masks(filters.rows, filters.rows % 3, words)
         cases.append((logits_of(rows, 1280, CUDA).bfloat16(), replace(batch_of(filters), masks=masks)))
     sample(*cases[0])
-    compiled = [_variants(kernel) for kernel in (check_filters, resample)]
+    compiled = [_variants(kernel) for kernel in (check_filters_kernel, resample_kernel)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for logits, batch in cases:
             sample(logits, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [_variants(kernel) for kernel in (check_filters, resample)] == compiled
+    assert [_variants(kernel) for kernel in (check_filters_kernel, resample_kernel)] == compiled
 
 
 def _variants(kernel: object) -> int:

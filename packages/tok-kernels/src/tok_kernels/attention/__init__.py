@@ -1,1 +1,1 @@
-"""Paged attention: decode, varlen prefill, and cascade attention over shared prefixes."""
+"""Compute paged attention: decode rows, prefill chunks, and cascade attention over shared prefixes."""

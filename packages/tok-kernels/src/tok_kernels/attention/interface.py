@@ -18,9 +18,11 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode", "cascade")
 class PhaseKernel(Protocol):
     """A kernel, or sequence of kernels, that computes one phase of a step.
 
-    "prefill" writes the outputs of all sequences after the first `num_decode`. "decode" writes those of the first
-    `num_decode` rows in a step without cascade levels, "cascade" in a step with levels. Rows that belong to no sequence
-    stay unchanged. `out_THD` is contiguous, of q's shape and dtype.
+    prefill  writes the outputs of all sequences after the first `num_decode`
+    decode   writes the outputs of the first `num_decode` rows in a step without cascade levels
+    cascade  writes the outputs of the first `num_decode` rows in a step with cascade levels
+
+    `out_THD` is contiguous, of q's shape and dtype. Its rows that belong to no sequence stay unchanged.
     """
 
     def __call__(
@@ -30,9 +32,10 @@ class PhaseKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes and dtypes of a model's attention; all `layers` share what is planned for a step.
+    """Sizes and dtypes of a model's attention; all `layers` share the plan of a step.
 
-    Raises ValueError for sizes below 1, and if `heads` is no multiple of `kv_heads`.
+    `heads` counts query heads, and `page_size` is in tokens. Raises ValueError for sizes below 1, and if `heads` is no
+    multiple of `kv_heads`.
     """
 
     heads: int
@@ -53,15 +56,16 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads that share a key/value head."""
         return self.heads // self.kv_heads
 
     @property
     def scale(self) -> float:
+        """Factor of the scores."""
         return float(self.head_dim**-0.5)
 
     def as_json(self) -> dict[str, int | str]:
-        """Return the fields by name, dtypes as text."""
+        """Return the fields by name, with dtypes as text."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
 

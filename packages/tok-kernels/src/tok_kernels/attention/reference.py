@@ -1,6 +1,6 @@
-"""Compute paged attention as gathered, padded, masked dense attention; merge pieces over shared pages by log-sum-exp.
+"""Compute paged attention in plain torch: gather the keys of each piece, and merge pieces of one row by log-sum-exp.
 
-Axes as in `tok_kernels.batch` and `reference_pieces`: N items of a piece, Q queries of an item, L keys of an item.
+Axes are those of `tok_kernels.batch`, and N items of a piece, Q queries of an item, L keys of an item.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ from tok_kernels.batch import AttentionBatch, LayerCache
 def attention(
     q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """Return the paged, causal, grouped-query attention of one step with cascade levels, `[T, H, D]` of q's dtype.
-
-    With a `window`, a query sees at most that many positions, the last of which is its own.
-
-    Scores, softmax and sums are float32. Cache rows that no query may see never enter a result, so they may hold NaN. A
-    token that sees no key, and a token of no sequence, gets zeros.
-    """
+    """Compute `Backend.attention`; scores, softmax and sums are float32."""
     return attention_with_lse(q_THD, cache, batch, scale, window)[0]
 
 
 def attention_with_lse(
     q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `attention`'s output and the natural log-sum-exp of each query's scaled scores.
+    """Return the output of `attention`, and the natural log-sum-exp of each query's scaled scores.
 
-    The log-sum-exp is float32 `[T, H]`, −inf without keys.
+    The log-sum-exp is float32 `[T, H]`; it is −inf for a query without keys.
     """
     tokens, heads, size = q_THD.shape
     sizes = (tokens, heads, cache.k.shape[2] * size)
-    # The extra last row takes the results of padded queries.
+    # The extra last row receives the results of padded queries.
     out = q_THD.new_zeros((tokens + 1, heads, size), dtype=torch.float32)
     lse = q_THD.new_full((tokens + 1, heads), -torch.inf, dtype=torch.float32)
     if tokens:
@@ -67,9 +61,10 @@ def _attend_piece(
 
 
 def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size: int) -> Tensor:
-    """Return the flat cache rows of the positions, `[N, L]`; positions past an item's last key map to that key's row.
+    """Return the flat cache rows of the positions, int64 `[N, L]`.
 
-    The last key's row has been written, so its values are finite, and a weight of zero removes them.
+    A position past an item's last key gets the row of that key. The row has been written, so its values are finite and
+    a weight of zero removes them.
     """
     last_N1 = (piece.limit_NQ.amax(-1, keepdim=True) - 1).clamp(min=0)
     position = torch.minimum(position_NL, last_N1)
@@ -78,10 +73,10 @@ def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size
 
 
 def _gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
-    """Return the given rows of one layer's keys or values, heads before positions.
+    """Return the given rows of one layer's keys or values, `[N, L] -> [N, K, L, D]`, contiguous.
 
-    `[N, L] -> [N, K, L, D]`, contiguous. The head is part of the index, so one gather yields the layout that the
-    batched matmul needs.
+    The head is part of the index, so one gather yields the layout that the batched matmul needs. Rows of float8 are
+    gathered as bytes, because torch's `index_select` does not support float8.
     """
     heads, size = pages.shape[2:]
     row_NKL = row_NL.unsqueeze(1) * heads + torch.arange(heads, device=row_NL.device).unsqueeze(-1)
@@ -104,7 +99,7 @@ def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> 
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     weight = score.sub_(peak).exp_()
     total = weight.sum(-1, keepdim=True)
-    # A query without keys has a total of 0, and the row read in place of its keys may hold NaN: such a query gets 0.
+    # A query without keys has a total of 0 and gets zeros, although the row read in place of its keys may hold NaN.
     # NaN among the keys that a query sees stays NaN.
     out = torch.where(total == 0, 0.0, (weight @ v_NKLD) / total)
     lse = peak + total.log()
@@ -116,11 +111,12 @@ def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> 
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two partial attention results: float outputs `[..., D]` and natural log-sum-exps `[...]` of their scores.
+    """Merge two attention results over disjoint keys: float outputs `[..., D]` and natural log-sum-exps `[...]`.
 
-    A log-sum-exp of −inf marks a partial result without keys; its output is ignored, whatever it holds. Two such
-    results give zeros and −inf; a NaN log-sum-exp gives NaN. Commutative, and associative up to rounding (Milakov &
-    Gimelshein 2018; Juravsky et al. 2024).
+    The result is the mean of the outputs, weighted by the exponentials of their log-sum-exps (Milakov & Gimelshein
+    2018; Juravsky et al. 2024). A log-sum-exp of −inf marks a partial result without keys, whose output is ignored. Two
+    such results give zeros and −inf. A NaN log-sum-exp gives NaN. The merge is commutative, and associative up to
+    rounding.
     """
     peak = torch.maximum(lse_a, lse_b)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
@@ -134,5 +130,5 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def _part(out: Tensor, share: Tensor) -> Tensor:
-    # The output of a partial result without keys may be anything. A NaN log-sum-exp makes the merged result NaN.
+    # The output of a partial result without keys is undefined. A NaN log-sum-exp makes the share and the result NaN.
     return torch.where(share == 0, 0.0, out * share)

@@ -1,7 +1,7 @@
 """Cut a step's attention into pieces: padded rectangles of queries, each against one range of keys.
 
-All sizes are host numbers, so nothing here waits for a CUDA device. On the CPU, the caller's bounds are first tightened
-to the true lengths. Axes: N items of a piece (sequences or groups), Q queries of an item.
+All sizes are host numbers, so nothing in this module waits for a CUDA device. On the CPU, the caller's bounds are first
+tightened to the true lengths. Axes: N items of a piece (sequences or groups), Q queries of an item, T query tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tok_kernels.batch import AttentionBatch, CascadeLevel
 
-# Maximum elements of a piece's scores or keys. On a CPU, pieces that fit its cache take half the time of large ones:
-# the allocator reuses their memory without new page faults. Elsewhere the budget only bounds the memory.
+# Maximum elements of a piece's scores or keys. On a CPU, pieces that fit its cache take half the time of large ones,
+# because the allocator reuses their memory without page faults. On other devices the budget only bounds the memory.
 _CPU_BUDGET = 1 << 20
 _BUDGET = 1 << 26
 _FAR = 1 << 40  # beyond every position
@@ -23,14 +23,14 @@ _FAR = 1 << 40  # beyond every position
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Queries of N items; item `i`'s queries attend to the keys from position `start_N[i]` on.
+    """Queries of N items; the queries of item `i` attend to the keys from position `start_N[i]` on.
 
-    token_NQ  int64: index among the step's T query tokens; T where padded
-    slot_N    int64: slot whose page table finds the keys
-    start_N   int64: first position of the keys
-    limit_NQ  int64: the query sees positions below this one; 0 where padded
-    first_NQ  int64: first position in the query's window; None without a window
-    width     host-side upper bound of the positions from `start` to the last one any query sees
+    token_NQ  int64  index among the step's T query tokens; T where padded
+    slot_N    int64  slot whose page table finds the keys
+    start_N   int64  first position of the keys
+    limit_NQ  int64  first position that the query does not see; 0 where padded
+    first_NQ  int64  first position in the query's window; None without a window
+    width            host-side upper bound of the number of positions from `start_N` on that any query sees
     """
 
     token_NQ: Tensor
@@ -43,10 +43,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """N items before padding: item `i` has `count[i]` queries, tokens `first[i]` on, over keys `[start[i], end[i])`.
+    """N items before padding; item `i` has `count[i]` queries from token `first[i]` on, over keys `[start[i], end[i])`.
 
-    With `length_T` None the item is causal: its last query sees all keys, and each query before it sees one key less.
-    Otherwise each query sees all keys in its window, which ends with its token's sequence, `length_T` positions long.
+    If `length_T` is None, items are causal: the last query sees all keys, and each query before it sees one key less.
+    Otherwise each query sees all keys in its window, the last positions of its token's sequence of `length_T`
+    positions.
     """
 
     first: Tensor
@@ -71,7 +72,7 @@ def sequence_pieces(
     """
     q_start = batch.q_start.long()
     start, end, count = batch.kv_start.long(), batch.kv_len.long(), q_start.diff()
-    if window is not None:  # the first query's window begins first
+    if window is not None:  # the first query has the earliest window
         start = torch.maximum(start, end - count + 1 - window)
     items = _Items(q_start[:-1], count, batch.slots.long(), start, end, length_T=None)
     decode, prefill = items[: batch.num_decode], items[batch.num_decode :]
@@ -83,9 +84,9 @@ def sequence_pieces(
 def cascade_pieces(
     level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
 ) -> Iterator[Piece]:
-    """Yield pieces in which each group's decode rows attend together to their shared keys.
+    """Yield pieces in which the decode rows of each group attend to their shared keys.
 
-    Arguments as for `sequence_pieces`.
+    `heads` and `row_size` are those of `sequence_pieces`.
     """
     items = _Items(
         first=level.row_start.long(),  # decode row b is query token b
@@ -101,7 +102,7 @@ def cascade_pieces(
 def _cut(
     items: _Items, max_q: int, max_kv: int, tokens: int, heads: int, row_size: int, window: int | None
 ) -> Iterator[Piece]:
-    """Yield blocks of items, with queries split where one item alone exceeds the budget."""
+    """Yield the items in pieces within the budget; the queries of an item that alone exceeds it are split."""
     total = items.first.shape[0]
     if total == 0:
         return
@@ -144,7 +145,7 @@ def _pad(items: _Items, queries: range, width: int, tokens: int, window: int | N
 
 
 def _tight(name: str, lengths: Tensor, bound: int) -> int:
-    """Return the largest length if the lengths are on the CPU, else the caller's bound, which costs no synchronisation.
+    """Return the largest length if the lengths are on the CPU, else the bound, since reading a device synchronises.
 
     Raises ValueError if the lengths are on the CPU and the bound is below the largest.
     """
@@ -152,5 +153,5 @@ def _tight(name: str, lengths: Tensor, bound: int) -> int:
         return bound
     largest = int(lengths.max())
     if largest > bound:
-        raise ValueError(f"{name} is {bound}, below the {largest} that the step holds")
+        raise ValueError(f"{name} is {bound}; allowed: at least {largest}, which the step holds")
     return largest

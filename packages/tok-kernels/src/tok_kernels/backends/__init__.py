@@ -1,1 +1,1 @@
-"""Implementations of `Backend`: the reference in torch, Triton, and a mix of Triton's and FlashInfer's kernels."""
+"""Implement `Backend`: in plain torch, in Triton, and with attention kernels of Triton and FlashInfer mixed."""

@@ -1,4 +1,4 @@
-"""Combine attention kernels of Triton and FlashInfer, one per phase, with Triton for all other operations."""
+"""Combine attention kernels of Triton and FlashInfer, one per phase, with Triton's kernels for all other operations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tok_kernels.calibration.launches import searches
 
 
 class ComposedBackend(TritonBackend):
-    """A `tok_kernels.Backend` with one attention kernel per phase; `planned` names the phases planned on the host.
+    """A `tok_kernels.Backend` with one attention kernel per phase; the phases `planned` are planned on the host.
 
-    Triton computes all other operations. Triton also computes layers with a sliding window, because it masks each row
-    of a group by the row's own window. Caches of another dtype than `cache_dtype`, for which the kernels were built,
-    are left to Triton as well.
+    Triton computes all other operations. Triton also computes attention in layers with a sliding window, because it
+    masks each row of a group by the row's own window, and over caches of another dtype than `cache_dtype`, for which
+    the kernels were built.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ComposedBackend(TritonBackend):
         if window is not None or cache.k.dtype != self._cache_dtype:
             return super().attention(q_THD, cache, batch, scale, window)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        # Only rows after the decode rows can be padding that no kernel writes.
+        # Rows that no kernel writes are padding; they come after the decode rows.
         out[batch.num_decode :].zero_()
         if batch.num_decode:
             self._kernels["cascade" if batch.levels else "decode"](q_THD, cache, batch, scale, out)
@@ -57,7 +57,7 @@ def compose(device: torch.device, requested: str, shape: AttentionShape | None, 
         if requested == FLASHINFER:
             raise ValueError(f"shape is None; allowed with backend {requested!r}: the model's AttentionShape")
         return TritonBackend()
-    reason = unusable(shape, device)  # Triton computes all operations but attention in any case
+    reason = unusable(shape, device)  # every backend but the reference needs Triton
     if reason is not None:
         raise ValueError(f"backend is {requested!r}; allowed here: reference ({reason})")
     among, left_out = candidates(shape, device, requested)
@@ -68,7 +68,7 @@ def compose(device: torch.device, requested: str, shape: AttentionShape | None, 
     try:
         return _backend(calibrate(shape, device, among, directory=directory), among, shape.cache_dtype)
     except (ImportError, OSError, RuntimeError):
-        # The stored choice can no longer be built here.
+        # The stored choice can no longer be built on this machine: measure again.
         return _backend(calibrate(shape, device, among, directory=directory, anew=True), among, shape.cache_dtype)
 
 

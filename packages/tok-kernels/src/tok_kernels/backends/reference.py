@@ -1,4 +1,4 @@
-"""Implement the reference backend in plain torch for any device: the CPU's backend, and the standard for the others."""
+"""Implement the reference backend in plain torch, for any device; all other backends are tested against it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implement the Triton backend for CUDA devices, which needs no planning on the host."""
+"""Implement the Triton backend for CUDA devices; none of its kernels is planned on the host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Choose the fastest kernel per attention phase for a model's shape on this device: measured once, then read from
-disk."""
+"""Choose the fastest kernel for each attention phase of a shape: measure once per machine, then read from disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run all candidates on the same steps; choose the first of each phase unless another is 5 % faster."""
+"""Measure all candidates of each attention phase on the same steps; choose the first, unless another is 5 % faster."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ STEPS = (
     AttentionStep(rows=2048, own=112, groups=8, prefix=704),
     AttentionStep(rows=2048, own=112, groups=64, prefix=704),
 )
-"""Steps on which each phase is measured; all steps weigh the same, whatever their size."""
+"""Steps on which each phase is measured; every step has the same weight, whatever its size."""
 
-POOL_BYTES = 1 << 30
-# Host time in ms to launch all other kernels of a layer, if one planned kernel keeps them out of a CUDA graph; measured
+POOL_BYTES = 1 << 30  # largest page pool of a step
+# Host time in ms to launch all other kernels of a layer, if a planned kernel keeps them out of a CUDA graph; measured
 # with Llama-3.2-1B.
 UNCAPTURED_MS = 0.3
-# Relative norm of the difference of outputs. 16-bit kernels that round in different places differ by less, wrong ones
-# by far more.
+# Maximum relative norm of the difference of outputs. Correct 16-bit kernels that round in different places differ by
+# less, wrong kernels by far more.
 _MAX_RELATIVE_DIFFERENCE = 0.03
-# Fraction by which another than the first candidate must be faster; the order of closer times varies from run to run.
-_WORTH = 0.05
+# Minimum fraction by which another than the first candidate must be faster. The order of closer times varies from run
+# to run.
+_MIN_GAIN = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 def known(
     shape: AttentionShape, device: torch.device, among: Sequence[Candidate], directory: Path | None = None
 ) -> Choice | None:
-    """Return the choice that an earlier `calibrate` has stored on disk, or None."""
+    """Return the choice that an earlier `calibrate` stored on disk, or None."""
     return store.read(directory or store.cache_directory(), store.key_of(shape, device, among))
 
 
@@ -64,14 +65,14 @@ def calibrate(
     steps: Sequence[AttentionStep] = STEPS,
     launches: Sequence[Search] | None = None,
 ) -> Choice:
-    """Return, for each phase, the first of the candidates `among`, or the fastest if that is faster by 5 %.
+    """Choose for each phase the first of the candidates `among`, or the fastest if that is faster by 5 %.
 
-    A stored choice of these candidates is read from disk. Otherwise they are measured and the choice is stored. `anew`
-    measures in any case. `launches` are the searches for launch configurations of Triton's kernels, by default for
-    those that the table lacks. From then on Triton's kernels are launched as chosen.
+    A stored choice of these candidates is read from disk, unless `anew` is set. Otherwise the candidates are measured
+    and the choice is stored. `launches` are the searches for launch configurations of Triton's kernels; by default, the
+    configurations that the table lacks are searched. From this call on, Triton's kernels use the chosen configurations.
 
-    Takes seconds, longer if kernels have to be built first, and 1 GiB of device memory. Raises ValueError, with the
-    reasons, if a phase has no working candidate.
+    Measurement takes seconds, longer if kernels have to be built first, and 1 GiB of device memory. Raises ValueError,
+    with the reasons, if a phase has no working candidate.
     """
     directory = directory or store.cache_directory()
     key = store.key_of(shape, device, among)
@@ -81,7 +82,7 @@ def calibrate(
         try:
             store.write(directory, key, choice)
         except OSError as error:
-            _log.warning("the calibration is not kept: %s", error)
+            _log.warning("cannot store the calibration: %s", error)
     config.use(choice.launches)
     return choice
 
@@ -105,9 +106,9 @@ def _measure(
     measured: list[Measurement] = []
     left_out: dict[str, str] = {}
     for phase in PHASES:
-        rivals = [one for one in among if one.phase == phase]
+        candidates = [one for one in among if one.phase == phase]
         problems = [new(step) for step in steps if step.phase == phase]
-        found, failed = _measure_phase(rivals, problems, shape.layers, timer)
+        found, failed = _measure_phase(candidates, problems, shape.layers, timer)
         measured += found
         left_out |= failed
     fastest = {phase: _fastest(phase, measured, left_out) for phase in PHASES}
@@ -117,22 +118,22 @@ def _measure(
 
 
 def _measure_phase(
-    rivals: Sequence[Candidate], problems: Sequence[AttentionProblem], layers: int, timer: Timer
+    candidates: Sequence[Candidate], problems: Sequence[AttentionProblem], layers: int, timer: Timer
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Return the measurements of all candidates that work, and the reasons why the others do not."""
+    """Return the measurements of all candidates that work, and the reasons why the others do not work."""
     measured: list[Measurement] = []
     left_out: dict[str, str] = {}
     expected: list[Tensor] = []
-    for rival in rivals:
+    for candidate in candidates:
         try:
-            kernel = rival.make()
+            kernel = candidate.make()
             outputs = [_output(kernel, problem) for problem in problems]
             _compare(outputs, expected)
-            measured += [_measurement(rival, kernel, problem, layers, timer) for problem in problems]
+            measured += [_measurement(candidate, kernel, problem, layers, timer) for problem in problems]
             expected = expected or outputs
-        # No error in building or running a third-party kernel may keep the engine from starting.
+        # Kernels of other packages may raise any error when built or run; none may keep the engine from starting.
         except Exception as error:
-            left_out[f"{rival.phase} {rival.name}"] = _reason(error)
+            left_out[f"{candidate.phase} {candidate.name}"] = _reason(error)
     return measured, left_out
 
 
@@ -146,19 +147,19 @@ def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for out, other in zip(outputs, expected, strict=False):
         difference = float((out.float() - other.float()).norm() / other.float().norm())
         if not difference < _MAX_RELATIVE_DIFFERENCE:
-            raise ArithmeticError(f"its results differ by {difference:.3g} from those of the first candidate")
+            raise ArithmeticError(f"results differ by {difference:.3g} from those of the first candidate")
 
 
 def _measurement(
-    rival: Candidate, kernel: PhaseKernel, problem: AttentionProblem, layers: int, timer: Timer
+    candidate: Candidate, kernel: PhaseKernel, problem: AttentionProblem, layers: int, timer: Timer
 ) -> Measurement:
-    timing = timer(work_of(kernel, problem, f"{rival.name}, {rival.phase} {problem.step.name}"))
-    cost = timing.per_layer(layers, rival.hidden, UNCAPTURED_MS)
-    return Measurement(rival.phase, rival.name, problem.step.name, timing, cost)
+    timing = timer(work_of(kernel, problem, f"{candidate.name}, {candidate.phase} {problem.step.name}"))
+    cost = timing.per_layer(layers, candidate.hidden, UNCAPTURED_MS)
+    return Measurement(candidate.phase, candidate.name, problem.step.name, timing, cost)
 
 
 def work_of(kernel: PhaseKernel, problem: AttentionProblem, name: str) -> TimedWork:
-    """Return the kernel on the problem as timed work; `first` uses a new batch object, as a step's first layer does."""
+    """Return the kernel on the problem as timed work; `first` uses a new batch object, so that the kernel plans."""
 
     def on(batch: AttentionBatch) -> None:
         kernel(problem.q, problem.cache, batch, problem.scale, problem.out)
@@ -167,7 +168,7 @@ def work_of(kernel: PhaseKernel, problem: AttentionProblem, name: str) -> TimedW
 
 
 def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, str]) -> str:
-    """Return the first working candidate, unless another's geometric mean of costs over the steps is less by `_WORTH`.
+    """Return the first working candidate, unless another's geometric mean of costs is less by `_MIN_GAIN`.
 
     Raises ValueError, with the reasons, if no candidate works.
     """
@@ -180,10 +181,10 @@ def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, 
         raise ValueError(f"no kernel computes {phase} here ({reasons or 'no candidates'})")
     first, best = next(iter(costs)), min(costs, key=lambda name: costs[name])
     steps = sum(one.candidate == best and one.phase == phase for one in measured)
-    return best if costs[best] < costs[first] + steps * math.log(1 - _WORTH) else first
+    return best if costs[best] < costs[first] + steps * math.log(1 - _MIN_GAIN) else first
 
 
 def _reason(error: Exception) -> str:
-    """Return the error in one line."""
+    """Return the error as one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else 'without a message'}"

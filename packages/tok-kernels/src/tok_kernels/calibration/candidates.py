@@ -1,4 +1,4 @@
-"""List the candidates of a shape: all kernels that may compute a phase on this device."""
+"""List the candidates of a shape: the kernels that may compute each attention phase on a device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tok_kernels.attention.triton.attention import triton_decode_kernel, triton_
 
 TRITON, FLASHINFER = "triton", "flashinfer"
 
-# Query heads per key/value head with which either kind of kernel may be faster; with more, tensor cores are faster.
+# Query heads per key/value head for which kernels without tensor cores may be faster.
 _NARROW_GROUPS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to compute `phase`.
+    """A kernel that may compute `phase`.
 
-    `planned` says that it is planned on the host once a step, so no CUDA graph can capture it. `make` may take seconds,
-    and raises if the kernels cannot be built.
+    A `planned` kernel is planned on the host once per step, so no CUDA graph can capture it. `make` builds the kernel,
+    which may take seconds; it raises an error if the kernel cannot be built.
     """
 
     phase: Phase
@@ -32,10 +32,10 @@ class Candidate:
 
     @property
     def hidden(self) -> bool:
-        """Whether its host time is not counted.
+        """Whether the kernel's host time is hidden, and so not part of its cost.
 
-        Host time does not count for kernels that CUDA graphs can capture. Nor does it for prefill, where the GEMMs of
-        thousands of tokens hide the host's work.
+        A CUDA graph hides the host time of kernels that it captures. In prefill, the GEMMs of thousands of tokens hide
+        the host's work.
         """
         return not self.planned or self.phase == "prefill"
 

@@ -1,4 +1,4 @@
-"""Define Choice, the kernel chosen for each phase of a shape with the timings behind it, and its JSON form."""
+"""Define `Choice`, the kernel chosen for each attention phase with all measurements, and its JSON form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_kernels.measure.timing import Timing
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A candidate's times on a step, and its cost per layer (`Timing.per_layer`)."""
+    """Times of a candidate on a step, and its cost per layer (`Timing.per_layer`)."""
 
     phase: Phase
     candidate: str
@@ -26,10 +26,10 @@ class Measurement:
 class Choice:
     """The result of a calibration.
 
-    fastest   the candidate chosen for each phase
+    fastest   name of the candidate chosen for each phase
     measured  all measurements
-    left_out  why candidates were left out, by "phase name"
-    launches  launch configurations of Triton's kernels, where the built-in table has none for this device
+    left_out  reasons why candidates were left out, by phase and name, such as "prefill flashinfer fa3"
+    launches  launch configurations of Triton's kernels that the built-in table lacks for this device
     """
 
     fastest: Mapping[Phase, str]
@@ -38,7 +38,7 @@ class Choice:
     launches: Mapping[Kernel, AttentionLaunch]
 
     def as_json(self) -> dict[str, object]:
-        """Return the choice as plain values, for `from_json`."""
+        """Return the choice as values of JSON, for `from_json`."""
         return {
             "fastest": dict(self.fastest),
             "measured": [asdict(one) for one in self.measured],
@@ -48,7 +48,7 @@ class Choice:
 
     @classmethod
     def from_json(cls, values: object) -> Choice:
-        """Return the choice that `as_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the choice that `as_json` described. Raises KeyError, TypeError or ValueError for anything else."""
         fields = _mapping(values)
         fastest = {_phase(phase): _text(name) for phase, name in _mapping(fields["fastest"]).items()}
         if fastest.keys() != set(PHASES):
@@ -82,31 +82,31 @@ def _launch(values: list[object]) -> tuple[Kernel, AttentionLaunch]:
 
 def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is no mapping")
+        raise TypeError(f"{value!r} is not a mapping")
     return cast("Mapping[str, object]", value)
 
 
 def _list(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r} is no list")
+        raise TypeError(f"{value!r} is not a list")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
 def _number(value: object) -> float:
     if type(value) not in (int, float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return float(cast("float", value))
 
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 1:
-        raise TypeError(f"{value!r} is no positive integer")
+        raise TypeError(f"{value!r} is not a positive integer")
     return value
 
 

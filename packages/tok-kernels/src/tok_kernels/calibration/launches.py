@@ -1,4 +1,4 @@
-"""Find the fastest launch configuration of a Triton kernel on this device, among a few."""
+"""Search for the fastest launch configuration of a Triton kernel on this device, among a few."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Search:
     def best(self, new_problem: Callable[[AttentionStep], AttentionProblem], timer: Timer) -> AttentionLaunch:
         """Return the launch with the least geometric mean of times over the steps.
 
-        Launches that the device cannot take are skipped. Raises ValueError if no launch works.
+        Launches that exceed the device's limits are skipped. Raises ValueError if no launch works.
         """
         problems = [new_problem(step) for step in self.steps]
         costs = {}
@@ -57,8 +57,7 @@ class Search:
 
 
 def searches(shape: AttentionShape, device: torch.device) -> list[Search]:
-    """Return the searches for this shape's kernels; none off CUDA, and none where the table was measured on such a
-    device."""
+    """Return the searches for this shape's kernels; none without CUDA, or if the table was measured on this device."""
     if device.type != "cuda" or config.MEASURED_ON in torch.cuda.get_device_name(device):
         return []
     padded, size = max(16, config.power_of_two(shape.head_dim)), shape.dtype.itemsize

@@ -30,7 +30,7 @@ def cache_directory() -> Path:
 
 
 def key_of(shape: AttentionShape, device: torch.device, among: Sequence[Candidate]) -> Key:
-    """Return all that a choice depends on."""
+    """Return the key of a choice: everything that the choice depends on."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "shape": shape.as_json(),
@@ -41,7 +41,7 @@ def key_of(shape: AttentionShape, device: torch.device, among: Sequence[Candidat
 
 
 def read(directory: Path, key: Key) -> Choice | None:
-    """Return the choice stored under `key`; None if there is none or the file is invalid or has another key."""
+    """Return the choice stored under `key`; None if the file is absent, is invalid or has another key."""
     try:
         kept = json.loads(_file(directory, key).read_text(encoding="utf-8"))
         return Choice.from_json(kept["choice"]) if kept["key"] == key else None
@@ -50,7 +50,7 @@ def read(directory: Path, key: Key) -> Choice | None:
 
 
 def write(directory: Path, key: Key, choice: Choice) -> None:
-    """Store the choice. Readers see either the old or the new file, complete. Raises OSError."""
+    """Store the choice, so that readers see either the old or the new file, complete. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     file = _file(directory, key)
     unfinished = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
@@ -72,7 +72,7 @@ def _version(package: str) -> str:
 
 @cache
 def _digest() -> str:
-    """Return a hash of the kernels' own sources, which may change without a new version."""
+    """Return a hash of the sources of this package, which may change without a new version."""
     digest = hashlib.sha256()
     for file in sorted(Path(tok_kernels.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())

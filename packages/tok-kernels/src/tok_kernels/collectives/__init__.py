@@ -1,1 +1,1 @@
-"""Collectives within kernels, through memory that the ranks of a stage share."""
+"""Compute collectives within kernels, through memory that the ranks of a pipeline stage share."""

@@ -21,13 +21,13 @@ def can_sum(size: int, dtype: torch.dtype) -> bool:
     return dtype in _DTYPES and 0 < size <= SUM_BYTES and size % _UNIT == 0
 
 
-def exchange_sum(x: Tensor, lane: ExchangeChannel, residual: Tensor | None = None) -> Tensor:
+def exchange_sum(x: Tensor, channel: ExchangeChannel, residual: Tensor | None = None) -> Tensor:
     """Return the sum of all ranks' `x`, plus the `residual`, if any.
 
     `x` has the same size on all ranks, and the residual has the same values on all. The result overwrites the residual
-    if there is one, otherwise `x`. A tensor that is not contiguous or not aligned to 16 bytes is copied, and the copy
-    is overwritten instead. Sums are computed in float32 and rounded once, to the same bits on every rank. Raises
-    ValueError for tensors that cannot be summed.
+    if there is one, otherwise `x`. If that tensor is not contiguous or not aligned to 16 bytes, its copy is overwritten
+    instead. Sums are computed in float32 and rounded once, to the same bits on every rank. Raises ValueError for
+    tensors that cannot be summed.
     """
     if not can_sum(x.nbytes, x.dtype):
         raise ValueError(f"x has {x.nbytes} bytes of {x.dtype}; allowed: multiples of {_UNIT} up to {SUM_BYTES}")
@@ -36,13 +36,13 @@ def exchange_sum(x: Tensor, lane: ExchangeChannel, residual: Tensor | None = Non
     x = _plain(x)
     out = x if residual is None else _plain(residual)
     units = x.nbytes // _UNIT
-    _sum[(triton.cdiv(units, SUM_UNITS),)](
-        *(x, out, units, lane.buffers, lane.turns, lane.patience),
+    _sum_over_ranks_kernel[(triton.cdiv(units, SUM_UNITS),)](
+        *(x, out, units, channel.buffers, channel.turns, channel.patience),
         ADD=residual is not None,
-        RANK=lane.rank,
-        RANKS=lane.ranks,
-        PROGRAMS=lane.programs,
-        WORDS=lane.words,
+        RANK=channel.rank,
+        RANKS=channel.ranks,
+        PROGRAMS=channel.programs,
+        WORDS=channel.words,
         num_warps=_WARPS,
     )
     return out
@@ -53,7 +53,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["units"])
-def _sum(
+def _sum_over_ranks_kernel(
     x: tl.tensor,
     out: tl.tensor,
     units: tl.tensor,
@@ -66,9 +66,9 @@ def _sum(
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Sum units over ranks; a thread has one unit of this rank and the same unit of the others.
+    """Sum units of 16 bytes over ranks; a thread has one unit of this rank and the same unit of the others.
 
-    ADD: add the values at `out`.
+    With ADD, the values at `out` are added.
     """
     program = tl.program_id(0)
     unit = tl.arange(0, WORDS // 4)
@@ -98,7 +98,7 @@ def _sum(
 
 @triton.jit
 def numbers(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return the float32 numbers that a unit of four words holds: four of 32 bits, or eight of 16 bits."""
+    """Return the numbers that a unit of four words holds, as float32: four of 32 bits, or eight of 16 bits."""
     found = ()
     for i in tl.static_range(4):
         if tl.float32 == DTYPE:
@@ -111,7 +111,7 @@ def numbers(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def words_of(found: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return the unit of words that holds the numbers, rounded to nearest: the inverse of `numbers`."""
+    """Return the unit of four words that holds the numbers, rounded to nearest; the inverse of `numbers`."""
     words = ()
     for i in tl.static_range(4):
         if tl.float32 == DTYPE:

@@ -1,7 +1,7 @@
-"""Send words to other ranks from within a kernel and wait for theirs, in PTX. See `tok_kernels.collectives.exchange`.
+"""Send words to other ranks from within a kernel and wait for their words, in PTX.
 
-Words are uint32, and a unit is four of them, 16 bytes. Each word is written and read atomically; a unit as a whole need
-not be.
+`tok_kernels.collectives.exchange` describes the protocol. A word is a uint32, and a unit is four words, 16 bytes. Each
+word is written and read atomically; a unit as a whole may not be.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _EMPTY = tl.constexpr(0xFFFFFFFF)
-# Sent in place of 0xFFFFFFFF: like that word, it is NaN both as two 16-bit floats and as one 32-bit float.
+# Word sent in place of 0xFFFFFFFF. Like that word, it is NaN both as two 16-bit floats and as one 32-bit float.
 _INSTEAD = tl.constexpr(0x7FFF7FFF)
 
 _PUT = tl.constexpr("""{
@@ -67,7 +67,7 @@ def place(
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the address in a rank's buffer where the words of rank `source` for this turn and program begin."""
+    """Return the address in a rank's buffer at which the words of rank `source` for this turn and program begin."""
     at = (((turn & 1) * RANKS + source) * PROGRAMS + program).to(tl.int64) * WORDS
     return buffer.to(tl.pointer_type(tl.uint32)) + at
 
@@ -80,7 +80,7 @@ def sendable(word: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def put(at: tl.tensor, words: tl.tensor, here: tl.tensor) -> None:
-    """Send the unit of four `words` to the address `at`, where `here` is true."""
+    """Write the unit of four `words` to the address `at` if `here` is true."""
     tl.inline_asm_elementwise(
         *(_PUT, "=&r,l,r,r,r,r,r", [at, words[0], words[1], words[2], words[3], here.to(tl.int32)]),
         dtype=tl.uint32,
@@ -91,7 +91,7 @@ def put(at: tl.tensor, words: tl.tensor, here: tl.tensor) -> None:
 
 @triton.jit
 def get(at: tl.tensor, here: tl.tensor) -> tl.tensor:
-    """Return the unit at the address `at`, written before this kernel; zeros where `here` is false."""
+    """Return the unit at the address `at`, which was written before this kernel; zeros if `here` is false."""
     return tl.inline_asm_elementwise(
         *(_GET, "=&r,=&r,=&r,=&r,l,r", [at, here.to(tl.int32)]),
         dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
@@ -102,9 +102,9 @@ def get(at: tl.tensor, here: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def take(at: tl.tensor, here: tl.tensor, patience: tl.tensor) -> tl.tensor:
-    """Return the unit that another rank sends to the address `at`, once it is complete, and mark the address empty.
+    """Wait for the unit that another rank sends to the address `at`, mark the address empty, and return the unit.
 
-    Returns zeros where `here` is false. Traps when `patience` ticks have passed.
+    Return zeros if `here` is false. Trap after `patience` clock ticks.
     """
     words = tl.inline_asm_elementwise(
         *(_TAKE, "=&r,=&r,=&r,=&r,l,r,l", [at, here.to(tl.int32), tl.cast(patience, tl.int64)]),

@@ -1,1 +1,1 @@
-"""Linear layers, fused with the norm before them and the activation or residual addition after them."""
+"""Compute linear layers, fused with the norm before them and the activation or residual addition after them."""

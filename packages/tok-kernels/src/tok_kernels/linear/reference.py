@@ -1,4 +1,4 @@
-"""Compute linear layers with the norm before and the activation or residual addition after, one operation at a time."""
+"""Compute linear layers with their norm, activation and residual addition, one operation after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute linear layers: for few tokens one kernel fused with norm, activation and residual addition, else torch's."""
+"""Compute linear layers: one token by a kernel fused with norm, activation and residual addition, others by torch."""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.reference import matmul
 from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
-from tok_kernels.linear.triton_stream import stream
+from tok_kernels.linear.triton_stream import stream_linear_kernel
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 
@@ -68,10 +68,7 @@ def launch_stream(
     *,
     gated: bool,
 ) -> Tensor:
-    """Launch the kernel for few tokens with the given configuration.
-
-    Arguments are those of `linear` and `gated_linear`, already checked.
-    """
+    """Launch the fused kernel with the given configuration; the other arguments are those of `linear`, checked."""
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     tokens, inputs = x_TK.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -79,7 +76,7 @@ def launch_stream(
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=weight.dtype, device=x_TK.device)
     gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
-    stream[(triton.cdiv(outputs, launch.rows),)](
+    stream_linear_kernel[(triton.cdiv(outputs, launch.rows),)](
         *(x_TK, x_TK.stride(0), gain, eps, weight, weight if bias is None else bias.contiguous()),
         *(out_TN, out_TN.stride(0), outputs),
         T=tokens,

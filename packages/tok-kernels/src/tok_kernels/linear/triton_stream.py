@@ -1,7 +1,7 @@
-"""Compute GEMMs for few tokens: each program streams its rows of the weights once, block by block.
+"""Compute linear layers for few tokens: each program reads its rows of the weights once, block by block.
 
-A program sums `ROWS` outputs of all tokens with plain multiplications: at so few tokens, reading the weights takes all
-the time. The threads' partial sums are added once, at the end, in a fixed order.
+A program sums `ROWS` outputs of all tokens without tensor cores, because reading the weights takes all the time. The
+partial sums of the threads are added once, at the end, in a fixed order.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_VECTOR = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
+_VECTOR = tl.constexpr(8)  # 16-bit elements that a thread loads at once
 
 
 @triton.jit
 def _columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Return float32 `[BLOCK]` from column `start` on; 0 past the end."""
+    """Return BLOCK entries of a vector from column `start` on, float32; 0 past the end."""
     column = start + tl.arange(0, BLOCK)
     if K % BLOCK == 0:
         return tl.load(ptr + column).to(tl.float32)
@@ -25,7 +25,7 @@ def _columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _rows_columns(lines_ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Return float32 `[rows, BLOCK]` of the weights from column `start` on; 0 past the end."""
+    """Return BLOCK columns of weight rows from column `start` on, float32 `[LINES, BLOCK]`; 0 past the end."""
     if K % BLOCK == 0:
         return tl.load(lines_ptr + start, eviction_policy="evict_first").to(tl.float32)
     inside = (start + tl.arange(0, BLOCK) < K)[None, :]
@@ -47,10 +47,9 @@ def _gather(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Add a block of columns to each token's sums `[LINES, BLOCK // 8]` and, for NORM, to its sum of squares.
+    """Add a block of columns to each token's sums `[LINES, BLOCK // 8]` and, with NORM, to its sum of squares.
 
-    A thread adds up the 8 elements that it loads at once before it adds to its sums. So it holds an eighth as many
-    sums.
+    A thread first adds up the 8 elements that it loads at once, so that it holds an eighth as many sums.
     """
     if NORM:
         gain = _columns(norm_ptr, start, K, BLOCK)
@@ -69,7 +68,7 @@ def _gather(
 
 
 @triton.jit
-def stream(
+def stream_linear_kernel(
     x_ptr: tl.tensor,
     x_row: tl.tensor,
     norm_ptr: tl.tensor,
@@ -91,16 +90,19 @@ def stream(
 ) -> None:
     """Compute ROWS outputs of all T tokens.
 
-    GATED: row `n` of the weights is a gate, and row `n + outputs`, its up projection, is multiplied by silu of the
-    gate. NORM: x is divided by its root mean square and multiplied by `norm`; the division, one factor a token, follows
-    the matmul. ADD: the values at `out` are added to the result.
+    GATED  row `n` of the weights is a gate, and row `n + outputs` its up projection; the result is silu(gate) * up
+    NORM   x is divided by its root mean square and multiplied by `norm`; the division follows the matmul, because it
+           is one factor per token
+    BIAS   the bias is added to the result
+    ADD    the values at `out` are added to the result
+    PDL    this kernel may start before its predecessor ends
     """
     if PDL:
         gdc_launch_dependents()
     lines: tl.constexpr = ROWS * 2 if GATED else ROWS
     part = tl.arange(0, lines)
     n = tl.program_id(0) * ROWS + part % ROWS
-    # Rows past the end read the last row again, so that no load needs a mask.
+    # Lines past the last row read that row again, so that no load needs a mask.
     line = tl.minimum(n, outputs - 1) + part // ROWS * outputs
     sums = ()
     squares = ()
@@ -108,7 +110,7 @@ def stream(
         sums += (tl.zeros((lines, BLOCK // _VECTOR), tl.float32),)
         squares += (tl.zeros((BLOCK // _VECTOR,), tl.float32),)
     lines_ptr = weight_ptr + line.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
-    # The first block of weights need not wait for the predecessor, which writes x but not the weights.
+    # The first block of weights is read before the predecessor ends, since that writes x but not the weights.
     weights = _rows_columns(lines_ptr, 0, K, BLOCK)
     if PDL:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Measure how long kernels take, compared with each other and with the limits of the machine."""
+"""Measure the times of kernels, and compare them with the limits of the machine."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from tok_kernels.norm_rope_kv.rope_table import rope_table
 POOL_BYTES = 4 << 30
 TOKENS = 8192
 DISTINCT_BYTES = 1 << 30
-"""Bytes of distinct layer weights, if the model has as many: far more than a device's cache keeps until they are
-reread."""
+"""Bytes of distinct layer weights, if the model has as many: far more than a device's caches hold."""
 
 ATTENTION = (
     *(AttentionStep(rows=rows, own=own) for rows, own in ((1, 8192), (64, 2048), (1024, 640), (4096, 320))),
@@ -33,7 +32,7 @@ ATTENTION = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model's attention shape, and the widths of the residual stream, the feed-forward layer and the logits."""
+    """Sizes of a model, or of one rank's shard, that determine the times of its kernels."""
 
     attention: AttentionShape
     hidden_size: int
@@ -45,7 +44,7 @@ class ModelShape:
 class Case:
     """Work `run` that moves at least `moved` bytes and does at least `operations` operations.
 
-    `tokens` is the number of tokens of a forward pass, if the case stands for a whole one; otherwise 0.
+    `tokens` is the number of tokens of the forward pass that the case stands for; 0 if it stands for none.
     """
 
     kernel: str
@@ -63,7 +62,7 @@ def cases(
     tokens: int = TOKENS,
     attention: tuple[AttentionStep, ...] = ATTENTION,
 ) -> Iterator[Case]:
-    """Yield one case after the other; the tensors of a case may be freed once the next is requested."""
+    """Yield one case after the other, so that the tensors of a case are freed before the next is made."""
     for step in attention:
         yield _attention(backend, model.attention, step, device)
     for temperature in (0.0, 0.8):
@@ -94,8 +93,8 @@ def _attention(backend: Backend, shape: AttentionShape, step: AttentionStep, dev
 def attention_floor(problem: AttentionProblem, shape: AttentionShape) -> tuple[int, int]:
     """Return the least bytes and operations of a problem.
 
-    Bytes: queries, outputs, and each key and value once, those of a group once for all its rows. Operations: those of
-    both matmuls (scores and outputs) for each pair of query and key that the causal mask allows.
+    The bytes are those of queries, outputs, and each key and value once; keys of a group count once for all its rows.
+    The operations are those of both matmuls (scores and outputs) for each query and key that the causal mask allows.
     """
     step = problem.step
     keys = step.groups * step.prefix + step.rows * step.own + sum(new + cached for new, cached in step.chunks)
@@ -107,28 +106,28 @@ def attention_floor(problem: AttentionProblem, shape: AttentionShape) -> tuple[i
 
 def _sampling(backend: Backend, model: ModelShape, device: torch.device, rows: int, temperature: float) -> Case:
     logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
-    batch = _draws(rows, temperature, device)
+    batch = _sampling_batch(rows, temperature, device)
     kind = "greedy" if temperature == 0 else f"temperature {temperature}"
     return Case(f"sample: {kind}", _size(logits), lambda: backend.sample(logits, batch), logits.nbytes)
 
 
-def _draws(rows: int, temperature: float, device: torch.device) -> SamplingBatch:
+def _sampling_batch(rows: int, temperature: float, device: torch.device) -> SamplingBatch:
     index = torch.arange(rows, device=device)
     temperature_R = torch.full((rows,), temperature, device=device)
     return SamplingBatch(temperature_R, seed=index, sample=index * 0, position=index, all_greedy=temperature == 0)
 
 
 def _filtered(backend: Backend, model: ModelShape, device: torch.device, rows: int, top_k: int, top_p: float) -> Case:
-    """Return a case with logits like a trained model's, where few tokens are likely.
+    """Return a case whose logits resemble a trained model's, which makes few tokens likely.
 
-    The floor is that of sampling without filters: entries above a likely token lie in few blocks.
+    The floor is that of sampling without filters, because entries above a likely token lie in few blocks.
     """
     size = (rows, model.vocab_size)
     logits = torch.empty(size, dtype=model.attention.dtype, device=device)
     for part in torch.split(logits, 512):
         rank = torch.rand(part.shape, device=device) * model.vocab_size + 0.5
         part.copy_(16 - 1.2 * rank.log() + 0.5 * torch.randn(part.shape, device=device))
-    batch, every = _draws(rows, 0.8, device), torch.arange(rows, device=device)
+    batch, every = _sampling_batch(rows, 0.8, device), torch.arange(rows, device=device)
     columns = (torch.full((rows,), value, device=device) for value in (top_p, 0.0))
     batch = replace(batch, filters=Filters(every, torch.full_like(every, top_k, dtype=torch.int32), *columns))
     kind = f"top-p {top_p}" + (f", top-k {top_k}" if top_k else "")
@@ -136,11 +135,11 @@ def _filtered(backend: Backend, model: ModelShape, device: torch.device, rows: i
 
 
 def _masked(backend: Backend, model: ModelShape, device: torch.device, rows: int) -> Case:
-    """Return a case in which every other token is forbidden: the logits are read once and written once."""
+    """Return a case in which every second token is forbidden, so that the logits are read once and written once."""
     logits = torch.randn((rows, model.vocab_size), dtype=model.attention.dtype, device=device)
     every = torch.arange(rows, device=device)
     words = torch.full((1, -(-model.vocab_size // 32)), 0x55555555, dtype=torch.int32, device=device)
-    batch = replace(_draws(rows, 0.8, device), masks=Masks(every, every * 0, words))
+    batch = replace(_sampling_batch(rows, 0.8, device), masks=Masks(every, every * 0, words))
     return Case("sample: masks", _size(logits), lambda: backend.sample(logits, batch), 2 * logits.nbytes)
 
 
@@ -151,7 +150,7 @@ def _norm(backend: Backend, model: ModelShape, device: torch.device, tokens: int
 
 
 def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Iterator[Case]:
-    """Yield the MLP's two GEMMs, with the arguments that a decoder uses."""
+    """Yield the two GEMMs of the feed-forward layer, with the arguments that a decoder uses."""
     hidden, inner, dtype = model.hidden_size, model.intermediate_size, model.attention.dtype
     x, residual = torch.randn((2, tokens, hidden), dtype=dtype, device=device)
     gated = torch.randn((tokens, inner), dtype=dtype, device=device)
@@ -198,7 +197,7 @@ def _activation(backend: Backend, model: ModelShape, device: torch.device, token
 
 
 def _page_copy(shape: AttentionShape, device: torch.device, tokens: int) -> Case:
-    """Return a case that copies scattered pages of one layer to others, as a fork of samples does."""
+    """Return a case that copies scattered pages of one layer to other pages, as samples do that fork."""
     pages = -(-tokens // shape.page_size)
     cache = _empty_cache(shape, 2 * pages, device)
     source, target = torch.randperm(2 * pages, device=device).view(2, pages)
@@ -227,8 +226,8 @@ def layer_gemms(model: ModelShape) -> tuple[tuple[int, int], ...]:
 def forward_gemms(model: ModelShape, device: torch.device, rows: int) -> Case:
     """Return the GEMMs of every layer, and of the LM head for every row, each with random inputs.
 
-    A few layers' weights are used in turn for all layers. The floor counts all weights once and no activations, which
-    may stay in the device's cache between GEMMs.
+    The weights of a few layers are used in turn for all layers. The floor counts all weights once. It counts no
+    activations, because these may stay in the device's cache between GEMMs.
     """
     sizes, dtype = layer_gemms(model), model.attention.dtype
     layer_bytes = sum(inputs * outputs for inputs, outputs in sizes) * dtype.itemsize
@@ -249,7 +248,7 @@ def forward_gemms(model: ModelShape, device: torch.device, rows: int) -> Case:
 
     parameters = layers * layer_bytes // dtype.itemsize + head.numel()
     moved = parameters * dtype.itemsize
-    return Case("products of a forward", f"{rows} rows", run, moved, 2 * rows * parameters, tokens=rows)
+    return Case("GEMMs of a forward pass", f"{rows} rows", run, moved, 2 * rows * parameters, tokens=rows)
 
 
 def _weight(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ _MATRIX = 8192
 class Machine:
     """Measured limits of a device.
 
-    bandwidth  bytes per second, read and write together
+    bandwidth  bytes per second, reads and writes added
     rate       floating-point operations per second
     """
 
@@ -33,9 +33,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Milliseconds of a kernel on work of that `size`, and the least milliseconds that the machine allows.
+    """Milliseconds of a kernel on work of some `size`, and the least milliseconds that the machine allows.
 
-    `tokens` is the number of tokens of a forward pass, if the work stands for a whole one; otherwise 0.
+    `tokens` is the number of tokens of the forward pass that the work stands for; 0 if it stands for none.
     """
 
     kernel: str
@@ -46,17 +46,17 @@ class KernelTime:
 
     @property
     def share(self) -> float:
-        """The floor as a fraction of the kernel's time."""
+        """Floor as a fraction of the kernel's time."""
         return self.floor_ms / self.ms
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of forward passes of this duration; 0 if the work does not stand for one."""
+        """Tokens per second of forward passes of this duration; 0 if the work stands for none."""
         return self.tokens / self.ms * 1e3
 
 
 def measure_kernels(backend: Backend, model: ModelShape, device: torch.device) -> tuple[Machine, Iterator[KernelTime]]:
-    """Return the machine's limits, and an iterator over the kernels' times as they are measured.
+    """Return the machine's limits, and an iterator that measures one kernel after the other.
 
     Raises ValueError if the device is not CUDA.
     """
@@ -73,8 +73,8 @@ def _measured(case: Case, machine: Machine) -> KernelTime:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure a device by copying 1 GiB and multiplying two matrices of 8192 × 8192."""
-    return Machine(2 * _COPY_BYTES / _copy_ms(device) * 1e3, 2 * _MATRIX**3 / _product_ms(device, dtype) * 1e3)
+    """Measure a device by a copy of 1 GiB and a matmul of 8192 × 8192 matrices."""
+    return Machine(2 * _COPY_BYTES / _copy_ms(device) * 1e3, 2 * _MATRIX**3 / _matmul_ms(device, dtype) * 1e3)
 
 
 def _copy_ms(device: torch.device) -> float:
@@ -83,6 +83,6 @@ def _copy_ms(device: torch.device) -> float:
     return device_ms(lambda: target.copy_(source))
 
 
-def _product_ms(device: torch.device, dtype: torch.dtype) -> float:
+def _matmul_ms(device: torch.device, dtype: torch.dtype) -> float:
     a, b = torch.randn((2, _MATRIX, _MATRIX), dtype=dtype, device=device)
     return device_ms(lambda: a @ b)

@@ -14,11 +14,11 @@ from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLengths, HostLev
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Decode rows and then prefill chunks of one step.
+    """Sizes of one step: decode rows, then prefill chunks.
 
-    rows    decode rows
+    rows    number of decode rows
     own     positions that each row reads alone
-    groups  groups of equal size into which the rows are divided; 0: none
+    groups  number of groups of equal size into which the rows are divided; 0: none
     prefix  positions that the rows of a group share
     chunks  (new, cached) tokens of each prefill chunk
     """
@@ -31,12 +31,14 @@ class AttentionStep:
 
     @property
     def phase(self) -> Phase:
+        """The attention phase that the step measures."""
         if not self.rows:
             return "prefill"
         return "cascade" if self.groups else "decode"
 
     @property
     def name(self) -> str:
+        """The sizes as text, such as "3 × 512 behind 4096" or "2048 × 112, 8 groups × 704"."""
         if not self.rows:
             new, cached = self.chunks[0]
             return f"{len(self.chunks)} × {new}" + (f" behind {cached}" if cached else "")
@@ -45,7 +47,7 @@ class AttentionStep:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Query tokens of all sequences, and positions of the longest."""
+        """Number of query tokens of all sequences, and of positions of the longest sequence."""
         longest = max((new + cached for new, cached in self.chunks), default=0)
         return self.rows + sum(new for new, _ in self.chunks), max(longest, self.prefix + self.own)
 
@@ -63,10 +65,10 @@ class AttentionProblem:
 
 
 def new_problem(step: AttentionStep, shape: AttentionShape, device: torch.device, pool_bytes: int) -> AttentionProblem:
-    """Return the step with random keys, values and queries, the same in every call.
+    """Return the step with random keys, values and queries, which are the same in every call.
 
-    Pages come from a pool of at most `pool_bytes`, so sequences may share some. The pool should far exceed the device's
-    caches, so that reads go to its memory. Raises ValueError if `rows` is no multiple of `groups`.
+    Pages come from a pool of at most `pool_bytes`, so sequences may share some of them. The pool should far exceed the
+    device's caches, so that reads go to its memory. Raises ValueError if `rows` is no multiple of `groups`.
     """
     if step.groups and step.rows % step.groups:
         raise ValueError(f"rows is {step.rows}; allowed: multiples of groups ({step.groups})")

@@ -10,13 +10,12 @@ from statistics import median
 import torch
 
 _HOST_ROUNDS, _DEVICE_ROUNDS = 5, 15
-_LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host queues work ahead of the device
+_LEAD_CYCLES = 2_000_000  # of the device, about a millisecond, in which the host queues work
 
 
 @dataclass(frozen=True, slots=True)
 class TimedWork:
-    """Work to be timed: `first` plans and launches, as in a step's first layer; `again` only launches, as in later
-    layers."""
+    """Work to be timed: `first` plans and launches, as in a first layer; `again` only launches, as in later layers."""
 
     name: str
     first: Callable[[], object]
@@ -32,10 +31,10 @@ class Timing:
     plan_ms: float
 
     def per_layer(self, layers: int, hidden: bool, others_ms: float = 0.0) -> float:
-        """Return the time of one of `layers` if steps are launched ahead: the longer of device time and host time.
+        """Return the time per layer if steps are launched ahead: the longer of device time and host time.
 
-        Host time may be `hidden` in a CUDA graph or behind other work of the device. Unhidden host work may keep other
-        kernels out of a graph; launching these takes the host `others_ms` per layer.
+        Host time may be `hidden` in a CUDA graph or behind other work of the device. If it is not, it includes
+        `others_ms`, the time to launch the other kernels of the layer, which a CUDA graph cannot capture either.
         """
         return self.device_ms if hidden else max(self.device_ms, self.host_ms + self.plan_ms / layers + others_ms)
 
@@ -44,7 +43,7 @@ Timer = Callable[[TimedWork], Timing]
 
 
 def cuda_timer(work: TimedWork) -> Timing:
-    """Return medians on the current CUDA device, of warmed-up work whose inputs are mostly not in its caches."""
+    """Return median times of the work on the current CUDA device, after a warm-up."""
     for run in (work.first, work.again, work.again):
         run()
     first, again = _host_ms(work.first), _host_ms(work.again)
@@ -52,7 +51,7 @@ def cuda_timer(work: TimedWork) -> Timing:
 
 
 def device_ms(run: Callable[[], object]) -> float:
-    """Return the median milliseconds between events around `run`; all rounds are queued before the device begins."""
+    """Return the median milliseconds of `run` on the device, which sleeps before each round until it is queued."""
     pairs = [(_event(), _event()) for _ in range(_DEVICE_ROUNDS)]
     for before, after in pairs:
         torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
@@ -68,7 +67,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _host_ms(run: Callable[[], object]) -> float:
-    """Return the median milliseconds until `run` returns, starting with an idle device."""
+    """Return the median milliseconds until `run` returns, each time from an idle device."""
     times = []
     for _ in range(_HOST_ROUNDS):
         torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""RMS norm, rotary embedding, KV-cache writes, gated activation."""
+"""Compute RMS norm, rotary embedding, gated activation, and writes to the KV cache."""

@@ -1,7 +1,7 @@
-"""Compute the cosines and sines of rotary embedding once, as a table with one row per position.
+"""Compute the cosines and sines of rotary embedding, as a table with one row per position.
 
-Every formula runs in float32 and in the order of transformers' `modeling_rope_utils`, so the angles are the same to the
-last bit or two.
+Every formula is computed in float32 and in the order of transformers' `modeling_rope_utils`, so that angles differ from
+its angles by no more than the last two bits. Axes: L positions, T tokens, D head size, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of RoPE to longer contexts (Llama team 2024, "The Llama 3 Herd of Models").
+    """Llama 3.1's scaling of RoPE to longer contexts (Llama team 2024, "The Llama 3 Herd of Models").
 
-    Wavelengths above `original_max_positions / low_freq_factor` are stretched by `factor`, those below
-    `original_max_positions / high_freq_factor` are kept, and those between are interpolated. Raises ValueError for
-    factors that are not positive or not in order.
+    Wavelengths above `original_max_positions / low_freq_factor` are stretched by `factor`. Wavelengths below
+    `original_max_positions / high_freq_factor` are kept, and wavelengths between are interpolated. Raises ValueError
+    for factors that are not positive or not in order.
     """
 
     factor: float
@@ -51,9 +51,9 @@ class LinearScaling:
 class YarnScaling:
     """YaRN (Peng et al. 2023): long wavelengths are stretched by `factor`, short ones are kept.
 
-    A wave that rotates more than `beta_fast` times within `original_max_positions` is kept. A wave that rotates less
-    than `beta_slow` times is stretched, and those between are interpolated. `truncate` rounds the two limits outwards
-    to whole columns. Cosines and sines are multiplied by `attention_factor`.
+    A column that rotates more than `beta_fast` times within `original_max_positions` is kept. A column that rotates
+    less than `beta_slow` times is stretched, and columns between are interpolated. `truncate` rounds the two limits
+    outwards to whole columns. Cosines and sines are multiplied by `attention_factor`.
     """
 
     factor: float
@@ -71,8 +71,8 @@ class YarnScaling:
 class DynamicScaling:
     """Dynamic NTK scaling (bloc97, emozilla 2023): beyond `max_positions` the base grows with the sequence's length.
 
-    A token is rotated by the base of the forward pass that computes it, and keys stay in the cache as they are. From
-    `max_positions` on, the row of position p is therefore that of a sequence of p + 1 tokens.
+    A token is rotated by the base of the forward pass that computes it, and keys in the cache are never rotated again.
+    So from `max_positions` on, the row of position p is that of a sequence of p + 1 tokens.
     """
 
     factor: float
@@ -87,7 +87,8 @@ class LongRopeScaling:
     """LongRoPE (Ding et al. 2024): one stretching factor for each column.
 
     `short_factors` apply in forward passes of up to `original_max_positions` tokens, `long_factors` in longer ones.
-    Cosines and sines are multiplied by `attention_factor`. As with DynamicScaling, keys stay in the cache as they are.
+    Cosines and sines are multiplied by `attention_factor`. Keys in the cache are never rotated again, as with
+    `DynamicScaling`.
     """
 
     short_factors: tuple[float, ...]
@@ -110,8 +111,8 @@ def rope_table(head_dim: int, max_positions: int, base: float, scaling: RopeScal
 
     The result is float32 `[L, D]` on the CPU. `L` is `max_positions`, and `D` is `head_dim` (even). Column `i` rotates
     by `base ** (-2i / D)` radians per position (Su et al. 2021), unless `scaling` changes that. If frequencies depend
-    on the length of the forward pass, row p belongs to a pass that ends at position p. Raises ValueError naming the bad
-    argument.
+    on the length of the forward pass, row p belongs to a pass that ends at position p. Raises ValueError that names the
+    bad argument.
     """
     if max_positions <= 0:
         raise ValueError(f"max_positions is {max_positions!r}; it must be at least 1")
@@ -123,7 +124,7 @@ def rope_rows(head_dim: int, base: float, scaling: RopeScaling, position_T: Tens
     """Return cosines and sines of tokens at `position_T`, laid out as in `rope_table`.
 
     The result is float32 `[T, D]` on the tokens' device. `length_T` is the total number of tokens of the forward pass
-    that computes each token; both arguments are int64. Raises ValueError naming the bad argument.
+    that computes each token; both arguments are int64. Raises ValueError that names the bad argument.
     """
     if head_dim <= 0 or head_dim % 2:
         raise ValueError(f"head_dim is {head_dim!r}; it must be positive and even")
@@ -142,7 +143,7 @@ def rope_rows(head_dim: int, base: float, scaling: RopeScaling, position_T: Tens
 
 
 def _frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: RopeScaling, length_T: Tensor) -> Tensor:
-    """Return radians per position: `[F]`, or `[T, F]` if they depend on the length of the pass."""
+    """Return radians per position: `[F]`, or `[T, F]` if they depend on the length of the forward pass."""
     if isinstance(scaling, DynamicScaling):
         growth_T = scaling.factor * length_T.clamp(min=scaling.max_positions) / scaling.max_positions
         base_T = base * (growth_T - (scaling.factor - 1)) ** (head_dim / (head_dim - 2))
@@ -161,7 +162,7 @@ def _frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: RopeSc
 
 @lru_cache(maxsize=8)
 def _factors(scaling: LongRopeScaling, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return short and long factors on the device, copied there once: each copy waits for the device."""
+    """Return short and long factors on the device; they are copied once, since each copy waits for the device."""
     short_F, long_F = (
         torch.tensor(factors, dtype=torch.float32, device=device)
         for factors in (scaling.short_factors, scaling.long_factors)
@@ -170,7 +171,7 @@ def _factors(scaling: LongRopeScaling, device: torch.device) -> tuple[Tensor, Te
 
 
 def _llama3(frequency_F: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Blend each frequency with itself / factor, by how many of its periods fit the original context."""
+    """Interpolate each frequency between itself and itself / factor, by its rotations within the original context."""
     wavelength_F = 2 * math.pi / frequency_F
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept_F = ((scaling.original_max_positions / wavelength_F - low) / (high - low)).clamp(0.0, 1.0)
@@ -178,10 +179,10 @@ def _llama3(frequency_F: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(exponent_F: Tensor, head_dim: int, base: float, scaling: YarnScaling) -> Tensor:
-    """Blend each frequency with itself / factor, by its column."""
+    """Interpolate each frequency between itself and itself / factor, by its column."""
 
     def column(turns: float) -> float:
-        """Return the (fractional) column whose wave rotates `turns` times within the original context."""
+        """Return the (fractional) column that rotates `turns` times within the original context."""
         return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = column(scaling.beta_fast), column(scaling.beta_slow)
@@ -189,7 +190,7 @@ def _yarn(exponent_F: Tensor, head_dim: int, base: float, scaling: YarnScaling) 
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
-        last += 0.001  # as in transformers: the blend becomes a step
+        last += 0.001  # as in transformers: the interpolation becomes a step
     columns_F = torch.arange(head_dim // 2, dtype=torch.float32, device=exponent_F.device)
     stretched_F = ((columns_F - first) / (last - first)).clamp(0, 1)
     kept_F = 1 - stretched_F

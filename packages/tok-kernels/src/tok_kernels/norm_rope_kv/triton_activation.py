@@ -1,4 +1,4 @@
-"""Compute the gated activation of Llama's feed-forward layer in one pass over its input."""
+"""Compute the gated activation `silu(gate) * up` in one pass over its input."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
-    """Return `silu(gate) * up` in float32, `gate` the first and `up` the second half of the last axis (Shazeer 2020).
-
-    `[..., 2F] -> [..., F]`, of the input's dtype. Raises ValueError for an odd last axis.
-    """
+    """Compute `Backend.silu_and_mul`, with any leading axes. Raises ValueError for an odd last axis."""
     width = gate_up_TF.shape[-1]
     if width % 2:
         raise ValueError(f"gate_up has a last axis of {width}; allowed: even numbers, gate and up in equal parts")
@@ -24,16 +21,17 @@ def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
     out = torch.empty((*gate_up_TF.shape[:-1], width // 2), dtype=rows.dtype, device=rows.device)
     if out.numel():
         blocks = triton.cdiv(width // 2, _BLOCK)
-        _silu_and_mul[(rows.shape[0] * blocks,)](
+        _silu_and_mul_kernel[(rows.shape[0] * blocks,)](
             rows, rows.stride(0), out, width // 2, blocks, _BLOCK, num_warps=_WARPS
         )
     return out
 
 
 @triton.jit
-def _silu_and_mul(
+def _silu_and_mul_kernel(
     gate_up: tl.tensor, stride: tl.tensor, out: tl.tensor, size: tl.tensor, blocks: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
+    """Compute BLOCK columns of one row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -41,6 +39,6 @@ def _silu_and_mul(
     up = tl.load(gate_up + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
     if out.dtype.element_ty == tl.float32:
         product = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    else:  # a faster division, whose error is below the rounding of narrower dtypes
+    else:  # a faster division, whose error is below the rounding of 16-bit dtypes
         product = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Copy keys and values to their cache rows: one program per token copies both."""
+"""Copy keys and values to their cache rows, with one program per token."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from torch import Tensor
 
 from tok_kernels.batch import LayerCache
 
-_FP8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn
+_FP8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn number
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
-    """Store token `t`'s key and value at flat row `index_T[t]` (int64), converted to the cache's dtype.
+    """Compute `Backend.write_kv`.
 
-    For float8_e4m3fn, values are clamped to ±448, then rounded to nearest, ties to even; NaN stays NaN. Of tokens with
-    the same index, any may remain. The cache's pages must be evenly spaced in memory (RuntimeError otherwise). Keys and
-    values may be views of a larger GEMM output; they are copied first if their last axis is not dense.
+    Keys and values may be views of a larger GEMM output; they are copied first if their last axis is not dense. Raises
+    ValueError if the cache's last axis is not dense.
     """
     tokens, heads, size = k_TKD.shape
     if not tokens:
@@ -25,7 +24,7 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -
     k_rows, v_rows = cache_rows(cache)
     k, v = dense_heads(k_TKD), dense_heads(v_TKD)
     padded = {"HEADS": triton.next_power_of_2(heads), "SIZE": triton.next_power_of_2(size)}
-    _write_kv[(tokens,)](
+    _write_kv_kernel[(tokens,)](
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
         *(index_T.contiguous(), heads, size),
@@ -39,7 +38,7 @@ def cache_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
 
     Raises ValueError if the last axis is not dense.
     """
-    # view, not reshape: reshape may copy silently, and the write would be lost.
+    # A view, because `reshape` may copy, and the write would be lost.
     k, v = (pages.view(-1, *pages.shape[2:]) for pages in (cache.k, cache.v))
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise ValueError(f"the cache's last axis has strides {k.stride(-1)} and {v.stride(-1)}; allowed: 1")
@@ -52,7 +51,7 @@ def dense_heads(x_THD: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
-def _write_kv(
+def _write_kv_kernel(
     k: tl.tensor,
     k_token: tl.tensor,
     k_head: tl.tensor,
@@ -71,6 +70,7 @@ def _write_kv(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
+    """Copy the key and value of one token."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(index + token).to(tl.int64)
     copy_heads(k + token * k_token, k_head, k_rows + row * k_rows_row, k_rows_head, heads, size, HEADS, SIZE)
@@ -88,17 +88,17 @@ def copy_heads(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Copy the `[heads, size]` of one token, converted as by `narrow`."""
+    """Copy the heads of one token, `[heads, size]`, cast by `cast_to_target`."""
     head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (head < heads) & (entry < size)
     value = tl.load(source + head * source_head + entry, mask=inside)
-    tl.store(target + head * target_head + entry, narrow(value, target), mask=inside)
+    tl.store(target + head * target_head + entry, cast_to_target(value, target), mask=inside)
 
 
 @triton.jit
-def narrow(value: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """Return the value in the dtype that `target` points to; float8_e4m3fn values are clamped to its range."""
+def cast_to_target(value: tl.tensor, target: tl.tensor) -> tl.tensor:
+    """Return the value in the dtype that `target` points to; values cast to float8_e4m3fn are clamped to its range."""
     if target.dtype.element_ty == tl.float8e4nv:
         value = value.to(tl.float32)
-        value = tl.where(value > _FP8_MAX, _FP8_MAX, tl.where(value < -_FP8_MAX, -_FP8_MAX, value))  # NaN stays
+        value = tl.where(value > _FP8_MAX, _FP8_MAX, tl.where(value < -_FP8_MAX, -_FP8_MAX, value))  # NaN stays NaN
     return value.to(target.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""Compute root-mean-square norm with one program per row, the row held in registers."""
+"""Compute the root-mean-square norm; one program holds a row in registers."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ from torch import Tensor
 
 
 def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `x / sqrt(mean(x²) + eps) * weight` over the last axis, of `dtype` or x's own (Zhang & Sennrich 2019).
-
-    x may have any leading axes; computed in float32. Raises ValueError for a weight of another length than the last
-    axis.
-    """
+    """Compute `Backend.rms_norm`. Raises ValueError for a weight of another length than the last axis of x."""
     x = _rows(x_TN, weight_N)
     normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if x.numel():
-        _rms_norm[(x.shape[0],)](x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch(x))
+        _rms_norm_kernel[(x.shape[0],)](x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch(x))
     return normed.view(x_TN.shape)
 
 
@@ -36,7 +32,7 @@ def _launch(x: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def _rms_norm(
+def _rms_norm_kernel(
     x: tl.tensor,
     x_stride: tl.tensor,
     weight: tl.tensor,
@@ -45,6 +41,7 @@ def _rms_norm(
     size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Normalise one row of `size` entries."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

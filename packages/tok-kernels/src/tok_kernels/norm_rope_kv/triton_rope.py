@@ -1,4 +1,4 @@
-"""Apply rotary position embedding, alone or fused with the heads' norm and the cache write: one program per token."""
+"""Apply rotary embedding with one program per token, alone or fused with the norm of heads and the cache write."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.batch import LayerCache, QKNorm
 from tok_kernels.launch_config import pdl_options
-from tok_kernels.norm_rope_kv.triton_kv import cache_rows, copy_heads, dense_heads, narrow
+from tok_kernels.norm_rope_kv.triton_kv import cache_rows, cast_to_target, copy_heads, dense_heads
 
 
 def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rotated copies of queries and keys, of their own dtypes; `position_T` int64 or int32 indexes `cos_sin_LD`.
-
-    `cos_sin_LD` is float32 as made by `tok_kernels.norm_rope_kv.rope_table`. Entry `i` is paired with entry `i + D/2`
-    (Su et al. 2021, in Llama's arrangement).
-    """
+    """Compute `Backend.rope`."""
     q, k = dense_heads(q_THD), dense_heads(k_TKD)
-    turned_q, turned_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    rotated_q, rotated_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.shape[0]:
         table = cos_sin_LD.contiguous()
-        _rope[(q.shape[0],)](
-            *(q, q.stride(0), q.stride(1), turned_q, turned_q.stride(0), turned_q.stride(1), q.shape[1]),
-            *(k, k.stride(0), k.stride(1), turned_k, turned_k.stride(0), turned_k.stride(1), k.shape[1]),
+        _rope_kernel[(q.shape[0],)](
+            *(q, q.stride(0), q.stride(1), rotated_q, rotated_q.stride(0), rotated_q.stride(1), q.shape[1]),
+            *(k, k.stride(0), k.stride(1), rotated_k, rotated_k.stride(0), rotated_k.stride(1), k.shape[1]),
             *(position_T.contiguous(), table, q.shape[2] // 2),
             **_launch(q, k),
         )
-    return turned_q, turned_k
+    return rotated_q, rotated_k
 
 
 def rope_and_write_kv(
@@ -46,10 +42,9 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Compute `Backend.rope_and_write_kv` in one launch.
 
-    The rotated queries replace `q_THD` in memory, unless elements of `dtype` have another size; then they are a new
-    tensor. `q_THD`, `k_TKD` and `v_TKD` may be views of one fused GEMM output, whose keys and values stay unchanged.
-    All values are computed in float32 and rounded once. A rotated query may thus exceed the range of q's dtype
-    (float16) if `dtype` (bfloat16) can hold it.
+    The rotated queries replace `q_THD` in memory, or are a new tensor if elements of `dtype` have another size.
+    `q_THD`, `k_TKD` and `v_TKD` may be views of one GEMM output, whose keys and values stay unchanged. Since values are
+    rounded once, a rotated query may exceed the range of q's dtype (float16) if `dtype` (bfloat16) can hold it.
 
     Raises ValueError for queries whose last axis is not dense, and for norm weights of another length than that axis.
     """
@@ -58,15 +53,15 @@ def rope_and_write_kv(
     q_weight, k_weight = _weights(q_THD, norm)
     dtype = dtype or q_THD.dtype
     if dtype.itemsize == q_THD.dtype.itemsize:
-        turned = q_THD.view(dtype)
+        rotated = q_THD.view(dtype)
     else:
-        turned = torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
+        rotated = torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
     if not q_THD.shape[0]:
-        return turned
+        return rotated
     k, v, table = dense_heads(k_TKD), dense_heads(v_TKD), cos_sin_LD.contiguous()
     k_rows, v_rows = cache_rows(cache)
-    _rope_and_write_kv[(q_THD.shape[0],)](
-        *(q_THD, q_THD.stride(0), q_THD.stride(1), turned, turned.stride(0), turned.stride(1), q_THD.shape[1]),
+    _rope_and_write_kv_kernel[(q_THD.shape[0],)](
+        *(q_THD, q_THD.stride(0), q_THD.stride(1), rotated, rotated.stride(0), rotated.stride(1), q_THD.shape[1]),
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), k.shape[1]),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
         *(position_T.contiguous(), table, index_T.contiguous(), q_THD.shape[2] // 2),
@@ -75,11 +70,11 @@ def rope_and_write_kv(
         NORM=norm is not None,
         **pdl_options(q_THD.device),
     )
-    return turned
+    return rotated
 
 
 def _weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
-    """Return the norm's weights; without a norm, any tensors, which the kernel does not read."""
+    """Return the norm's weights, or any tensors without a norm, since the kernel does not read them."""
     if norm is None:
         return q_THD, q_THD
     for name, weight in (("q", norm.q_D), ("k", norm.k_D)):
@@ -101,20 +96,20 @@ def _launch(q: Tensor, k: Tensor) -> dict[str, int]:
 
 
 @triton.jit(do_not_specialize_on_alignment=["position"])
-def _rope(
+def _rope_kernel(
     q: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
-    turned_q: tl.tensor,
-    turned_q_token: tl.tensor,
-    turned_q_head: tl.tensor,
+    rotated_q: tl.tensor,
+    rotated_q_token: tl.tensor,
+    rotated_q_head: tl.tensor,
     q_heads: tl.tensor,
     k: tl.tensor,
     k_token: tl.tensor,
     k_head: tl.tensor,
-    turned_k: tl.tensor,
-    turned_k_token: tl.tensor,
-    turned_k_head: tl.tensor,
+    rotated_k: tl.tensor,
+    rotated_k_token: tl.tensor,
+    rotated_k_head: tl.tensor,
     k_heads: tl.tensor,
     position: tl.tensor,
     table: tl.tensor,
@@ -123,23 +118,24 @@ def _rope(
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
+    """Rotate the queries and keys of one token."""
     token = tl.program_id(0).to(tl.int64)
     angle = table + tl.load(position + token).to(tl.int64) * half * 2
     q += token * q_token
     k += token * k_token
-    to_q, to_k = turned_q + token * turned_q_token, turned_k + token * turned_k_token
-    _turn(q, q_head, to_q, turned_q_head, q_heads, angle, half, q, 0.0, Q_HEADS, HALF, False)
-    _turn(k, k_head, to_k, turned_k_head, k_heads, angle, half, k, 0.0, K_HEADS, HALF, False)
+    to_q, to_k = rotated_q + token * rotated_q_token, rotated_k + token * rotated_k_token
+    _rotate(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q, 0.0, Q_HEADS, HALF, False)
+    _rotate(k, k_head, to_k, rotated_k_head, k_heads, angle, half, k, 0.0, K_HEADS, HALF, False)
 
 
 @triton.jit(do_not_specialize_on_alignment=["position", "index"])
-def _rope_and_write_kv(
+def _rope_and_write_kv_kernel(
     q: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
-    turned_q: tl.tensor,
-    turned_q_token: tl.tensor,
-    turned_q_head: tl.tensor,
+    rotated_q: tl.tensor,
+    rotated_q_token: tl.tensor,
+    rotated_q_head: tl.tensor,
     q_heads: tl.tensor,
     k: tl.tensor,
     k_token: tl.tensor,
@@ -167,6 +163,7 @@ def _rope_and_write_kv(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Rotate the queries and keys of one token, and write its key and value to the cache."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -176,15 +173,15 @@ def _rope_and_write_kv(
     q += token * q_token
     k += token * k_token
     v += token * v_token
-    to_q = turned_q + token * turned_q_token
-    _turn(q, q_head, to_q, turned_q_head, q_heads, angle, half, q_weight, eps, Q_HEADS, HALF, NORM)
+    to_q = rotated_q + token * rotated_q_token
+    _rotate(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q_weight, eps, Q_HEADS, HALF, NORM)
     to_k = k_rows + row * k_rows_row
-    _turn(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, K_HEADS, HALF, NORM)
+    _rotate(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, K_HEADS, HALF, NORM)
     copy_heads(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, K_HEADS, HALF * 2)
 
 
 @triton.jit
-def _turn(
+def _rotate(
     source: tl.tensor,
     source_head: tl.tensor,
     target: tl.tensor,
@@ -198,9 +195,9 @@ def _turn(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
 ) -> None:
-    """Rotate the heads of one token, after the norm of each head with NORM.
+    """Rotate the heads of one token; with NORM, after the norm of each head.
 
-    `angle` points to the token's cosines, which its sines follow.
+    `angle` points to the token's `half` cosines, followed by its sines.
     """
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (pair < half)
@@ -215,5 +212,5 @@ def _turn(
         first = first * scale * tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)
         second = second * scale * tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
     to = target + head * target_head + pair
-    tl.store(to, narrow(first * cos - second * sin, target), mask=inside)
-    tl.store(to + half, narrow(second * cos + first * sin, target), mask=inside)
+    tl.store(to, cast_to_target(first * cos - second * sin, target), mask=inside)
+    tl.store(to + half, cast_to_target(second * cos + first * sin, target), mask=inside)

@@ -1,1 +1,1 @@
-"""Sample tokens: penalties, masks, temperature, filters, and random numbers keyed by seed and position."""
+"""Sample tokens: masks, penalties, biases, temperature, filters, and random numbers keyed by row."""

@@ -1,4 +1,4 @@
-"""Return the log-probabilities of the most likely tokens, for rows that ask for them."""
+"""Find the most likely tokens of rows that ask for them, and their log-probabilities."""
 
 from __future__ import annotations
 

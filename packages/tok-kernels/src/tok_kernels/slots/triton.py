@@ -19,7 +19,7 @@ def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
     token, position, kv_index = torch.empty((3, rows), dtype=torch.int64, device=slot_B.device)
     kv_len = torch.empty(rows, dtype=torch.int32, device=slot_B.device)
     if rows:
-        _decode_rows[(triton.cdiv(rows, _LANES),)](
+        _decode_rows_kernel[(triton.cdiv(rows, _LANES),)](
             *(slot_B, token, position, kv_index, kv_len, rows),
             *(slots.last_token, slots.length, slots.ended, slots.page_table, slots.page_table.stride(0)),
             *(slots.token_of, slots.scratch),
@@ -35,7 +35,7 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
     rows = slot_R.shape[0]
     out = torch.empty((2, rows), dtype=torch.int32, device=slot_R.device)
     if rows:
-        _record_sampled_tokens[(triton.cdiv(rows, _LANES),)](
+        _record_sampled_tokens_kernel[(triton.cdiv(rows, _LANES),)](
             *(slot_R, token_R, logprob_R, out, rows),
             *(
                 slots.last_token,
@@ -55,7 +55,7 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
     do_not_specialize=["rows", "table_row", "scratch"],
     do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "position_ptr", "index_ptr", "len_ptr"],
 )
-def _decode_rows(
+def _decode_rows_kernel(
     slot_ptr: tl.tensor,
     token_ptr: tl.tensor,
     position_ptr: tl.tensor,
@@ -72,6 +72,7 @@ def _decode_rows(
     PAGE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
+    """Make LANES decode rows, one per lane."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     present = row < rows
     slot = tl.load(slot_ptr + row, mask=present, other=0).to(tl.int64)
@@ -92,7 +93,7 @@ def _decode_rows(
     do_not_specialize=["rows", "ends"],
     do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "logprob_ptr", "out_ptr", "end_ids_ptr"],
 )
-def _record_sampled_tokens(
+def _record_sampled_tokens_kernel(
     slot_ptr: tl.tensor,
     token_ptr: tl.tensor,
     logprob_ptr: tl.tensor,
@@ -106,6 +107,7 @@ def _record_sampled_tokens(
     ends: tl.tensor,
     LANES: tl.constexpr,
 ) -> None:
+    """Store the tokens of LANES rows, one per lane."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     present = row < rows
     slot = tl.load(slot_ptr + row, mask=present, other=0).to(tl.int64)

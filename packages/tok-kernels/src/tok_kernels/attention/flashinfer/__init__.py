@@ -1,9 +1,8 @@
 """Adapt FlashInfer's attention kernels (Ye et al. 2025), one adapter per phase.
 
-Sampling stays with Triton. FlashInfer derives a row's random numbers from the first of its seeds and the row's index in
-the batch. A request's tokens would thus change with its neighbours. FlashInfer needs float32 logits or probabilities,
-so the logits are read and written several times, and it returns no log-probability. Its top-k and top-p filters of
-probabilities would help only rows that use them, at the price of a float32 copy of these rows.
+Triton computes sampling, for three reasons. FlashInfer derives a row's random numbers from the first seed and the row's
+index in the batch, so a request's tokens would change with its neighbours. FlashInfer needs float32 logits or
+probabilities, so logits would be read and written several times. FlashInfer returns no log-probability.
 """
 
 from __future__ import annotations

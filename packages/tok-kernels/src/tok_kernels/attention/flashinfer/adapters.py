@@ -1,4 +1,4 @@
-"""Create FlashInfer's kernels of each phase for one shape; all share one workspace."""
+"""Create FlashInfer's kernels of each phase for one shape, and check which shapes FlashInfer computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Adapters:
-    """Factory of the FlashInfer kernels of `shape` on `device`; all of them must run on one CUDA stream."""
+    """Factory of the FlashInfer kernels of `shape` on `device`, which share one workspace and must share one stream."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
@@ -40,7 +40,7 @@ class Adapters:
 
 
 def unusable(shape: AttentionShape, device: torch.device) -> str | None:
-    """Return why FlashInfer cannot compute this shape here; None if it can, as far as known without a build."""
+    """Return why FlashInfer cannot compute this shape here, as far as known without a build; None if it can."""
     if device.type != "cuda":
         return f"FlashInfer does not run on {device.type}"
     if find_spec("flashinfer") is None:

@@ -1,7 +1,7 @@
-"""Compute cascade attention with FlashInfer: each group's pages once, each row's own pages, merged by log-sum-exp.
+"""Compute cascade attention with FlashInfer: read shared pages once per group, then each row's own pages, and merge.
 
 A level is a prefill without a causal mask, in which a group of rows is one request (Ye et al. 2024, "Cascade
-inference"). All FlashInfer kernels return log-sum-exps of base 2, and its merge takes them in that base.
+inference"). FlashInfer's kernels return log-sum-exps of base 2, and its merge expects that base.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tok_kernels.attention.flashinfer.decode import FlashInferDecode
-from tok_kernels.attention.flashinfer.pages import Ints, on_device, page_lists, workers_on_host
+from tok_kernels.attention.flashinfer.pages import Ints, on_device, on_host, page_lists
 from tok_kernels.attention.flashinfer.prefill import PrefillBackend, prefill_wrappers
 from tok_kernels.attention.flashinfer.wrappers import (
     PlannedFor,
@@ -34,14 +34,14 @@ from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLevel, LayerCach
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A planned level and the rows it covers, as a bool tensor; None: all rows."""
+    """A planned level; `covered` is a bool tensor of the rows that it covers, or None for all rows."""
 
     wrapper: Any
     covered: Tensor | None
 
 
 class FlashInferCascade:
-    """The phase "cascade" (see `PhaseKernel`), which needs `batch.host`; the prefixes are read by `kernels`."""
+    """The phase "cascade" (`PhaseKernel`), which needs `batch.host`; FlashInfer's `kernels` read the shared pages."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, kernels: PrefillBackend) -> None:
         self._shape = shape
@@ -62,14 +62,16 @@ class FlashInferCascade:
         lse = self._own.with_lse(q_THD, cache, batch, scale, out_THD)
         for level in self._levels:
             part, part_lse = level.wrapper.run(q_THD[rows], (cache.k, cache.v), return_lse=True)
-            # Merging two partial results without keys would give NaN. Every covered row has keys in `part`.
+            # A merge of two partial results without keys would give NaN. Every covered row has keys in `part`.
             flashinfer().merge_state_in_place(out_THD[rows], lse, part, part_lse, level.covered)
 
     def _plan(self, batch: AttentionBatch, scale: float) -> list[_Level]:
         host = batch.host
         if host is None or len(host.levels) != len(batch.levels):
-            held = None if host is None else f"of {len(host.levels)} levels"
-            raise ValueError(f"host is {held}; allowed where FlashInfer cascades: HostLengths of {len(batch.levels)}")
+            found = None if host is None else f"HostLengths of {len(host.levels)} levels"
+            raise ValueError(
+                f"host is {found}; allowed if FlashInfer cascades: HostLengths of {len(batch.levels)} levels"
+            )
         while len(self._wrappers) < len(batch.levels):
             self._wrappers.append(self._new_wrappers())
         levels = zip(self._wrappers, batch.levels, host.levels, strict=False)
@@ -86,7 +88,7 @@ class FlashInferCascade:
             return None
         slot = level.slot[on_device(items.group, device).long()]
         pages = page_lists(batch.page_table, slot, items.start, items.end, self._shape.page_size)
-        rows = workers_on_host(items.indptr, device)
+        rows = on_host(items.indptr, device)
         wrapper = wrappers.plan(lambda one: plan_prefill(one, self._shape, rows, pages, causal=False, scale=scale))
         covered = None if items.covered.all() else on_device(items.covered, device).bool()
         return _Level(wrapper, covered)
@@ -94,12 +96,15 @@ class FlashInferCascade:
 
 @dataclass(frozen=True, slots=True)
 class LevelItems:
-    """The I items of a level.
+    """A level as I prefill items: one for each group of rows, and one without keys for each run of rows between groups.
 
-    indptr      [I + 1]      first row of each item, and the end of the last
-    group       [I]          group whose pages are read; 0 if none
-    start, end  [I]          positions `[start[i], end[i])` that the item reads; empty if none
-    covered     bool [rows]  rows that receive keys from some group
+    FlashInfer's queries must be contiguous, so rows in no group need an item, too. For example, 6 rows with groups of
+    the rows 1–2 and 4 have the items 0, 1–2, 3, 4 and 5, of which the first, third and last have no keys.
+
+    indptr      int32 [I + 1]  first row of each item, and the end of the last
+    group       int32 [I]      group whose pages are read; 0 if none
+    start, end  int32 [I]      positions `[start[i], end[i])` that the item reads; empty if none
+    covered     bool [rows]    rows that receive keys from some group
     """
 
     indptr: Ints

@@ -1,4 +1,4 @@
-"""Compute decode rows with FlashInfer: one query per sequence over its own pages, planned once a step."""
+"""Compute decode rows with FlashInfer: one query per sequence over its own pages, planned once per step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tok_kernels.batch import AttentionBatch, LayerCache
 
 
 class FlashInferDecode:
-    """The phase "decode" (`tok_kernels.attention.interface.PhaseKernel`), which needs `batch.host`.
+    """The phase "decode" (`PhaseKernel`), which needs `batch.host`.
 
-    `tensor_cores` are faster where several query heads share a key/value head. Groups of 1, 2, 3, 4 or 8 also work
-    without them. Planning reads every length in Python: about 15 ms at 8192 sequences.
+    `tensor_cores` are faster if several query heads share a key/value head. Groups of 1, 2, 3, 4 or 8 query heads also
+    work without them. Planning reads every length in Python, which takes about 15 ms for 8192 sequences.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device, workspace: Tensor, *, tensor_cores: bool) -> None:
@@ -44,7 +44,7 @@ class FlashInferDecode:
     def with_lse(
         self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor
     ) -> Tensor:
-        """Compute as `__call__`, over the positions from `kv_start` on, and return the base-2 log-sum-exp.
+        """Attend to the positions from `kv_start` on, write the outputs, and return the base-2 log-sum-exp.
 
         The log-sum-exp is float32 `[num_decode, H]`. A row without keys gets an output of zeros and a log-sum-exp of
         −inf.
@@ -59,7 +59,7 @@ class FlashInferDecode:
         if is_plan_for(self._planned_for, batch, scale):
             return
         if batch.host is None:
-            raise ValueError("host is None; allowed where FlashInfer decodes: HostLengths")
+            raise ValueError("host is None; allowed if FlashInfer decodes: HostLengths")
         host, rows = batch.host, slice(batch.num_decode)
         pages = page_lists(
             *(batch.page_table, batch.slots[rows], host.kv_start[rows], host.kv_len[rows]), self._shape.page_size

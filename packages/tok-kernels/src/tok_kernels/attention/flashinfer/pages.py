@@ -1,4 +1,4 @@
-"""Build page lists in FlashInfer's format: lengths counted on the host, page ids gathered on the device.
+"""Build page lists in FlashInfer's format: count pages on the host, and gather page ids on the device.
 
 Axes: I items (sequences or groups), N pages of all items.
 """
@@ -19,10 +19,10 @@ Ints = NDArray[np.int32]
 class PageLists:
     """Page lists of I items, all int32.
 
-    indptr         [I + 1]  on the host
-    last_page_len  [I]      on the host
-    length         [I]      on the host
-    indices        [N]      on the device
+    indptr         [I + 1]  on the host    first page of each item in `indices`, and the end of the last
+    last_page_len  [I]      on the host    positions in the item's last page
+    length         [I]      on the host    positions of the item
+    indices        [N]      on the device  page ids
     """
 
     indptr: Tensor
@@ -32,7 +32,7 @@ class PageLists:
 
 
 def page_lists(page_table: Tensor, slot_I: Tensor, start: Ints, end: Ints, page_size: int) -> PageLists:
-    """Return the pages of the positions `[start[i], end[i])` of slot `slot_I[i]`; none where `end[i] <= start[i]`.
+    """Return the pages of the positions `[start[i], end[i])` of slot `slot_I[i]`; none if `end[i] <= start[i]`.
 
     The host never waits for the device. Raises ValueError if a start is not a multiple of the page size.
     """
@@ -51,14 +51,14 @@ def page_lists(page_table: Tensor, slot_I: Tensor, start: Ints, end: Ints, page_
     item_N = torch.repeat_interleave(count_I, output_size=total)
     index_N = torch.arange(total, dtype=torch.int32, device=device) - shift_I[item_N]
     return PageLists(
-        indptr=workers_on_host(indptr, device),
-        last_page_len=workers_on_host(last_page_len, device),
-        length=workers_on_host(length, device),
+        indptr=on_host(indptr, device),
+        last_page_len=on_host(last_page_len, device),
+        length=on_host(length, device),
         indices=page_table[slot_I[item_N].long(), index_N.long()],
     )
 
 
-def workers_on_host(values: NDArray[np.generic], device: torch.device) -> Tensor:
+def on_host(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """Return the values as int32 in host memory (pinned for CUDA) that `device` can copy without the host waiting."""
     host = torch.from_numpy(values.astype(np.int32))
     return host.pin_memory() if device.type == "cuda" else host
@@ -66,4 +66,4 @@ def workers_on_host(values: NDArray[np.generic], device: torch.device) -> Tensor
 
 def on_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """Return the values as int32 on the device, copied without waiting for it."""
-    return workers_on_host(values, device).to(device, non_blocking=True)
+    return on_host(values, device).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Compute prefill chunks with FlashInfer: causal attention of ragged queries over pages, planned once a step."""
+"""Compute prefill chunks with FlashInfer: causal attention of ragged queries over pages, planned once per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.flashinfer.pages import page_lists, workers_on_host
+from tok_kernels.attention.flashinfer.pages import on_host, page_lists
 from tok_kernels.attention.flashinfer.wrappers import (
     PlannedFor,
     WrapperRing,
@@ -25,13 +25,13 @@ PrefillBackend = Literal["fa2", "fa3"]
 
 
 def prefill_wrappers(workspace: Tensor, kernels: PrefillBackend) -> WrapperRing:
-    """Return wrappers for many queries over one list of pages; `kernels` is "fa2" (any GPU) or "fa3" (Hopper)."""
+    """Return wrappers for items of several queries over one list of pages; "fa2" runs on any GPU, "fa3" on Hopper."""
     make = flashinfer().BatchPrefillWithPagedKVCacheWrapper
     return WrapperRing(lambda: make(workspace, "NHD", backend=kernels))
 
 
 class FlashInferPrefill:
-    """The phase "prefill" (`tok_kernels.attention.interface.PhaseKernel`), which needs `batch.host`.
+    """The phase "prefill" (`PhaseKernel`), which needs `batch.host`.
 
     Raises FlashInfer's errors if its kernels cannot be built.
     """
@@ -54,7 +54,7 @@ class FlashInferPrefill:
 
     def _plan(self, batch: AttentionBatch, scale: float) -> None:
         if batch.host is None:
-            raise ValueError("host is None; allowed where FlashInfer prefills: HostLengths")
+            raise ValueError("host is None; allowed if FlashInfer prefills: HostLengths")
         host, base = batch.host, batch.num_decode
         chunks = slice(base, None)
         pages = page_lists(
@@ -62,7 +62,7 @@ class FlashInferPrefill:
             self._shape.page_size,
         )
         q_indptr = np.concatenate(([0], np.cumsum(host.q_len[chunks])))
-        rows = workers_on_host(q_indptr, batch.slots.device)
+        rows = on_host(q_indptr, batch.slots.device)
         self._planned = self._wrappers.plan(
             lambda one: plan_prefill(one, self._shape, rows, pages, causal=True, scale=scale)
         )

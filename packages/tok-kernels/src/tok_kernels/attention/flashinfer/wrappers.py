@@ -1,7 +1,7 @@
 """Use several FlashInfer wrappers in turn, so that planning never overwrites a plan that the device has yet to read.
 
-A wrapper plans in pinned memory that is then copied to the device. If steps are launched ahead, the copy may still be
-queued when the next step is planned. Several wrappers therefore take turns, and each waits for its own last copy only.
+A wrapper writes its plan to pinned memory, which is then copied to the device. If steps are launched ahead, the copy
+may still be queued when the next step is planned. So several wrappers take turns, and each waits for its own last copy.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.flashinfer.pages import PageLists, workers_on_host
+from tok_kernels.attention.flashinfer.pages import PageLists, on_host
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import AttentionBatch
 
 WRAPPERS_IN_RING = 3
 _MIN_WORKSPACE_BYTES = 128 << 20
-_SPARE = 8 << 20
+_SPARE_BYTES = 8 << 20
 _TILE_ROWS = 128
 
 
 def flashinfer() -> ModuleType:
-    """Import the package at first use and return it; loading takes seconds.
+    """Import the package flashinfer at first use, which takes seconds, and return it.
 
     Raises ImportError if it is not installed.
     """
@@ -35,20 +35,19 @@ def flashinfer() -> ModuleType:
 def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
     """Return zeroed memory for the partial results of split keys; wrappers of one stream may share it.
 
-    The number of partial results is the number that keeps the GPU busy: two tiles of rows per multiprocessor and query
-    head of a group.
+    The memory holds two tiles of rows for each multiprocessor and query head of a group, which keep the GPU busy.
     """
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     partial = programs * shape.group * _TILE_ROWS * shape.head_dim * 4
-    return torch.zeros(max(_MIN_WORKSPACE_BYTES, partial + _SPARE), dtype=torch.uint8, device=device)
+    return torch.zeros(max(_MIN_WORKSPACE_BYTES, partial + _SPARE_BYTES), dtype=torch.uint8, device=device)
 
 
 PlannedFor = tuple[AttentionBatch, float]
-"""The batch and the scale of the scores that a plan was made for."""
+"""The batch of a plan, and the scale of its scores."""
 
 
 def is_plan_for(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -> bool:
-    """Return whether a plan was made for this very batch object and this scale."""
+    """Return whether a plan was made for this batch object and this scale."""
     return planned_for is not None and planned_for[0] is batch and planned_for[1] == scale
 
 
@@ -74,7 +73,7 @@ class WrapperRing:
 def plan_prefill(
     wrapper: Any, shape: AttentionShape, q_indptr: Tensor, pages: PageLists, *, causal: bool, scale: float
 ) -> None:
-    """Plan a prefill wrapper: item i's queries are the rows `[q_indptr[i], q_indptr[i + 1])`."""
+    """Plan a prefill wrapper; the queries of item i are the rows `[q_indptr[i], q_indptr[i + 1])`."""
     wrapper.plan(
         *(q_indptr, pages.indptr, pages.indices, pages.last_page_len),
         *(shape.heads, shape.kv_heads, shape.head_dim, shape.page_size),
@@ -87,7 +86,7 @@ def plan_prefill(
 
 
 def plan_decode(wrapper: Any, shape: AttentionShape, pages: PageLists, *, scale: float) -> None:
-    """Plan a decode wrapper: item i's query is row i."""
+    """Plan a decode wrapper; the query of item i is row i."""
     wrapper.plan(
         *(pages.indptr, pages.indices, pages.last_page_len),
         *(shape.heads, shape.kv_heads, shape.head_dim, shape.page_size),
@@ -99,11 +98,11 @@ def plan_decode(wrapper: Any, shape: AttentionShape, pages: PageLists, *, scale:
 
 
 def one_page(device: torch.device) -> PageLists:
-    """Return the page list of the smallest step; planning it builds or loads the code that all plans and runs need."""
+    """Return the page list of the smallest step; its plan builds or loads the code that all plans and runs need."""
     one = torch.ones(1, dtype=torch.int32)
     return PageLists(first_row(device), one, one, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def first_row(device: torch.device) -> Tensor:
     """Return the `indptr` of one item with one row or page."""
-    return workers_on_host(torch.arange(2).numpy(), device)
+    return on_host(torch.arange(2).numpy(), device)

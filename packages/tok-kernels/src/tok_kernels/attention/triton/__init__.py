@@ -1,4 +1,4 @@
-"""Attention kernels of the Triton backend: no planning on the CPU, no synchronisation, usable inside CUDA graphs."""
+"""Compute attention by Triton kernels; nothing is planned on the CPU or synchronised, so CUDA graphs can capture it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute attention of one step: decode rows with their cascade levels, then prefill chunks, each with own kernels."""
+"""Compute attention of one step: decode rows with their cascade levels by one set of kernels, prefill by another."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ from tok_kernels.batch import AttentionBatch, LayerCache
 def attention(
     q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """Return the paged, causal, grouped-query attention of one step with cascade levels.
+    """Compute `Backend.attention`; the result is contiguous.
 
-    The result is `[T, H, D]` of q's dtype, contiguous. With a `window`, a query sees at most that many positions, the
-    last of which is its own.
-
-    Scores, softmax and sums are float32; for bfloat16 and float16 the softmax weights are rounded to that type. Grids
-    depend on host numbers only. A step can thus be captured in a CUDA graph and replayed with other lengths below the
-    same bounds. Cache rows that no query may see can hold NaN. A token without keys, and a token of no sequence, gets
-    zeros. q may be strided except along its last axis; page sizes are powers of two, and head_dim is at most 256.
-    Raises ValueError for inputs that the kernels do not compute.
+    Scores, softmax and sums are float32; softmax weights are rounded to bfloat16 or float16 if q has that dtype. Grids
+    depend on host numbers only, so a captured step can be replayed with other lengths below the same bounds. q may be
+    strided except along its last axis; page sizes are powers of two, and head_dim is at most 256. Raises ValueError for
+    inputs that the kernels do not compute.
     """
     operands = _operands(q_THD, cache, batch, scale, window)
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    # Only rows after the decode rows can be padding that no program writes.
+    # Rows that no program writes are padding; they come after the decode rows.
     out[batch.num_decode :].zero_()
     if batch.num_decode:
         attend_decode(operands, batch, out)
@@ -43,10 +39,10 @@ def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
     items = VarlenItems(
         *(batch.q_start, None, batch.slots, batch.kv_start, batch.kv_len),
         offset=base,
-        number=batch.slots.shape[0] - base,
-        most_tokens=q.shape[0] - base,
-        most_tokens_each=batch.max_q,
-        most_keys=operands.most_keys(batch.max_kv, batch.max_q),
+        num_items=batch.slots.shape[0] - base,
+        max_tokens=q.shape[0] - base,
+        max_item_tokens=batch.max_q,
+        max_keys=operands.max_visible_keys(batch.max_kv, batch.max_q),
         length=batch.kv_len,
     )
     splits = tile_splits(operands, items)

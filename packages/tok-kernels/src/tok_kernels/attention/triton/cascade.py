@@ -1,9 +1,9 @@
 """Compute decode rows: read shared pages once per group, then each row's own keys, and merge by log-sum-exp.
 
-If there is enough work for the whole GPU, the kernels are chained. Each kernel merges partial result 0, left by the one
-before it, with its own keys. The last one writes the output, so no separate merge pass is needed. If ranges of keys are
-split among programs, each program writes a partial result, and one pass merges all (Juravsky et al. 2024, "Hydragen";
-Ye et al. 2024, "Cascade inference").
+If there is enough work for the whole GPU, the kernels are chained. Each kernel merges its own keys with partial result
+0, which the kernel before it wrote, and the last one writes the output. If ranges of keys are split among programs,
+each program writes a partial result, and one more kernel merges all of them (Juravsky et al. 2024, "Hydragen"; Ye et
+al. 2024, "Cascade inference").
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from tok_kernels.batch import AttentionBatch, CascadeLevel
 def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
     """Write the outputs of the first `num_decode` rows.
 
-    Rows without a key, such as the padding of a captured step, get zeros and cost one or two empty programs, as do
-    groups without a row. A row in a group whose own range is empty (`kv_len` not above `kv_start`) sees only the shared
-    keys.
+    A row without keys, such as the padding of a captured step, gets zeros. Such a row and an empty group cost one or
+    two empty programs each. A row whose own range is empty (`kv_len` not above `kv_start`) sees only the shared keys of
+    its groups.
     """
     levels = [_items(level, batch) for level in batch.levels if level.row_start.shape[0] and level.max_rows]
     chunks = decode_chunks(operands, batch)
     if chunks is None and any(splits_pay(operands, items) for items in levels):
         chunks = no_split_kv(batch.num_decode)
     if chunks is None:
-        _chain(operands, batch, levels, out_THD)
+        _run_chained(operands, batch, levels, out_THD)
     else:
-        _join(operands, batch, levels, chunks, out_THD)
+        _run_split(operands, batch, levels, chunks, out_THD)
 
 
 def _items(level: CascadeLevel, batch: AttentionBatch) -> VarlenItems:
-    """Return a level's groups as VarlenItems: decode row b is query token b, and is in at most one group."""
+    """Return a level's groups as `VarlenItems`: decode row b is query token b, and is in at most one group."""
     rows = batch.num_decode
     return VarlenItems(
         *(level.row_start, level.row_count, level.slot, level.kv_start, level.kv_end),
         offset=0,
-        number=level.row_start.shape[0],
-        most_tokens=rows,
-        most_tokens_each=min(level.max_rows, rows),
-        most_keys=level.max_kv,
+        num_items=level.row_start.shape[0],
+        max_tokens=rows,
+        max_item_tokens=min(level.max_rows, rows),
+        max_keys=level.max_kv,
         length=batch.kv_len,
     )
 
 
-def _chain(operands: Operands, batch: AttentionBatch, levels: list[VarlenItems], out_THD: Tensor) -> None:
+def _run_chained(operands: Operands, batch: AttentionBatch, levels: list[VarlenItems], out_THD: Tensor) -> None:
+    """Compute the levels one after the other, then the rows' own keys, each merged with the result before it."""
     rows = operands.q[: batch.num_decode]
     # A single level writes all rows that it covers. With several levels, the first may not cover a row of a later one.
     parts = new_partials(rows, 1, filled=len(levels) > 1) if levels else empty_partials(rows.device)
@@ -58,13 +59,14 @@ def _chain(operands: Operands, batch: AttentionBatch, levels: list[VarlenItems],
     decode(operands, batch, out_THD, parts, prior=bool(levels))
 
 
-def _join(
+def _run_split(
     operands: Operands, batch: AttentionBatch, levels: list[VarlenItems], chunks: SplitKVPlan, out_THD: Tensor
 ) -> None:
+    """Compute levels and own keys as partial results, then merge all of them."""
     rows = operands.q[: batch.num_decode]
     level_splits = [tile_splits(operands, items) for items in levels]
     # No program of a level writes a row that is in none of its groups.
-    parts = new_partials(rows, sum(level_splits), chunks=chunks.number, filled=True)
+    parts = new_partials(rows, sum(level_splits), chunks=chunks.num_chunks, filled=True)
     decode_by_chunks(operands, batch, chunks, parts)
     part = 0
     for items, splits in zip(levels, level_splits, strict=True):

@@ -1,4 +1,4 @@
-"""Attend from one query token per sequence: one program per key/value head and sequence, or per chunk of its keys."""
+"""Attend from one query token per sequence: one program for each key/value head and row, or chunk of a row's keys."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels import launch_config as config
-from tok_kernels.attention.triton.online_softmax import attend, computed, finish, join, resume, unseen
+from tok_kernels.attention.triton.online_softmax import attend, cast_queries, empty_state, finish, join, resume
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv import SplitKVPlan, blocks, chunks_of, find_chunk, plan_split_kv
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
@@ -17,11 +17,11 @@ from tok_kernels.batch import AttentionBatch
 
 
 @triton.jit(
-    # Values that change from step to step must not recompile the kernel.
-    do_not_specialize=["table_row", "rows", "base", "wanted", "min_keys", "max_chunks"],
+    # A value that changes from step to step must not recompile the kernel.
+    do_not_specialize=["table_row", "rows", "base", "target_chunks", "min_keys", "max_chunks"],
     do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "table_ptr"],
 )
-def _decode(
+def _decode_attention_kernel(
     q_ptr: tl.tensor,
     out_ptr: tl.tensor,
     part_out_ptr: tl.tensor,
@@ -32,7 +32,7 @@ def _decode(
     len_ptr: tl.tensor,
     rows: tl.tensor,
     base: tl.tensor,
-    wanted: tl.tensor,
+    target_chunks: tl.tensor,
     min_keys: tl.tensor,
     max_chunks: tl.tensor,
     q_token: tl.tensor,
@@ -60,9 +60,11 @@ def _decode(
 ) -> None:
     """Attend from one decode row to its own keys, for the query heads of one key/value head.
 
-    CHUNKED: a program has one chunk, and chunk 0 is entry `base` of the partial results. Otherwise it has all of a
-    row's keys, and its result is final. PRIOR: merge with partial result 0. EARLY: this kernel may start before its
-    predecessor ends. WINDOW: the positions that a row sees; 0 for all.
+    CHUNKED  the program has one chunk, and chunk 0 is entry `base` of the partial results; otherwise the program has
+             all keys of the row, and its result is final
+    PRIOR    merge with partial result 0
+    PDL      this kernel may start before its predecessor ends
+    WINDOW   positions that a row sees; 0: all
     """
     if PDL and CHUNKED:
         gdc_launch_dependents()
@@ -73,7 +75,7 @@ def _decode(
     if CHUNKED:
         chunk = row
         row, skipped, blocks_each = find_chunk(
-            start_ptr, len_ptr, rows, chunk, wanted, min_keys, max_chunks, KEYS, WINDOW
+            start_ptr, len_ptr, rows, chunk, target_chunks, min_keys, max_chunks, KEYS, WINDOW
         )
         if row >= rows:
             return
@@ -101,10 +103,10 @@ def _decode(
     d_present = d < HEAD
     both = present[:, None] & d_present[None, :]
     q = tl.load(q_ptr + row * q_token + head[:, None] * q_head + d[None, :], mask=both, other=0.0)
-    q = computed(q, FP16)
+    q = cast_queries(q, FP16)
     line = row * (KV_HEADS * GROUP) + head
     out_offset = line[:, None] * HEAD + d[None, :]
-    top, total, acc = unseen(GROUP_PADDED, PADDED)
+    top, total, acc = empty_state(GROUP_PADDED, PADDED)
     limit = tl.full([GROUP_PADDED], 0, tl.int32) + end
     top, total, acc = attend(
         *(q, top, total, acc, limit, limit, begin, end),
@@ -113,10 +115,10 @@ def _decode(
         *(PAGE, KEYS, HEAD, PADDED, True, False),
     )
     if PRIOR:
-        # Wait only here: the row's own keys do not depend on the prefix, which the predecessor may still be computing.
+        # The predecessor may compute the prefix until here, since the row's own keys do not depend on it.
         if PDL and not CHUNKED:
             gdc_wait()
-        # A row that starts at 0 is in no group, and has no partial result to read.
+        # A row that starts at position 0 is in no group and has no partial result.
         prefix_top, prefix_total, prefix_acc = resume(
             part_lse_ptr + line, part_out_ptr + out_offset, present & (start > 0), d_present
         )
@@ -131,16 +133,16 @@ def _decode(
 
 
 def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | None:
-    """Return how to split the rows' own keys, decided from host bounds; None: no split."""
-    return plan_split_kv(batch.num_decode, _programs(operands), operands.most_keys(batch.max_kv))
+    """Return the plan that splits the rows' own keys, made from host bounds; None: no split."""
+    return plan_split_kv(batch.num_decode, _programs(operands), operands.max_visible_keys(batch.max_kv))
 
 
 def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: SplitKVPartials, *, prior: bool) -> None:
-    """Attend from the first `num_decode` rows to their own keys and write the outputs; `prior` as in the kernel.
+    """Attend from the first `num_decode` rows to their own keys and write the outputs.
 
-    With `prior`, nothing may be launched between the tiles that write partial result 0 and this kernel. This kernel
-    reads the cache while the tiles still run. That is safe because the tiles are not launched early: all kernels that
-    wrote the cache have ended when they start.
+    With `prior`, each row's result is merged with partial result 0. Nothing may then be launched between the tiles that
+    write partial result 0 and this kernel, which reads the cache while the tiles still run. The tiles themselves do not
+    start early, so all kernels that wrote the cache have ended before.
     """
     pdl_options = config.pdl_options(operands.q.device) if prior else {"PDL": False}
     programs = batch.num_decode * operands.kv_heads
@@ -148,9 +150,9 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
 
 
 def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
-    """Attend from the first `num_decode` rows to their own keys; write the chunks of `parts` and their table."""
-    cut = (parts.each * parts.rows, chunks.wanted, chunks.min_keys, chunks.max_chunks)
-    programs = chunks.number * operands.kv_heads
+    """Attend from the first `num_decode` rows to their own keys; write the chunks and their table to `parts`."""
+    cut = (parts.splits * parts.rows, chunks.target_chunks, chunks.min_keys, chunks.max_chunks)
+    programs = chunks.num_chunks * operands.kv_heads
     pdl_options = config.pdl_options(operands.q.device)
     _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, **pdl_options)
 
@@ -165,7 +167,7 @@ def _run(
     **options: bool,
 ) -> None:
     launch = _launch(operands)
-    _decode[(programs,)](
+    _decode_attention_kernel[(programs,)](
         *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len),
         *(batch.num_decode, *cut),
         *operands.runtime(),
@@ -180,7 +182,7 @@ def _run(
 
 
 def _programs(operands: Operands) -> int:
-    """Return the number of programs per key/value head that keeps the GPU busy."""
+    """Return the number of programs for each key/value head that keeps the GPU busy."""
     launch = _launch(operands)
     return max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
 

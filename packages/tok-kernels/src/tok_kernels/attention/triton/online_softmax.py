@@ -1,7 +1,7 @@
 """Compute online softmax over a range of paged keys, for all attention kernels (Milakov & Gimelshein 2018).
 
-Scores are in units of log 2, so weights are powers of two. A row's state is (top, total, acc): its largest score so
-far, the sum of its weights relative to that score, and its weighted sum of values.
+Scores are in units of log 2, so weights are powers of two. The state of a row is (top, total, acc): its largest score
+so far, the sum of its weights relative to that score, and its weighted sum of values.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -34,10 +34,10 @@ def attend(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the state after the positions [begin, end).
+    """Return the state of every row after the positions [begin, end).
 
-    With MASKED a row sees only positions below its `limit`, and with WINDOWED, too, only those from its `first` on.
-    Without MASKED the number of positions is a multiple of KEYS. Rows of a page at or after `end` are not read.
+    With MASKED, a row sees only positions below its `limit`; with WINDOWED as well, only those from its `first` on.
+    Without MASKED, the number of positions is a multiple of KEYS. Positions from `end` on are not read from the cache.
     """
     d = tl.arange(0, PADDED)
     for block in range(begin, end, KEYS):
@@ -49,7 +49,7 @@ def attend(
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
         offset = position % PAGE
         at = (page * kv_page + offset * kv_row)[:, None] + d[None, :]
-        # An unwritten row may hold NaN, which a weight of zero would not remove.
+        # An unwritten cache row may hold NaN, which a weight of zero would not remove.
         if MASKED:
             present = inside[:, None] & (d < HEAD)[None, :]
             k = tl.load(k_ptr + at, mask=present, other=0.0)
@@ -64,7 +64,7 @@ def attend(
         if MASKED:
             score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
             if WINDOWED:
-                # `limit` may lie beyond `end`: rows see later positions in a later range.
+                # `limit` may lie beyond `end`: rows see those positions in a later call.
                 seen = inside[None, :] & (position[None, :] >= first[:, None])
                 score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(top, tl.max(score, 1) * scale)
@@ -78,7 +78,7 @@ def attend(
 
 
 @triton.jit
-def computed(q: tl.tensor, FP16: tl.constexpr) -> tl.tensor:
+def cast_queries(q: tl.tensor, FP16: tl.constexpr) -> tl.tensor:
     """Return the queries in the dtype of the matmul.
 
     With FP16 they are clamped to float16's range and converted; NaN stays NaN.
@@ -90,7 +90,7 @@ def computed(q: tl.tensor, FP16: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr) -> tuple[tl.tensor, ...]:
+def empty_state(ROWS: tl.constexpr, PADDED: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Return the state before any key."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
@@ -98,7 +98,7 @@ def unseen(ROWS: tl.constexpr, PADDED: tl.constexpr) -> tuple[tl.tensor, ...]:
 
 @triton.jit
 def resume(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_present: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return the state that a partial result stands for; the empty state where `present` is false or it has no keys."""
+    """Return the state that a partial result stands for; the empty state without `present` or without keys."""
     top = tl.load(lse_at, mask=present, other=float("-inf"))
     seen = top != float("-inf")  # a NaN log-sum-exp counts as seen and propagates
     acc = tl.load(out_at, mask=seen[:, None] & d_present[None, :], other=0.0)
@@ -109,7 +109,7 @@ def resume(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_present: 
 def join(
     top: tl.tensor, total: tl.tensor, acc: tl.tensor, other_top: tl.tensor, other_total: tl.tensor, other_acc: tl.tensor
 ) -> tuple[tl.tensor, ...]:
-    """Return the state over the keys of both states."""
+    """Return the state over the keys of two states."""
     peak = tl.maximum(top, other_top)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     shrink = tl.exp2(top - shift)
@@ -120,7 +120,7 @@ def join(
 
 @triton.jit
 def finish(top: tl.tensor, total: tl.tensor, acc: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return output and base-2 log-sum-exp of a state; zeros and −inf where no key was seen. NaN stays NaN."""
+    """Return the output and base-2 log-sum-exp of a state; zeros and −inf if no key was seen. NaN stays NaN."""
     seen = total != 0
     divisor = tl.where(seen, total, 1.0)
     out = tl.where(seen[:, None], acc / divisor[:, None], 0.0)

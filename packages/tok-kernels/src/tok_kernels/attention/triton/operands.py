@@ -1,4 +1,4 @@
-"""Define the operands that all attention kernels of a step share: queries, cache, page table and scale."""
+"""Define the operands that all attention kernels of a step share, and check them against the kernels' limits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CACHED = (*DTYPES, torch.float8_e4m3fn)
 class Operands:
     """Operands of the attention kernels for one layer of a step.
 
-    q           [T, H, D], any token and head stride
-    cache       one layer's cache
-    page_table  [S, P]
+    q           [T, H, D]     any token and head stride
+    cache       keys and values of the layer
+    page_table  int32 [S, P]  page ids of every slot
     scale       factor of the scores
     window      positions that a query sees, its own included; None: all up to its own
     """
@@ -49,10 +49,10 @@ class Operands:
 
     @property
     def fp16(self) -> bool:
-        """Whether bfloat16 queries meet float8 keys in float16.
+        """Whether bfloat16 queries and float8 keys are both converted to float16 for their matmul.
 
         float16 holds every float8 value. A GPU converts float8 to float16 in one instruction, to bfloat16 in three.
-        Softmax weights are rounded eight times as finely in float16 as in bfloat16.
+        float16 rounds softmax weights eight times as finely as bfloat16.
         """
         return self.q.dtype == torch.bfloat16 and self.cache.k.dtype == torch.float8_e4m3fn
 
@@ -101,14 +101,14 @@ class Operands:
         _require(self.scale > 0, "scale", self.scale, "positive")
         _require(self.window is None or self.window > 0, "window", self.window, "None, or integers from 1")
 
-    def most_keys(self, bound: int, queries: int = 1) -> int:
-        """Return how many of at most `bound` keys that many consecutive queries can see together."""
+    def max_visible_keys(self, bound: int, queries: int = 1) -> int:
+        """Return how many of at most `bound` keys a number of consecutive queries can see together."""
         return bound if self.window is None else min(bound, self.window + queries - 1)
 
 
 @lru_cache
 def has_fp8(device: torch.device) -> bool:
-    """Return whether kernels convert float8_e4m3fn: from compute capability 8.9 on, and when interpreted."""
+    """Return whether kernels can convert float8_e4m3fn: from compute capability 8.9 on, and when interpreted."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

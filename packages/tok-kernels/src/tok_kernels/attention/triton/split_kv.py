@@ -1,4 +1,4 @@
-"""Plan split-KV decoding: split long rows on the device into chunks of about equal size, if few rows leave a GPU idle.
+"""Plan split-KV decoding: the device splits long rows into chunks of about equal size, if few rows leave the GPU idle.
 
 A launch has programs for a fixed number of chunks. Each program sums the keys of all rows, which gives the size of a
 chunk, and then finds its own chunk. A row of n blocks of keys gets ceil(n / blocks per chunk) chunks, at least one. For
@@ -19,43 +19,44 @@ import triton.language as tl
 from tok_kernels import launch_config as config
 
 ROWS = tl.constexpr(256)  # rows counted at a time
-# With at most this many rows, counting is cheap, and a single row of at least this many keys could delay the others.
-_MOST_ROWS, _LONG = 512, 4096
+# Up to this many rows, counting costs little.
+_MAX_COUNTED_ROWS = 512
+# A single row of this many keys or more may take longer than all other rows together.
+_LONG_ROW_KEYS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SplitKVPlan:
     """Bounds of a split-KV launch.
 
-    number  chunks for which the launch has programs
-    wanted  target number of chunks over all rows together
-    min_keys  minimum keys per chunk
-    max_chunks  maximum chunks per row
+    num_chunks     chunks for which the launch has programs
+    target_chunks  number of chunks of all rows together that keeps the GPU busy
+    min_keys       minimum keys of a chunk
+    max_chunks     maximum chunks of a row
     """
 
-    number: int
-    wanted: int
+    num_chunks: int
+    target_chunks: int
     min_keys: int
     max_chunks: int
 
 
-def plan_split_kv(rows: int, wanted: int, max_kv: int) -> SplitKVPlan | None:
-    """Return how to split the keys of `rows` rows, none longer than `max_kv`, for `wanted` programs; None: no split.
+def plan_split_kv(rows: int, target_chunks: int, max_kv: int) -> SplitKVPlan | None:
+    """Return the plan that splits `rows` rows of up to `max_kv` keys into about `target_chunks` chunks; None: no split.
 
-    Splitting pays if `rows` is at most half of `wanted`, and for rows that may be long if there are not too many of
-    them.
+    A split pays if `rows` is at most half of `target_chunks`. It also pays for up to 512 rows of which one may be long.
     """
-    min_keys = config.DECODE_SPLIT_KEYS
+    min_keys = config.MIN_DECODE_SPLIT_KEYS
     max_chunks = min(-(-max_kv // min_keys), config.MAX_SPLITS)
-    few = 2 * rows <= wanted or (max_kv >= _LONG and rows <= _MOST_ROWS)
+    few = 2 * rows <= target_chunks or (max_kv >= _LONG_ROW_KEYS and rows <= _MAX_COUNTED_ROWS)
     if max_chunks < 2 or not few:
         return None
-    return SplitKVPlan(min(rows + wanted, rows * max_chunks), wanted, min_keys, max_chunks)
+    return SplitKVPlan(min(rows + target_chunks, rows * max_chunks), target_chunks, min_keys, max_chunks)
 
 
 def no_split_kv(rows: int) -> SplitKVPlan:
-    """Return a plan that splits no row but writes each result as a partial result."""
-    return SplitKVPlan(rows, wanted=1, min_keys=1, max_chunks=1)
+    """Return a plan that splits no row; each row's result is one chunk."""
+    return SplitKVPlan(rows, target_chunks=1, min_keys=1, max_chunks=1)
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def blocks(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Return the blocks of keys of rows; 0 for a row that has ended."""
+    """Return the number of key blocks of each row; 0 for a row without keys."""
     keys = tl.load(len_ptr + row, mask=present, other=0) - tl.load(start_ptr + row, mask=present, other=0)
     if WINDOW:
         keys = tl.minimum(keys, WINDOW)
@@ -76,7 +77,7 @@ def blocks(
 
 @triton.jit
 def chunks_of(row_blocks: tl.tensor, blocks_each: tl.tensor, max_chunks: tl.tensor) -> tl.tensor:
-    """Return the number of chunks of rows with `row_blocks` blocks each."""
+    """Return the number of chunks of each row, given its number of key blocks and the blocks of a chunk."""
     return tl.minimum(tl.maximum(tl.cdiv(row_blocks, blocks_each), 1), max_chunks)
 
 
@@ -86,32 +87,32 @@ def find_chunk(
     len_ptr: tl.tensor,
     rows: tl.tensor,
     chunk: tl.tensor,
-    wanted: tl.tensor,
+    target_chunks: tl.tensor,
     min_keys: tl.tensor,
     max_chunks: tl.tensor,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the row of chunk number `chunk`, the chunks before that row's first, and the blocks per chunk.
+    """Return the row of chunk number `chunk`, the number of that row's first chunk, and the blocks of a chunk.
 
-    A returned row of `rows` means that there is no such chunk.
+    The returned row is `rows` if there is no such chunk.
     """
     total = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
         total += tl.sum(blocks(start_ptr, len_ptr, row, row < rows, KEYS, WINDOW), 0)
-    blocks_each = tl.maximum(tl.cdiv(total, wanted), tl.cdiv(min_keys, KEYS))
+    blocks_each = tl.maximum(tl.cdiv(total, target_chunks), tl.cdiv(min_keys, KEYS))
     passed = 0
     skipped = 0
     counted = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
         present = row < rows
-        number = chunks_of(blocks(start_ptr, len_ptr, row, present, KEYS, WINDOW), blocks_each, max_chunks)
-        number = tl.where(present, number, 0)
-        ends = counted + tl.cumsum(number, 0)
+        num_chunks = chunks_of(blocks(start_ptr, len_ptr, row, present, KEYS, WINDOW), blocks_each, max_chunks)
+        num_chunks = tl.where(present, num_chunks, 0)
+        ends = counted + tl.cumsum(num_chunks, 0)
         done = present & (ends <= chunk)
         passed += tl.sum(done.to(tl.int32), 0)
         skipped = tl.maximum(skipped, tl.max(tl.where(done, ends, 0), 0))
-        counted += tl.sum(number, 0)
+        counted += tl.sum(num_chunks, 0)
     return passed, skipped, blocks_each

@@ -1,7 +1,7 @@
 """Store partial attention results of query rows over disjoint key ranges, and merge them in one kernel.
 
-Log-sum-exps are of base 2, like the kernels' scores. −inf marks a partial result without keys, whose output is
-undefined.
+Log-sum-exps are of base 2, like the kernels' scores. A log-sum-exp of −inf marks a partial result without keys, whose
+output is undefined. Axes: R query rows, H query heads, D head size.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -17,48 +17,50 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options
 
-# Partial results merged at a time: a step of many rows has few per row, a step of few rows may have many.
-_FEW, _MANY = 8, 64
+# Partial results merged at a time: a step of many rows has few for each row, a step of few rows may have many.
+_SMALL, _LARGE = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
 class SplitKVPartials:
-    """`each` partial results of every row, stored part after part, followed by chunks, of which a row has any number.
+    """Partial results of R rows: `splits` of every row, then the chunks, of which a row may have any number.
 
-    out     float32 [each × rows + chunks, H, D]
-    lse     float32 [each × rows + chunks, H]
-    chunks  int32   [rows, 2]  a row's first chunk and its number of chunks; unwritten entries are never read
+    out      float32 [splits × R + chunks, H, D]
+    lse      float32 [splits × R + chunks, H]
+    chunks   int32   [R, 2]  a row's first chunk and its number of chunks; unwritten entries are never read
+    rows     R
+    chunked  whether there are chunks
 
-    With `each` = 2 and 3 rows, entries 0–2 are part 0 of the rows 0–2, entries 3–5 are part 1, and chunks begin at 6.
+    For example, 2 splits of 3 rows: entries 0–2 are split 0 of rows 0–2, entries 3–5 are split 1, chunks begin at 6.
     """
 
     out: Tensor
     lse: Tensor
     chunks: Tensor
     rows: int
-    each: int
+    splits: int
     chunked: bool
 
 
 def empty_partials(device: torch.device) -> SplitKVPartials:
     """Return a placeholder for kernels that neither read nor write partial results."""
     nothing = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
-    return SplitKVPartials(nothing, nothing, nothing, rows=1, each=0, chunked=False)
+    return SplitKVPartials(nothing, nothing, nothing, rows=1, splits=0, chunked=False)
 
 
-def new_partials(q_RHD: Tensor, each: int, *, chunks: int = 0, filled: bool) -> SplitKVPartials:
-    """Allocate `each` partial results per row, and `chunks` chunks.
+def new_partials(q_RHD: Tensor, splits: int, *, chunks: int = 0, filled: bool) -> SplitKVPartials:
+    """Allocate `splits` partial results for each row of q, and `chunks` chunks.
 
-    With `filled`, the `each` partial results are marked as having no keys; otherwise they are undefined.
+    With `filled`, the partial results of all splits are marked as having no keys; otherwise they are undefined.
     """
     rows, heads, size = q_RHD.shape
-    out = torch.empty((each * rows + chunks, heads, size), dtype=torch.float32, device=q_RHD.device)
-    lse = torch.empty((each * rows + chunks, heads), dtype=torch.float32, device=q_RHD.device)
-    if filled and each:
-        lse[: each * rows].fill_(-torch.inf)
+    out = torch.empty((splits * rows + chunks, heads, size), dtype=torch.float32, device=q_RHD.device)
+    lse = torch.empty((splits * rows + chunks, heads), dtype=torch.float32, device=q_RHD.device)
+    if filled and splits:
+        lse[: splits * rows].fill_(-torch.inf)
     # Without chunks no kernel reads the table, so any tensor serves as its argument.
     table = torch.empty((rows, 2), dtype=torch.int32, device=q_RHD.device) if chunks else lse
-    return SplitKVPartials(out, lse, table, rows, each, chunks > 0)
+    return SplitKVPartials(out, lse, table, rows, splits, chunks > 0)
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def _mean(
     row: tl.tensor,
     head: tl.tensor,
     rows: tl.tensor,
-    each: tl.tensor,
+    splits: tl.tensor,
     first: tl.tensor,
     parts: tl.tensor,
     d: tl.tensor,
@@ -77,12 +79,16 @@ def _mean(
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
+    """Return a row's mean of `parts` partial results for one head, float32 `[PADDED]`; zeros without keys."""
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([PADDED], tl.float32)
     for begin in range(0, parts, BLOCK):
         part = begin + tl.arange(0, BLOCK)
-        at = tl.where(part < each, part * rows + row, each * rows + first + part - each).to(tl.int64) * HEADS + head
+        at = (
+            tl.where(part < splits, part * rows + row, splits * rows + first + part - splits).to(tl.int64) * HEADS
+            + head
+        )
         lse = tl.load(part_lse_ptr + at, mask=part < parts, other=float("-inf"))
         seen = (lse > float("-inf"))[:, None] & (d < HEAD)[None, :]
         out = tl.load(part_out_ptr + at[:, None] * HEAD + d[None, :], mask=seen, other=0.0)
@@ -96,22 +102,23 @@ def _mean(
     return acc / tl.where(total > 0, total, 1.0)
 
 
-@triton.jit(do_not_specialize=["rows", "each"])
-def _merge(
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _merge_partials_kernel(
     out_ptr: tl.tensor,
     part_out_ptr: tl.tensor,
     part_lse_ptr: tl.tensor,
     chunks_ptr: tl.tensor,
     rows: tl.tensor,
-    each: tl.tensor,
+    splits: tl.tensor,
     CHUNKED: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Merge the partial results of one row and head."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -119,29 +126,29 @@ def _merge(
     row = (line // HEADS).to(tl.int32)
     head = line % HEADS
     first = 0
-    parts = each
+    parts = splits
     if CHUNKED:
         first = tl.load(chunks_ptr + 2 * row)
-        parts = each + tl.load(chunks_ptr + 2 * row + 1)
+        parts = splits + tl.load(chunks_ptr + 2 * row + 1)
     d = tl.arange(0, PADDED)
-    if parts <= FEW:
-        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, each, first, parts, d, HEADS, HEAD, PADDED, FEW)
+    if parts <= SMALL:
+        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, SMALL)
     else:
-        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, each, first, parts, d, HEADS, HEAD, PADDED, MANY)
+        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, LARGE)
     tl.store(out_ptr + line * HEAD + d, mean.to(out_ptr.dtype.element_ty), mask=d < HEAD)
 
 
 def merge_partials(parts: SplitKVPartials, out_RHD: Tensor, padded_head: int) -> None:
     """Merge all partial results of each row into the contiguous `out_RHD`; zeros for rows without keys."""
     rows, heads, size = out_RHD.shape
-    _merge[(rows * heads,)](
-        *(out_RHD, parts.out, parts.lse, parts.chunks, parts.rows, parts.each),
+    _merge_partials_kernel[(rows * heads,)](
+        *(out_RHD, parts.out, parts.lse, parts.chunks, parts.rows, parts.splits),
         CHUNKED=parts.chunked,
         HEADS=heads,
         HEAD=size,
         PADDED=padded_head,
-        FEW=_FEW,
-        MANY=_MANY,
+        SMALL=_SMALL,
+        LARGE=_LARGE,
         num_warps=4,
         **pdl_options(out_RHD.device),
     )

@@ -1,9 +1,8 @@
-"""Attend from many query tokens to one range of keys: one program per tile of rows, KV head and split.
+"""Attend from ragged queries to paged keys: one program for each tile of query rows, key/value head and split of keys.
 
-The rows of the matmul are the query tokens of an item times the query heads of a key/value head. An item is a prefill
-chunk or a group of decode rows. Items are cut into tiles of rows on the GPU, because only the GPU knows their lengths.
-If there may be few tiles, the programs of a launch are divided evenly among the tiles, and those of one tile split its
-keys.
+An item is a prefill chunk or a group of decode rows. Its rows in the matmul are its query tokens times the query heads
+of a key/value head. The GPU cuts items into tiles of rows, because only the GPU knows their lengths. If there may be
+few tiles, the programs of a launch are divided evenly among the tiles, and the programs of one tile split its keys.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -17,27 +16,28 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tok_kernels import launch_config as config
-from tok_kernels.attention.triton.online_softmax import attend, computed, finish, resume
+from tok_kernels.attention.triton.online_softmax import attend, cast_queries, finish, resume
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
 from tok_kernels.attention.triton.varlen_tiles import find_tile, token_count, visible_keys
 
-_ITEMS = 256  # items counted at a time when a program searches for its item
-_LONG_TILE_KEYS = 4096  # keys from which an unsplit tile takes long
+_ITEMS = 256  # items counted at a time by a program that searches for its item
+_LONG_TILE_KEYS = 4096  # an unsplit tile of this many keys or more may keep the others waiting
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenItems:
-    """Ragged queries over paged keys; all tensors are int32.
+    """Ragged queries over paged keys: `num_items` items, from index `offset` of the tensors on; all tensors are int32.
 
-    Item `i`, from `offset` on, has `count[i]` query tokens from token `first[i]` on. Its queries attend to the
-    positions `[start[i], end[i])`, found through the page table of `slot[i]`.
+    Item `i` has the `count[i]` query tokens from token `first[i]` on. Its tokens attend to the positions
+    `[start[i], end[i])`, found through the page table of `slot[i]`.
 
-    If `count` is None, it is `first[i + 1] - first[i]`, and the item is causal: its last query stands at `end[i] - 1`.
-    Otherwise each query sees all keys of the item. A window then restricts these to the last positions of the sequence
-    of the query's token, which has `length` positions. `number` is the number of items. `most_tokens` is a host-side
-    upper bound of the tokens of all items; `most_tokens_each` and `most_keys` bound the tokens and keys of any one
-    item.
+    If `count` is None, the item has `first[i + 1] - first[i]` tokens and is causal: its last query stands at
+    `end[i] - 1`. Otherwise each query sees all keys of the item. A window restricts these to the last positions of the
+    sequence of the query's token, which has `length` positions.
+
+    Host-side upper bounds are `max_tokens` for the tokens of all items together, and `max_item_tokens` and `max_keys`
+    for the tokens and keys of any one item.
     """
 
     first: Tensor
@@ -46,24 +46,24 @@ class VarlenItems:
     start: Tensor
     end: Tensor
     offset: int
-    number: int
-    most_tokens: int
-    most_tokens_each: int
-    most_keys: int
+    num_items: int
+    max_tokens: int
+    max_item_tokens: int
+    max_keys: int
     length: Tensor
 
 
 @triton.jit(
-    # Values that change from step to step must not recompile the kernel.
+    # A value that changes from step to step must not recompile the kernel.
     do_not_specialize=[
         "table_row",
         "offset",
         "items",
-        "each",
+        "tiles_each",
         "base",
         "rows",
         "splits",
-        "wanted",
+        "target_programs",
         "min_keys",
         "prior",
         "part",
@@ -85,11 +85,11 @@ def _varlen_attention_kernel(
     length_ptr: tl.tensor,
     offset: tl.tensor,
     items: tl.tensor,
-    each: tl.tensor,
+    tiles_each: tl.tensor,
     base: tl.tensor,
     rows: tl.tensor,
     splits: tl.tensor,
-    wanted: tl.tensor,
+    target_programs: tl.tensor,
     min_keys: tl.tensor,
     prior: tl.tensor,
     part: tl.tensor,
@@ -118,16 +118,20 @@ def _varlen_attention_kernel(
 ) -> None:
     """Attend from one tile of query rows to the keys of its item, or to one split of them.
 
-    `each`: tiles that every item is given; 0: programs search for theirs. `splits`: maximum number of ranges into which
-    a tile's keys are split, so that about `wanted` programs have one of `min_keys` keys or more. The partial result of
-    an empty range stays unwritten. `prior`: start from partial result 0. `part`: the partial result that split 0
-    writes; −1: the result is final. Row 0 of a partial result is token `base`. WINDOW: the positions that a query sees;
-    0 for all. TRIGGER_PDL: the kernel launched next may start as soon as all programs of this one have started.
+    tiles_each       tiles of every item; 0: each program searches for its tile
+    base             token that is row 0 of a partial result
+    splits           maximum number of ranges into which a tile's keys are split; empty ranges are not written
+    target_programs  number of programs per key/value head that the ranges of all tiles should fill
+    min_keys         minimum keys of a range
+    prior            start from partial result 0
+    part             partial result that split 0 writes; −1: the result is final
+    WINDOW           positions that a query sees; 0: all
+    TRIGGER_PDL      the kernel launched next may start once all programs of this one have started
     """
     if TRIGGER_PDL:
         gdc_launch_dependents()
     kv_head, item, packed, split, used = find_tile(
-        first_ptr, count_ptr, offset, items, each, splits, wanted, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
+        first_ptr, count_ptr, offset, items, tiles_each, splits, target_programs, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
     )
     if item >= items:
         return
@@ -162,7 +166,7 @@ def _varlen_attention_kernel(
     d_present = d < HEAD
     both = present[:, None] & d_present[None, :]
     q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=both, other=0.0)
-    q = computed(q, FP16)
+    q = cast_queries(q, FP16)
     line = (token - base) * (KV_HEADS * GROUP) + head
     part_offset = line[:, None] * HEAD + d[None, :]
     top, total, acc = resume(part_lse_ptr + line, part_out_ptr + part_offset, present & (prior != 0), d_present)
@@ -193,36 +197,33 @@ def _varlen_attention_kernel(
 
 
 def tile_splits(operands: Operands, items: VarlenItems) -> int:
-    """Return the maximum number of programs per tile's keys, from host bounds, as if one item had all tokens."""
-    return _splits(operands, items, _cdiv(items.most_tokens * operands.group, _launch(operands).rows))
+    """Return the maximum number of programs that share a tile's keys: as many as pay if one item has all tokens."""
+    return _splits(operands, items, _cdiv(items.max_tokens * operands.group, _launch(operands).rows))
 
 
 def splits_pay(operands: Operands, items: VarlenItems) -> bool:
-    """Return whether splitting tiles is worth a merge pass.
-
-    It is if tiles are certainly few, or if they may be few and have many keys.
-    """
+    """Return whether a split pays for its merge: tiles are certainly few, or they may be few and have many keys."""
     return _splits(operands, items, _tile_counts(operands, items)[0]) > 1 or (
-        items.most_keys >= _LONG_TILE_KEYS and tile_splits(operands, items) > 1
+        items.max_keys >= _LONG_TILE_KEYS and tile_splits(operands, items) > 1
     )
 
 
 def _splits(operands: Operands, items: VarlenItems, tiles: int) -> int:
     programs, device = tiles * operands.kv_heads, operands.q.device
-    return config.splits(programs, _launch(operands), items.most_keys, config.TILE_SPLIT_KEYS, device)
+    return config.splits(programs, _launch(operands), items.max_keys, config.MIN_TILE_SPLIT_KEYS, device)
 
 
 def _tile_counts(operands: Operands, items: VarlenItems) -> tuple[int, int]:
-    """Return the number of tiles to launch, and how many of them each item is given (0: programs search for theirs).
+    """Return the number of tiles to launch, and the tiles of every item (0: each program searches for its tile).
 
-    Searching costs a program more than launching an empty program, unless there are many empty ones. Without the
-    search, every item gets tiles for its bound. With it, items without a token get no tile, and each other item wastes
-    less than one. Loose bounds, such as 256 mostly empty groups over 8 rows, then cost tiles by rows and not by groups.
+    Without the search, every item gets as many tiles as its bound needs. With it, an item without tokens gets no tile,
+    and any other item wastes less than one. A search costs a program more than a few empty programs do, but less than
+    many: for 256 mostly empty groups over 8 rows, the search launches tiles by rows and not by groups.
     """
     rows = _launch(operands).rows
-    each = _cdiv(items.most_tokens_each * operands.group, rows)
-    together = _cdiv(items.most_tokens * operands.group, rows) + min(items.number, items.most_tokens)
-    return (items.number * each, each) if items.number * each <= 2 * together else (together, 0)
+    tiles_each = _cdiv(items.max_item_tokens * operands.group, rows)
+    searched = _cdiv(items.max_tokens * operands.group, rows) + min(items.num_items, items.max_tokens)
+    return (items.num_items * tiles_each, tiles_each) if items.num_items * tiles_each <= 2 * searched else (searched, 0)
 
 
 def run_varlen_attention(
@@ -239,15 +240,15 @@ def run_varlen_attention(
     """Attend from the items' query tokens to their keys; `base`, `splits`, `prior` and `part` as in the kernel."""
     launch = _launch(operands)
     count = items.first if items.count is None else items.count
-    tiles, each = _tile_counts(operands, items)
-    wanted = max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
+    tiles, tiles_each = _tile_counts(operands, items)
+    target_programs = max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
     if splits > 1:
-        tiles, each = max(tiles, wanted), 0
+        tiles, tiles_each = max(tiles, target_programs), 0
     _varlen_attention_kernel[(tiles * operands.kv_heads,)](
         *(operands.q, out_THD, parts.out, parts.lse, items.first, count, items.slot, items.start, items.end),
         items.length,
-        *(items.offset, items.number, each, base, parts.rows),
-        *(splits, wanted, config.TILE_SPLIT_KEYS, int(prior), part),
+        *(items.offset, items.num_items, tiles_each, base, parts.rows),
+        *(splits, target_programs, config.MIN_TILE_SPLIT_KEYS, int(prior), part),
         *operands.runtime(),
         ROWS=launch.rows,
         KEYS=launch.keys,

@@ -1,4 +1,4 @@
-"""Find the tile of query rows that a program computes, and the keys that its rows see, on the GPU."""
+"""Find, on the GPU, the tile of query rows that a program computes and the keys that its rows see."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 def token_count(
     first_ptr: tl.tensor, count_ptr: tl.tensor, item: tl.tensor, present: tl.tensor, CAUSAL: tl.constexpr
 ) -> tl.tensor:
-    """Return the number of query tokens of an item; see `VarlenItems`."""
+    """Return the number of query tokens of items, as `VarlenItems` describes it."""
     if CAUSAL:
         begin = tl.load(first_ptr + item, mask=present, other=0)
         return tl.load(first_ptr + item + 1, mask=present, other=0) - begin
@@ -29,6 +29,7 @@ def _tiles_of(
     ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tl.tensor:
+    """Return the number of tiles of items `i`."""
     return tl.cdiv(token_count(first_ptr, count_ptr, i, present, CAUSAL) * GROUP, ROWS)
 
 
@@ -63,7 +64,7 @@ def _find(
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the item that holds tile number `tile`, and how many tiles precede that item."""
+    """Return the item that holds tile number `tile`, and the number of tiles before that item."""
     passed = 0
     skipped = 0
     counted = 0
@@ -85,30 +86,30 @@ def find_tile(
     count_ptr: tl.tensor,
     offset: tl.tensor,
     items: tl.tensor,
-    each: tl.tensor,
+    tiles_each: tl.tensor,
     splits: tl.tensor,
-    wanted: tl.tensor,
+    target_programs: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return this program's KV head, item, first row within the item, split, and number of splits of a tile's keys.
+    """Return this program's key/value head, item, first row within the item, split, and the splits of a tile's keys.
 
-    The item is at least `items` if there is none for this program.
+    The item is `items` or more if this program has none.
     """
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     used = 1
     if splits > 1:
         total = _total(first_ptr, count_ptr, offset, items, GROUP, ROWS, ITEMS, CAUSAL)
-        used = tl.maximum(tl.minimum(wanted // tl.maximum(total, 1), splits), 1)
+        used = tl.maximum(tl.minimum(target_programs // tl.maximum(total, 1), splits), 1)
     split = program // KV_HEADS % used
     tile = program // KV_HEADS // used
-    if each > 0:
-        item = tile // each
-        skipped = item * each
+    if tiles_each > 0:
+        item = tile // tiles_each
+        skipped = item * tiles_each
     else:
         item, skipped = _find(first_ptr, count_ptr, offset, items, tile, GROUP, ROWS, ITEMS, CAUSAL)
     return kv_head, item, (tile - skipped) * ROWS, split, used
@@ -129,14 +130,14 @@ def visible_keys(
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return which keys of [start, end) the rows of a tile see.
+    """Return which keys of the positions [start, end) the rows of a tile see.
 
-    limit        [ROWS], the first position after those that each row sees
-    window       [ROWS], the first position of each row's window; `limit` without WINDOW
-    start        the first position that any row sees
-    end_here     the first position that no row sees any more
-    seen_by_all  the first position, from the windows' starts on, that some row does not see
-    last_window  the position from which on no row needs a window mask
+    limit        [ROWS]  first position after those that the row sees
+    window       [ROWS]  first position of the row's window; `limit` without WINDOW
+    start        first position that any row sees
+    end_here     first position after those that any row sees
+    seen_by_all  every row sees the positions of its window below this one
+    last_window  first position from which on no row needs a window mask
     """
     if CAUSAL:
         limit = end - count + query + 1

@@ -1,1 +1,1 @@
-"""Sampling in plain torch."""
+"""Sample tokens in plain torch."""

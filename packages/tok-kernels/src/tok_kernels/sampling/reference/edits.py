@@ -7,13 +7,14 @@ from torch import Tensor
 
 from tok_kernels.batch import Contexts, LogitBias, Masks, Penalties
 
-_ENTRIES = 1 << 25  # vocabulary entries counted at once, over all rows; bounds the memory
-_MASKED_ROWS = 64  # rows unpacked at once, from one bit to one byte per entry; bounds the memory
-_POSITIONS = 4096  # positions of a context counted at once; bounds the memory for long contexts
+# Bounds of what is processed at once, which limit the memory.
+_ENTRIES = 1 << 25  # vocabulary entries of all rows whose tokens are counted
+_MASKED_ROWS = 64  # rows whose masks are unpacked, from one bit to one byte per entry
+_POSITIONS = 4096  # positions of a context whose tokens are counted
 
 
 def forbid(logits_RV: Tensor, masks: Masks) -> None:
-    """Set the logits that their rows' masks do not allow to −inf."""
+    """Set logits to −inf in place where their row's mask does not allow the token."""
     bit = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
     for begin in range(0, len(masks.rows), _MASKED_ROWS):
         rows = masks.rows[begin : begin + _MASKED_ROWS]
@@ -24,13 +25,13 @@ def forbid(logits_RV: Tensor, masks: Masks) -> None:
 
 def apply_penalties(logits_RV: Tensor, penalties: Penalties) -> None:
     """Apply penalties to their rows in place: repetition first, then presence and frequency."""
-    together = max(1, _ENTRIES // max(1, logits_RV.shape[1]))
-    for start in range(0, len(penalties.rows), together):
-        _penalise(logits_RV, penalties, slice(start, start + together))
+    size = max(1, _ENTRIES // max(1, logits_RV.shape[1]))
+    for start in range(0, len(penalties.rows), size):
+        _penalise(logits_RV, penalties, slice(start, start + size))
 
 
 def apply_bias(logits_RV: Tensor, bias: LogitBias) -> None:
-    """Add to single logits in place; several biases of one token add up."""
+    """Add biases to single logits in place; several biases of one logit add up."""
     logits_RV.index_put_((bias.row, bias.token), bias.value, accumulate=True)
 
 
@@ -47,7 +48,7 @@ def _penalise(logits_RV: Tensor, penalties: Penalties, part: slice) -> None:
 
 
 def _counts(contexts: Contexts, part: slice, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return how often each token occurs in the part's prompts and in their generated tokens: int32 `[r, V]` each."""
+    """Return how often each token occurs in the prompts and in the generated tokens of a part: int32 `[r, V]` each."""
     slots, size = contexts.slots[part], contexts.page_size
     length, prompt_len = contexts.length[part].unsqueeze(1), contexts.prompt_len[part].unsqueeze(1)
     in_prompt, in_output = torch.zeros((2, len(slots), vocabulary), dtype=torch.int32, device=slots.device)

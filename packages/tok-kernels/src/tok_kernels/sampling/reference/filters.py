@@ -1,9 +1,10 @@
 """Filter by top-k, top-p and min-p: keep a token sampled from the whole row if the filters keep it, else resample.
 
-The result has the filtered distribution. Let the kept set have probability Z, and let t be a kept token:
-  first sample     p(t)
-  second sample    (1 − Z) · p(t) / Z
-  both together    p(t) / Z
+The result has the filtered distribution. Let Z be the probability of the tokens that the filters keep. A kept token t
+is sampled with these probabilities:
+  at first           p(t)
+  by resampling      (1 − Z) · p(t) / Z
+  in total           p(t) / Z
 Kernels are faster this way, because checking whether one token is kept is cheap.
 """
 
@@ -15,15 +16,15 @@ from torch import Tensor
 from tok_kernels.batch import Filters
 from tok_kernels.sampling.reference.inversion import invert_cdf
 
-_ROWS = 256  # rows sorted at once; bounds the memory
+_ROWS = 256  # rows sorted at once, which limits the memory
 
 
 def resample_filtered(
     token_R: Tensor, logits_RV: Tensor, weight_RV: Tensor, safe_temperature_R: Tensor, u_R: Tensor, filters: Filters
 ) -> Tensor:
-    """Return the tokens, with those that their rows' filters remove resampled at `u`.
+    """Return the tokens; tokens that their row's filters remove are resampled at `u_R`.
 
-    `weight_RV` is proportional to the probabilities, and `logits_RV / safe_temperature_R` to their logarithms up to a
+    `weight_RV` is proportional to the probabilities, and `logits_RV / safe_temperature_R` is their logarithm up to a
     constant; both are float32.
     """
     token_R = token_R.clone()
@@ -40,10 +41,10 @@ def resample_filtered(
 def kept(logits_rV: Tensor, safe_temperature_r: Tensor, filters: Filters) -> Tensor:
     """Return which entries the filters keep, bool `[r, V]`, given float32 logits of the rows `filters.rows`.
 
-    The distribution is that of logits / heat. Top-k removes entries below the k-th largest, so ties with it stay. Top-p
-    keeps the smallest set of largest entries (lower ids first among equals) whose mass reaches `top_p`, at least one
-    entry. Min-p removes entries less likely than `min_p` times the most likely. Each filter applies to what the one
-    before it kept.
+    Probabilities are those of logits / temperature. Top-k removes entries below the k-th largest, so that ties with it
+    stay. Of the entries that top-k keeps, top-p keeps the smallest set of largest entries (lower ids first among
+    equals) whose probability reaches `top_p`, at least one entry. Min-p removes entries that are less likely than
+    `min_p` times the most likely entry.
     """
     ranked, token = logits_rV.sort(dim=-1, descending=True, stable=True)
     left = _top_k(ranked, filters.top_k)
@@ -70,6 +71,6 @@ def _top_p(score_rV: Tensor, p_r: Tensor) -> Tensor:
 
 
 def _min_p(ranked_rV: Tensor, safe_temperature_r: Tensor, p_r: Tensor) -> Tensor:
-    # A threshold on the logits themselves, which all backends compute alike; log(0) = −inf removes nothing.
+    # All backends compute this threshold of the logits alike; log(0) = −inf removes nothing.
     threshold = ranked_rV[:, 0].double() + p_r.double().log() * safe_temperature_r.double()
     return ranked_rV >= threshold.float().unsqueeze(-1)

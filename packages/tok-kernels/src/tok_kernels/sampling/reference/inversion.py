@@ -1,4 +1,4 @@
-"""Invert a cumulative distribution given by weights: find the entry that a uniform number falls into."""
+"""Sample by inversion: find the entry at which the cumulative sum of weights exceeds a uniform number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 def safe_temperature(temperature_R: Tensor) -> Tensor:
     """Return the divisor of the logits: the temperature, or 1 for greedy rows.
 
-    The divisor is clamped to finite normal float32 numbers, because denormal ones may flush to 0.
+    The divisor is clamped to finite normal float32 numbers, because a device may flush denormal numbers to 0.
     """
     return torch.where(temperature_R > 0, temperature_R, 1.0).clamp(_TINY, _HUGE)
 
@@ -21,8 +21,8 @@ def safe_temperature(temperature_R: Tensor) -> Tensor:
 def invert_cdf(weight_RV: Tensor, u_R: Tensor) -> Tensor:
     """Return the first entry at which the running sum of the weights exceeds `u` × their total: int64 `[R]`.
 
-    `weight_RV` is float32 and not negative; `u_R` is float64 in [0, 1). An entry of weight 0 is never returned unless
-    all are 0 (then the last entry is). Sums are float64, over chunks first and then within the chunk found.
+    `weight_RV` is float32 and not negative; `u_R` is float64 in [0, 1). An entry of weight 0 is returned only if all
+    weights are 0; the last entry is returned then. Sums are float64, first over chunks, then within the chunk found.
     """
     chunks, mass = _chunked(weight_RV)
     running = mass.cumsum(-1)
@@ -30,19 +30,19 @@ def invert_cdf(weight_RV: Tensor, u_R: Tensor) -> Tensor:
 
 
 def first_passing(weight_RV: Tensor, target_R: Tensor) -> Tensor:
-    """Return the first entry at which the running sum exceeds a float64 target, which need not be below the total.
+    """Return the first entry at which the running sum of the weights exceeds a float64 target: int64 `[R]`.
 
-    Otherwise as `invert_cdf`.
+    Unlike in `invert_cdf`, the target may be above the total; the last entry with any weight is returned then.
     """
     chunks, mass = _chunked(weight_RV)
     return _entry(weight_RV, chunks, mass, mass.cumsum(-1), target_R)
 
 
 def first_above(weight: Tensor, running: Tensor, target: Tensor) -> Tensor:
-    """Return the index along the last axis of the first `running` sum of the weights above the target: int64.
+    """Return the index of the first `running` sum of the weights above the target, along the last axis: int64.
 
     A parallel scan may round the running sum at an entry of weight 0 above its predecessor's; such an entry is never
-    returned. Rounding may also leave no running sum above the target: then the last entry with any weight is returned.
+    returned. If rounding leaves no running sum above the target, the last entry with any weight is returned.
     """
     possible = weight > 0
     hit = possible & (running > target.unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""Generate random numbers from a key and a counter, without generator state, so no row depends on another."""
+"""Generate random numbers from a key and a counter, without a generator's state, so that no row depends on another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Compute Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    Words are 32-bit values held in int64 tensors of one shape, and so are the four results.
+    A word is a 32-bit number in an int64 tensor. All words of the counter and the key, and the four results, have one
+    shape.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -29,15 +30,15 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def uniform(seed_R: Tensor, sample_R: Tensor, position_R: Tensor) -> Tensor:
-    """Return the first of `uniforms`, which selects the row's token."""
+    """Return the first number of `uniforms`, which selects the row's token."""
     return uniforms(seed_R, sample_R, position_R)[0]
 
 
 def uniforms(seed_R: Tensor, sample_R: Tensor, position_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return two numbers in [0, 1) per row, float64 with 53 random bits, from int64 seed, sample and position.
 
-    The second is for rows whose filters remove the token that the first selected. The seed (all 64 bits) is the key,
-    and (sample, position, 0, 0) is the counter; sample and position are taken modulo 2³².
+    The second number selects another token in rows whose filters remove the first token. All 64 bits of the seed are
+    the key, and (sample, position, 0, 0) is the counter; sample and position are taken modulo 2³².
     """
     zero = torch.zeros_like(seed_R)
     counter = (sample_R & _MASK, position_R & _MASK, zero, zero)
@@ -50,6 +51,7 @@ def _unit(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _wide_product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    # int64 products wrap modulo 2⁶⁴, which keeps all the bits; the mask undoes the shift's sign.
+    # int64 multiplication wraps modulo 2⁶⁴ and so keeps all bits; the mask removes the sign bits that the shift
+    # repeats.
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK

@@ -1,8 +1,8 @@
 """Sample a token by inverting the cumulative distribution at one uniform number per row.
 
 One number per row has advantages over Gumbel noise for every vocabulary entry. The logits are read once, and no random
-number is made per entry. Vocabulary shards combine by their sums alone. The result depends on nothing but the row and
-its key (seed, sample, position). If filters remove the token, a second number selects another.
+number is generated per entry. Shards of the vocabulary combine by their sums alone. The result depends only on the row
+and its key (seed, sample, position). If filters remove the token, a second number selects another token.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from tok_kernels.sampling.top_logprobs import check_top_logprobs, top_logprobs
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-    """Sample one token per row; only masks change `logits_RV` (float32 or bfloat16, −inf allowed).
-
-    The order is: masks, penalties, bias, temperature, filters. A row in which penalties and bias leave no possible
-    token takes its largest raw logit. Raises ValueError if `top_logprobs` exceeds the vocabulary.
-    """
+    """Compute `Backend.sample`."""
     check_top_logprobs(batch, logits_RV.shape[1])
     if batch.shards is not None:
         return sample_shards(logits_RV, batch, batch.shards)
@@ -32,7 +28,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         forbid(logits_RV, batch.masks)
     raw = logits_RV.float()
     edited = _edit(raw, batch)
-    peak, token = edited.max(dim=-1)  # the first of equals
+    peak, token = edited.max(dim=-1)  # the first of equal logits
     if not batch.all_greedy:
         token = torch.where(batch.temperature > 0, _sample_tokens(edited, peak, batch), token)
     if edited is not raw:
@@ -64,7 +60,7 @@ def _sample_tokens(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> T
 
 def _with_logprobs(raw_RV: Tensor, token_R: Tensor, batch: SamplingBatch) -> Sampled:
     log_sum_R = raw_RV.logsumexp(-1)
-    # A row of −inf only has no distribution; all its log-probabilities are −inf.
+    # If all logits are −inf, the row has no distribution, and all its log-probabilities are −inf.
     log_sum_R = torch.where(log_sum_R == -torch.inf, 0.0, log_sum_R)
     logprob = raw_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - log_sum_R
     return Sampled(token_R, logprob, *top_logprobs(raw_RV, log_sum_R, batch))

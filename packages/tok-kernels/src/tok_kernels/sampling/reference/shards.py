@@ -1,13 +1,13 @@
 """Sample from a vocabulary sharded over ranks: the ranks' sums decide which rank has a row's token.
 
-Every rank sends the others four float32 numbers per row:
-  its largest logit
-  the sum of exponentials at temperature 1, relative to that logit
-  the sum at the row's own temperature, relative to that logit, high part
-  low part of the same sum; both parts together have the precision of an unsharded computation
+Every rank sends the other ranks four float32 numbers per row:
+  peak   its largest logit
+  total  the sum of exponentials at temperature 1, relative to the peak
+  high   the sum of exponentials at the row's own temperature, relative to the peak, rounded to float32
+  low    the remainder of that sum, so that both parts have the precision of an unsharded computation
 
-From these, all ranks know which rank has the row's token. The owner finds the token in its own shard and sends it to
-the others.
+From these numbers, all ranks know which rank has the row's token, its owner. The owner finds the token in its own shard
+and sends it to the other ranks. Axes: S ranks, R rows, V entries of this rank's shard.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tok_kernels.sampling.top_logprobs import no_top_logprobs
 
 
 def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sampled:
-    """Sample as `sample` does, from this rank's shard of the logits.
+    """Compute `Backend.sample` from this rank's shard of the logits.
 
-    All ranks get the same tokens; these equal the tokens of an unsharded vocabulary, except where rounding decides.
+    All ranks get the same tokens. They equal the tokens of an unsharded vocabulary, except where rounding decides.
     """
     raw = logits_RV.float()
     peak, entry = raw.max(dim=-1)
@@ -47,7 +47,7 @@ def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sa
 
 
 def _owner(published_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the rank that has each row's token, and the running sum that the rank `rank` must exceed to find it."""
+    """Return each row's owner, and the running sum within the shard of `rank` that the token must exceed."""
     peak_RS = published_S4R[:, 0].T
     top_R1 = peak_RS.max(-1, keepdim=True).values
     greedy = (peak_RS == top_R1).to(torch.uint8).argmax(-1)
@@ -65,7 +65,7 @@ def _owner(published_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tens
 def _normaliser(published_S4R: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit of all ranks, and the logarithm of the sum of exponentials relative to it.
 
-    The largest logit is replaced by 0 in a row of −inf only.
+    If all logits of a row are −inf, 0 takes the place of the largest.
     """
     peak_SR, total_SR = published_S4R[:, 0].double(), published_S4R[:, 1].double()
     top = _finite(peak_SR.max(0).values)
@@ -74,5 +74,5 @@ def _normaliser(published_S4R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(peak: Tensor) -> Tensor:
-    """Replace a peak of −inf by 0, so that −inf is never subtracted from −inf."""
+    """Replace peaks of −inf by 0, so that −inf is never subtracted from −inf."""
     return torch.where(peak == -torch.inf, 0.0, peak)

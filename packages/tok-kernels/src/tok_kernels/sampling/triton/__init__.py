@@ -1,1 +1,1 @@
-"""Sampling as Triton kernels."""
+"""Sample tokens by Triton kernels."""

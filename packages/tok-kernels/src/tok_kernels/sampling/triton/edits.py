@@ -1,7 +1,7 @@
-"""Resample rows with penalties or biases: copy only these rows to float32, edit them there, and sample them again.
+"""Resample rows with penalties or biases: copy only these rows to float32, edit the copies, and sample again.
 
-Only the device knows how many rows have a bias, but the number has an upper bound. The list of row numbers has that
-length and is padded with the number of a row that does not exist. So the host does not wait for the device.
+Only the device knows how many rows have a bias, but the host knows an upper bound. The list of row numbers has that
+length and is padded with the number of a row that does not exist. So the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tok_kernels.sampling.triton.block_sampling import RandomKeys, sample_blocks
 from tok_kernels.sampling.triton.filters import resample_filtered
 from tok_kernels.sampling.triton.penalties import penalise
 
-_ENTRIES = 1 << 27  # logits edited at a time; bounds the memory
+_ENTRIES = 1 << 27  # logits edited at once, which limits the memory
 
 
 def resample_edited(token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch: SamplingBatch) -> Tensor:
-    """Return the tokens, with those of rows that have penalties or biases resampled from their edited logits.
+    """Return the tokens; rows that have penalties or biases are resampled from their edited logits.
 
-    A row in which these leave no possible token takes its largest raw logit.
+    A row in which these leave no possible token takes the token with its largest raw logit.
     """
     rows, vocabulary = logits_RV.shape
     # The padding row has the number `rows`.
     result = torch.cat((token_R, token_R.new_zeros(1)))
-    for index in torch.split(_asking(batch, rows), max(1, _ENTRIES // max(vocabulary, 1))):
+    for index in torch.split(_edited_rows(batch, rows), max(1, _ENTRIES // max(vocabulary, 1))):
         present = index.clamp(max=rows - 1)
         raw = logits_RV.index_select(0, present)
         edited = _edit(raw, index, rows, batch)
@@ -40,23 +40,23 @@ def resample_edited(token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch:
     return result[:rows]
 
 
-def _asking(batch: SamplingBatch, rows: int) -> Tensor:
-    """Return the numbers of rows with penalties or biases, each once, in rising order, padded with `rows`."""
+def _edited_rows(batch: SamplingBatch, rows: int) -> Tensor:
+    """Return the numbers of the rows with penalties or biases, each once, in rising order, padded with `rows`."""
     parts = [] if batch.penalties is None else [batch.penalties.rows]
     parts += [] if batch.bias is None else [batch.bias.row]
-    asking = torch.cat(parts)
-    length = min(rows, asking.shape[0])
-    asks = torch.zeros(rows, dtype=torch.bool, device=asking.device).index_fill_(0, asking, True)
-    place = torch.where(asks, asks.cumsum(0) - 1, length)
-    padded = torch.full((length + 1,), rows, device=asking.device)
-    number = torch.arange(rows, device=asking.device)
-    return padded.scatter_(0, place, torch.where(asks, number, rows))[:length]
+    listed = torch.cat(parts)
+    length = min(rows, listed.shape[0])
+    has_edit = torch.zeros(rows, dtype=torch.bool, device=listed.device).index_fill_(0, listed, True)
+    place = torch.where(has_edit, has_edit.cumsum(0) - 1, length)
+    padded = torch.full((length + 1,), rows, device=listed.device)
+    number = torch.arange(rows, device=listed.device)
+    return padded.scatter_(0, place, torch.where(has_edit, number, rows))[:length]
 
 
 def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor:
-    """Return the chunk's rows in float32 with penalties and biases applied."""
+    """Return the rows of the chunk in float32, with penalties and biases applied."""
     count = index.shape[0]
-    # The extra last row takes the biases of rows outside the chunk.
+    # The extra last row receives the biases of rows outside the chunk.
     edited = torch.empty((count + 1, raw.shape[1]), dtype=torch.float32, device=raw.device)
     edited[:count] = raw
     edited[count:].fill_(0.0)
@@ -70,21 +70,21 @@ def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor
 
 
 def _chunk_filters(filters: Filters, index: Tensor, rows: int) -> Filters:
-    """Return one entry per row of the chunk, without effect on rows that have no filter."""
+    """Return filters for every row of the chunk; they keep all tokens of a row that has no filter."""
     if not len(filters.rows):
         return filters
     at = _entries(filters.rows, index, rows)
-    entry, asks = at.clamp(min=0), at >= 0
+    entry, has_filter = at.clamp(min=0), at >= 0
     return Filters(
         rows=torch.arange(index.shape[0], device=index.device),
-        top_k=torch.where(asks, filters.top_k[entry], 0),
-        top_p=torch.where(asks, filters.top_p[entry], 1.0),
-        min_p=torch.where(asks, filters.min_p[entry], 0.0),
+        top_k=torch.where(has_filter, filters.top_k[entry], 0),
+        top_p=torch.where(has_filter, filters.top_p[entry], 1.0),
+        min_p=torch.where(has_filter, filters.min_p[entry], 0.0),
     )
 
 
-def _entries(asking: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return the index of each row of the chunk in `asking`, int64; −1 if it is absent."""
+def _entries(listed: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Return the index in `listed` of each row of the chunk, int64; −1 if the row is absent."""
     place = torch.full((rows + 1,), -1, device=index.device)
-    place[asking] = torch.arange(asking.shape[0], device=index.device)
+    place[listed] = torch.arange(listed.shape[0], device=index.device)
     return place[index]

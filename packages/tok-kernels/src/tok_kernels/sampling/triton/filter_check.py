@@ -1,7 +1,7 @@
-"""Check whether a row's filters keep the token sampled from the whole row, reading only as far as needed.
+"""Check whether a row's filters keep the token sampled from the whole row, and read only the blocks needed for that.
 
-A block whose largest entry is below the token's logit has no entry above the token. For a likely token, hardly any
-block has one.
+A block whose largest entry is below the token's logit has no entry above the token. For a likely token, few blocks have
+such an entry.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import _TINY, _finite, _inv_temperature
+from tok_kernels.sampling.triton.block_sampling import TINY, finite, inv_temperature_of
 
 # Verdicts on the sampled token.
-# KEPT: the filters keep it.
-# ABOVE: the filters remove it, and all tokens that they keep rank above it.
-# LIKELY: only min-p removes it, and then min-p alone decides which tokens are kept.
-# OPEN: in a row with both top-k and top-p, the mass of the top k is not known yet; the token may be kept or removed.
+# KEPT    the filters keep the token
+# ABOVE   the filters remove the token, and all tokens that they keep rank above it
+# LIKELY  only min-p removes the token, so min-p alone decides which tokens are kept
+# OPEN    the row has both top-k and top-p, and whether the token is kept depends on the mass of the top k, yet unknown
 KEPT: tl.constexpr = tl.constexpr(0)
 ABOVE: tl.constexpr = tl.constexpr(1)
 LIKELY: tl.constexpr = tl.constexpr(2)
@@ -24,17 +24,17 @@ OPEN: tl.constexpr = tl.constexpr(3)
 
 _HUGE: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
-# The alignment of these depends on the number of rows, which must not recompile the kernels.
+# Arguments whose alignment depends on the number of rows, which must not recompile the kernels.
 UNALIGNED = [
-    *("rows", "top_k", "top_p", "min_p", "temperature", "seed", "sample", "position"),
+    *("rows", "top_k", "top_p", "min_p", "temperature"),
     *("peaks", "masses", "token", "verdicts", "masses_above"),
 ]
 
 
 @triton.jit
 def safe_temperature_of(temperature: tl.tensor) -> tl.tensor:
-    """Return the divisor of the logits, as in the reference."""
-    return tl.minimum(tl.maximum(temperature, _TINY), _HUGE)
+    """Return the divisor of the logits, as `safe_temperature` of the reference does."""
+    return tl.minimum(tl.maximum(temperature, TINY), _HUGE)
 
 
 @triton.jit
@@ -46,12 +46,12 @@ def row_sums(
     blocks: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return each block's largest logit, the row's largest, and the float64 sum of exponentials relative to that."""
+    """Return each block's largest logit, the row's peak, and the row's float64 sum of exponentials relative to it."""
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
     peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
     peak = tl.max(peak_of)
-    share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * inv_temperature.to(tl.float64))
+    share = tl.exp2((peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature.to(tl.float64))
     mass = share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
     return peak_of, peak, tl.sum(mass)
 
@@ -68,7 +68,7 @@ def min_p_limit(peak: tl.tensor, safe_temperature: tl.tensor, min_p: tl.tensor) 
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def check_filters(
+def check_filters_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     rows: tl.tensor,
@@ -89,14 +89,14 @@ def check_filters(
 ) -> None:
     """Check one row with filters per program, reading GROUP blocks at a time until the verdict is certain.
 
-    `masses_above`: for OPEN rows, the float64 mass that ranks above the token, relative to the peak, or as much as
-    suffices to remove the token.
+    `masses_above`, for OPEN rows, is the float64 mass of the entries that rank above the token, relative to the peak.
+    Reading stops, and the mass is incomplete, once it suffices to remove the token.
     """
     nth_row = tl.program_id(0)
     row = tl.load(rows + nth_row).to(tl.int64)
     k, p, ratio = tl.load(top_k + nth_row), tl.load(top_p + nth_row), tl.load(min_p + nth_row)
     row_temperature = tl.load(temperature + row)
-    safe_temperature, inv_temperature = safe_temperature_of(row_temperature), _inv_temperature(row_temperature)
+    safe_temperature, inv_temperature = safe_temperature_of(row_temperature), inv_temperature_of(row_temperature)
     peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
     verdict = KEPT
     if (row_temperature > 0) & (peak > -float("inf")) & ((k > 0) | (p < 1) | (ratio > 0)):
@@ -121,7 +121,7 @@ def check_filters(
             before += tl.sum(mass.to(tl.float64)) + equal * own_mass
             removed = ((k > 0) & (number >= k)) | ((p < 1) & (before > 0) & (before >= p * total))
             first = tl.min(tl.where((peak_of >= own) & (nth >= first + GROUP), nth, BLOCKS))
-        # The token and the entries above it are among the top k, so the top k have at least their mass.
+        # The token and the entries above it are among the top k, so the mass of the top k is no less than theirs.
         least_mass = tl.where(k > 0, before + own_mass, total)
         if removed:
             verdict = tl.where((k > 0) & (number < k), OPEN, ABOVE)

@@ -1,7 +1,10 @@
 """Find a filter's threshold in a row: the largest value such that the entries not below it reach a count or a mass.
 
-The search needs no sort. Each pass over the row's relevant blocks tests three values between the bounds. The bounds
-close in on the threshold until no other value of the logits' dtype, or none that occurs, is left between them.
+The search needs no sort. It bisects integer keys that have the order of the floats, so the number of passes is bounded.
+Each pass over the row's relevant blocks tests three values between the bounds. The bounds approach the threshold until
+no value of the logits' dtype, or none that occurs, is left between them.
+
+SHIFT is the number of low float32 bits that the logits' dtype lacks: keys of bfloat16 are 16 bits wide.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -17,13 +20,13 @@ _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 def shift_of(dtype: torch.dtype) -> int:
-    """Return `SHIFT` for logits of float32, float16 or bfloat16."""
+    """Return SHIFT for logits of float32, float16 or bfloat16."""
     return _SHIFT[dtype]
 
 
 @triton.jit
 def key_of(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Return the int64 key of a value; both zeros have one key."""
+    """Return the int64 key of a value; both zeros have the same key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True) >> SHIFT
     return (bits ^ ((bits >> 31) & (_ALL >> SHIFT))).to(tl.int64)
 
@@ -46,11 +49,10 @@ def tile_of(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr = True,
 ) -> tuple[tl.tensor, ...]:
-    """Return the entries of up to GROUP blocks of the row, and the blocks' numbers.
+    """Return the entries of up to GROUP blocks of the row, float32 `[GROUP, BLOCK]`, and the blocks' numbers.
 
-    The entries are float32 `[GROUP, BLOCK]`, −inf past the end. With LISTED the blocks are those of the `active` ones
-    listed in `order`, from its entry `first` on. Otherwise they are the blocks `first` and following of the line
-    itself.
+    With LISTED, the numbers of the blocks are the entries of `order` from `first` on, of which there are `active`.
+    Otherwise they are `first`, `first + 1` and so on. Entries past the end are −inf.
     """
     nth = first + tl.arange(0, GROUP)
     block = nth
@@ -73,9 +75,9 @@ def gather(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Write the listed blocks' entries not below `low`, float32, one after the other, and return their number.
+    """Write the listed blocks' entries not below `low` to `to`, float32, and return their number.
 
-    Entries beyond `largest` are not written, and counting stops once the number exceeds `largest`.
+    At most `largest` entries are written, and counting stops once the number exceeds `largest`.
     """
     count = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)
@@ -98,16 +100,16 @@ def mass_from(
     vocabulary: tl.tensor,
     threshold: tl.tensor,
     peak: tl.tensor,
-    slope: tl.tensor,
+    inv_temperature: tl.tensor,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the float64 sum of exponentials, relative to the peak, of the entries not below `threshold`."""
+    """Return the sum of exponentials, relative to the peak, of the entries not below `threshold`: float64."""
     sums = tl.zeros((GROUP, BLOCK), tl.float32)
     for first in range(0, active, GROUP):
         x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP, LISTED)
-        sums += tl.where(x >= threshold, tl.exp2((x - peak) * slope), 0.0)
+        sums += tl.where(x >= threshold, tl.exp2((x - peak) * inv_temperature), 0.0)
     return tl.sum(tl.sum(sums, axis=1).to(tl.float64))
 
 
@@ -120,7 +122,7 @@ def find_threshold(
     low: tl.tensor,
     target: tl.tensor,
     peak: tl.tensor,
-    slope: tl.tensor,
+    inv_temperature: tl.tensor,
     COUNTING: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -129,8 +131,8 @@ def find_threshold(
 ) -> tl.tensor:
     """Return the largest value from `low` to `peak` such that the entries not below it reach the target.
 
-    With COUNTING the target is a number of entries, otherwise a mass relative to the peak. Returns `low` if no value
-    reaches it.
+    With COUNTING, the target is a number of entries, otherwise a mass relative to the peak. Return `low` if no value
+    reaches the target.
     """
     bottom, top = key_of(low, SHIFT), key_of(peak, SHIFT) + 1
     turn = 0
@@ -145,7 +147,7 @@ def find_threshold(
         above, below = value_of(bottom, SHIFT), value_of(top, SHIFT)
         for first in range(0, active, GROUP):
             x, _ = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP, LISTED)
-            weight = tl.full((GROUP, BLOCK), 1.0, tl.float32) if COUNTING else tl.exp2((x - peak) * slope)
+            weight = tl.full((GROUP, BLOCK), 1.0, tl.float32) if COUNTING else tl.exp2((x - peak) * inv_temperature)
             sum1 += tl.where(x >= q1, weight, 0.0)
             sum2 += tl.where(x >= q2, weight, 0.0)
             sum3 += tl.where(x >= q3, weight, 0.0)
@@ -154,7 +156,7 @@ def find_threshold(
                 largest = tl.maximum(largest, tl.where(x < below, x, -float("inf")))
         reach1, reach2, reach3 = _reaches(sum1, target), _reaches(sum2, target), _reaches(sum3, target)
         if SHIFT == 0:
-            # No entries lie between the bounds and the entries nearest to them.
+            # No entry lies between a bound and the entry nearest to it within the bounds.
             bottom = tl.maximum(bottom, key_of(tl.min(smallest), SHIFT))
             top = tl.minimum(top, key_of(tl.max(largest), SHIFT) + 1)
         bottom = tl.maximum(bottom, tl.where(reach3, three, tl.where(reach2, two, tl.where(reach1, one, bottom))))
@@ -170,11 +172,10 @@ def _reaches(sums: tl.tensor, target: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _pivots(bottom: tl.tensor, top: tl.tensor, turn: tl.tensor, SHIFT: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Return three keys strictly between the bounds: quarter points of the values (even turns) or of the keys (odd
-    turns).
+    """Return three keys strictly between the bounds: quarters of the values in even turns, of the keys in odd turns.
 
-    Quartering the values suits logits, which may lie around 0 where keys are dense. Quartering the keys guarantees that
-    the search ends.
+    Quarters of the values suit logits, since keys are dense around 0. Quarters of the keys guarantee that the search
+    ends.
     """
     low = value_of(bottom, SHIFT)
     step = (value_of(top - 1, SHIFT) - low) * 0.25
@@ -190,7 +191,7 @@ def _pivots(bottom: tl.tensor, top: tl.tensor, turn: tl.tensor, SHIFT: tl.conste
 
 @triton.jit
 def kth_largest(values: tl.tensor, k: tl.tensor, low: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Return the k-th largest entry of a vector, or `low` if that is larger."""
+    """Return the k-th largest entry of a vector, or `low` if `low` is larger."""
     bottom, top = key_of(low, SHIFT), key_of(tl.max(values), SHIFT) + 1
     while top - bottom > 1:
         middle = (bottom + top) // 2

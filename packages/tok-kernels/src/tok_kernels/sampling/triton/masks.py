@@ -1,6 +1,6 @@
 """Apply bitmasks of allowed tokens to logits in place: forbidden entries become −inf, and nothing else is written.
 
-A block that is allowed as a whole is left alone, and one that is forbidden as a whole is not read.
+A block whose entries are all allowed is not accessed, and a block whose entries are all forbidden is not read.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -16,11 +16,11 @@ WORDS, MASK_WARPS = 128, 4  # mask words (of 32 entries each) and warps per prog
 
 
 def forbid(logits_RV: Tensor, masks: Masks) -> None:
-    """Set the logits that their rows' masks do not allow to −inf; `logits_RV` has a dense last axis."""
+    """Set logits to −inf in place where their row's mask does not allow the token; the last axis must be dense."""
     vocabulary = logits_RV.shape[1]
     words, count = masks.words.contiguous(), len(masks.rows)
     if count:
-        _forbid[(count, triton.cdiv(vocabulary, WORDS * 32))](
+        _mask_kernel[(count, triton.cdiv(vocabulary, WORDS * 32))](
             *(logits_RV, logits_RV.stride(0), masks.rows.contiguous(), masks.which.contiguous()),
             *(words, words.shape[1], vocabulary),
             WORDS=WORDS,
@@ -29,7 +29,7 @@ def forbid(logits_RV: Tensor, masks: Masks) -> None:
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "which", "words"])
-def _forbid(
+def _mask_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     rows: tl.tensor,
@@ -39,11 +39,12 @@ def _forbid(
     vocabulary: tl.tensor,
     WORDS: tl.constexpr,
 ) -> None:
+    """Apply WORDS words of one row's mask, each of 32 entries."""
     nth = tl.program_id(0)
     row, mask = tl.load(rows + nth).to(tl.int64), tl.load(which + nth).to(tl.int64)
     first = tl.program_id(1) * WORDS
     word_at, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)
-    # Words past the end load 0, as if all were forbidden, but nothing is written past the vocabulary.
+    # Words past the end load as 0, which forbids their entries, but nothing is written past the vocabulary.
     word = tl.load(words + mask * width + word_at, mask=word_at < width, other=0)
     at = word_at[:, None] * 32 + bit[None, :]
     there = at < vocabulary

@@ -1,9 +1,9 @@
-"""Apply penalties to the tokens of a context only, so the time is linear in the context's length.
+"""Apply penalties to the tokens of a context only, so that the time is linear in the context's length.
 
-A bitmap of the vocabulary records which tokens a row has met. Of all positions that hold a token, the one whose atomic
-update first sets the token's bit changes the logit. Any of them may be first, since all would change the logit alike. A
-first pass handles generated tokens, which also get the presence penalty. A second pass handles prompt tokens not yet
-met, and the frequency of generated tokens. The latter adds equal numbers, so their order does not change the sum.
+A bitmap of the vocabulary records which tokens a row has met. Of all positions that hold a token, the position whose
+atomic update first sets the token's bit changes the logit. Any of them may be first, since all would change the logit
+alike. A first pass handles generated tokens: repetition, then presence. A second pass handles prompt tokens not yet
+met, and the frequency of generated tokens. It adds equal numbers for a token, so their order does not change the sum.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from tok_kernels.batch import Penalties
 
-BLOCK, PENALTY_WARPS = 512, 4  # positions that a program takes at once, and its warps
-_PROGRAMS = 1 << 14  # enough to fill a GPU; with more blocks than this, a program takes several of a context
+BLOCK, PENALTY_WARPS = 512, 4  # positions that a program handles at once, and its warps
+_PROGRAMS = 1 << 14  # enough to fill a GPU; with more blocks than this, a program handles several of a context
 
-# The alignment of these depends on the number of rows, which must not recompile the kernels.
+# Arguments whose alignment depends on the number of rows, which must not recompile the kernels.
 _UNALIGNED = ["entries", "slots", "lengths", "prompt_lens", "presence", "frequency", "repetition"]
 
 
 def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
-    """Apply to each row, in place, the penalties with index `entry_R` (int64); −1 means none.
+    """Apply to each row, in place, the penalties at index `entry_R` (int64); −1: the row has none.
 
     `logits_RV` is float32 with a dense last axis. The formulas are those of `tok_kernels.sampling.reference.edits`,
     except that frequency is subtracted once for each occurrence.
@@ -37,7 +37,7 @@ def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
     met = torch.zeros((rows, triton.cdiv(vocabulary, 32)), dtype=torch.int32, device=logits_RV.device)
     table = contexts.page_table
     for once in (True, False):
-        _penalise[grid](
+        _penalise_kernel[grid](
             *(logits_RV, logits_RV.stride(0), met, met.stride(0), entry_R),
             *(table, table.stride(0), contexts.token_of, contexts.page_size),
             *(x.contiguous() for x in (contexts.slots, contexts.length, contexts.prompt_len)),
@@ -52,7 +52,7 @@ def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
-def _penalise(
+def _penalise_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     met: tl.tensor,
@@ -71,11 +71,10 @@ def _penalise(
     ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Apply one of the two passes.
+    """Apply one of the two passes to BLOCK positions of a row at a time.
 
-    `ONCE`: the first pass, in which a generated token's logit changes once, by repetition and then presence. Otherwise
-    the second pass: repetition of tokens that only the prompt holds, and frequency of generated tokens; no token is
-    both.
+    With ONCE, apply repetition and then presence, once to each generated token. Otherwise apply repetition to tokens
+    that only the prompt holds, and frequency to generated tokens; no token is both.
     """
     row = tl.program_id(0).to(tl.int64)
     entry = tl.load(entries + row)
@@ -108,13 +107,14 @@ def _penalise(
 def _token_at(
     table: tl.tensor, token_of: tl.tensor, page_size: tl.tensor, position: tl.tensor, there: tl.tensor
 ) -> tl.tensor:
+    """Return the tokens at the positions of a context."""
     page = tl.load(table + position // page_size, mask=there, other=0).to(tl.int64)
     return tl.load(token_of + page * page_size + position % page_size, mask=there, other=0)
 
 
 @triton.jit
 def _claim_token(seen: tl.tensor, token: tl.tensor, there: tl.tensor) -> tl.tensor:
-    """Return whether this position, of all that hold the token, is the one that sets the token's bit."""
+    """Return whether each position is the first of those that hold its token to set the token's bit."""
     bit = tl.full(token.shape, 1, tl.int32) << (token % 32).to(tl.int32)
     before = tl.atomic_or(seen + token // 32, bit, mask=there, sem="relaxed")
     return there & ((before & bit) == 0)

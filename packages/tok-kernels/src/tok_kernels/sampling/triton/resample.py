@@ -1,8 +1,8 @@
 """Resample the rows whose token the filters removed, from the tokens that the filters keep.
 
 One program per row finds the threshold of the kept entries and the mass of each block's kept entries. Then it finds the
-token at the row's second uniform number, as `sample_blocks` does. Entries below the threshold have no weight. Of those
-at the threshold only as many count as top-p needs, lower ids first.
+token at the row's second uniform number, as `sample_blocks` does. Entries below the threshold have no weight. Of the
+entries at the threshold, only as many count as top-p needs, lower ids first.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import _first_passed, _inv_temperature, _second_uniform
+from tok_kernels.sampling.triton.block_sampling import first_passed, inv_temperature_of, second_uniform
 from tok_kernels.sampling.triton.filter_check import (
     ABOVE,
     KEPT,
@@ -24,12 +24,12 @@ from tok_kernels.sampling.triton.filter_check import (
 )
 from tok_kernels.sampling.triton.filter_threshold import find_threshold, gather, kth_largest, mass_from, tile_of
 
-# An entry this many temperatures below the peak has an exponential of 0 in float32.
-_NOTHING: tl.constexpr = tl.constexpr(104.0)
+# Distance from the peak, in temperatures, at which exponentials are 0 in float32.
+_MAX_DISTANCE: tl.constexpr = tl.constexpr(104.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def resample(
+@triton.jit(do_not_specialize_on_alignment=[*UNALIGNED, "seed", "sample", "position"])
+def resample_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     rows: tl.tensor,
@@ -58,9 +58,9 @@ def resample(
 
     `scratch`, float32 `[r, FEW + 3 · blocks]`, holds per row:
       FEW     the relevant entries, if there are at most FEW
-      blocks  the numbers of the relevant blocks
-      blocks  each block's mass above the threshold
-      blocks  each block's number of entries at the threshold
+      blocks  numbers of the relevant blocks
+      blocks  mass of each block's entries above the threshold
+      blocks  number of each block's entries at the threshold
     """
     nth_row = tl.program_id(0)
     verdict = tl.load(verdicts + nth_row)
@@ -68,14 +68,14 @@ def resample(
         row = tl.load(rows + nth_row).to(tl.int64)
         k, p = tl.load(top_k + nth_row), tl.load(top_p + nth_row)
         row_temperature = tl.load(temperature + row)
-        safe_temperature, inv_temperature = safe_temperature_of(row_temperature), _inv_temperature(row_temperature)
+        safe_temperature, inv_temperature = safe_temperature_of(row_temperature), inv_temperature_of(row_temperature)
         peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
         min_p_threshold = min_p_limit(peak, safe_temperature, tl.load(min_p + nth_row))
         line = logits + row * stride
         chosen = tl.load(token + row)
         own = tl.load(line + chosen).to(tl.float32)
 
-        low = tl.maximum(peak - _NOTHING * safe_temperature, tl.where(verdict == ABOVE, own, -float("inf")))
+        low = tl.maximum(peak - _MAX_DISTANCE * safe_temperature, tl.where(verdict == ABOVE, own, -float("inf")))
         if (k > 0) & (k <= blocks):
             low = kth_largest(peak_of, k, low, SHIFT)
         low = tl.where(verdict == LIKELY, min_p_threshold, low)
@@ -104,8 +104,8 @@ def resample(
                     *(line, order, active, vocabulary, low, k, p, before, total, peak, inv_temperature),
                     *(SHIFT, BLOCK, GROUP, True),
                 )
-        # If top-k and top-p keep the token but min-p removes it, min-p's threshold lies above the token's logit, and it
-        # alone decides what is kept.
+        # If top-k and top-p keep the token but min-p removes it, the threshold of min-p lies above the token's logit
+        # and alone decides which entries are kept.
         nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (threshold >= min_p_threshold)
         threshold = tl.maximum(threshold, min_p_threshold)
         if (settled == 0) | (own < min_p_threshold):
@@ -130,12 +130,12 @@ def resample(
             stays = tl.sum((keep & (tl.arange(0, BLOCK) == chosen % BLOCK)).to(tl.int32))
             if stays == 0:
                 running = tl.cumsum(mass_of)
-                goal = _second_uniform(seed + row, sample + row, position + row) * tl.max(running)
-                block = _first_passed(mass_of, running, goal, blocks - 1, BLOCKS)
+                goal = second_uniform(seed + row, sample + row, position + row) * tl.max(running)
+                block = first_passed(mass_of, running, goal, blocks - 1, BLOCKS)
                 goal -= tl.sum(tl.where(nth == block, running - mass_of, 0.0))
                 keep, x = _kept_entries(line, block, threshold, ties, ties_before, nth, vocabulary, BLOCK)
                 weight = tl.where(keep, tl.exp2((x - peak) * inv_temperature), 0.0).to(tl.float64)
-                found = block * BLOCK + _first_passed(weight, tl.cumsum(weight), goal, 0, BLOCK)
+                found = block * BLOCK + first_passed(weight, tl.cumsum(weight), goal, 0, BLOCK)
                 tl.store(token + row, tl.minimum(found, vocabulary - 1).to(tl.int64))
 
 
@@ -157,10 +157,10 @@ def _top_k_top_p(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the smallest logit that top-k and top-p keep, the mass that top-p needs, and whether the token is kept.
+    """Return the smallest logit that top-k and top-p keep, the mass that top-p needs, and whether they keep the token.
 
-    The search ends early if a token with the mass `before` above it turns out to be kept. The first result is then the
-    smallest logit that top-k keeps, and the last is True.
+    `before` is the mass of the entries above the token. If it shows that the token is kept, the search ends early, and
+    the first result is the smallest logit that top-k keeps.
     """
     threshold, target = low, tl.full((), 0.0, tl.float64)
     settled = False
@@ -193,9 +193,9 @@ def _kept_entries(
     vocabulary: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return which entries of the block are kept, and their logits.
+    """Return which entries of the block are kept, and the logits of the block.
 
-    At the threshold, the row's first `ties` entries are kept.
+    Of the row's entries at the threshold, the first `ties` are kept.
     """
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Sample tokens with one read of the logits in their own dtype; only rows that use extra features pay for them."""
+"""Sample tokens with one read of the logits in their own dtype; only rows with masks, edits or filters cost more."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tok_kernels.sampling.triton.shards import sample_shards
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-    """Sample one token per row; only masks change `logits_RV` (float32, bfloat16 or float16, −inf allowed).
+    """Compute `Backend.sample`; float16 logits are allowed as well.
 
-    The order is: masks, penalties, bias, temperature, filters. The same seed gives the reference's token, except where
-    rounding decides. Raises ValueError if `top_logprobs` exceeds the vocabulary.
+    The token equals the reference's token, except where rounding decides.
     """
     rows, vocabulary = logits_RV.shape
     check_top_logprobs(batch, vocabulary)

@@ -1,4 +1,4 @@
-"""Sample few rows from a vocabulary sharded over ranks, which exchange their sums from within one kernel."""
+"""Sample few rows from a vocabulary sharded over ranks; the ranks exchange their sums within one kernel."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from tok_kernels.collectives.triton_signals import end_turn, place, put, sendabl
 from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys
 from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
 
-# The alignment of these depends on the number of rows, which must not recompile the kernel.
+# Arguments whose alignment depends on the number of rows, which must not recompile the kernel.
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "token", "logprob"]
 _THREADS = 32  # one warp, one thread per rank
 
 
 def sample_exchange(
-    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, lane: ExchangeChannel, *, greedy: bool
+    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, channel: ExchangeChannel, *, greedy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`; R is at most the lane's programs.
+    """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`; R is at most `channel.programs`.
 
     `sums` is the result of `sum_blocks` for `logits_RV`, this rank's shard of the vocabulary from entry `first` on.
     """
@@ -32,14 +32,14 @@ def sample_exchange(
     _sample_exchange_kernel[(rows,)](
         *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
         *(*sums, token, logprob, vocabulary, blocks, first),
-        *(lane.buffers, lane.turns, lane.patience),
+        *(channel.buffers, channel.turns, channel.patience),
         SAMPLE=not greedy,
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
-        RANK=lane.rank,
-        RANKS=lane.ranks,
-        PROGRAMS=lane.programs,
-        WORDS=lane.words,
+        RANK=channel.rank,
+        RANKS=channel.ranks,
+        PROGRAMS=channel.programs,
+        WORDS=channel.words,
         THREADS=_THREADS,
         num_warps=_THREADS // 32,
     )
@@ -74,7 +74,7 @@ def _sample_exchange_kernel(
     WORDS: tl.constexpr,
     THREADS: tl.constexpr,
 ) -> None:
-    """Send this rank's sums to all ranks in one unit; if this rank has the row's token, send the token in another."""
+    """Send this rank's four numbers of a row in one unit; the owner of the row's token sends the token in another."""
     program = tl.program_id(0)
     row = program.to(tl.int64)
     turn = tl.load(turns + program)
@@ -86,13 +86,13 @@ def _sample_exchange_kernel(
             published = (_word(peak), _word(total), _word(high), _word(low))
             put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + thread, published, one)
     others = (thread < RANKS) & (thread != RANK)
-    heard = take(place(buffers[RANK], turn, thread, program, RANKS, PROGRAMS, WORDS), others, patience)
+    received = take(place(buffers[RANK], turn, thread, program, RANKS, PROGRAMS, WORDS), others, patience)
     own = thread == RANK
     owner, rest, peak, total = owner_of(
-        tl.where(thread < RANKS, tl.where(own, peak, heard[0].to(tl.float32, bitcast=True)), -float("inf")),
-        tl.where(own, total, heard[1].to(tl.float32, bitcast=True)),
-        tl.where(own, high, heard[2].to(tl.float32, bitcast=True)),
-        tl.where(own, low, heard[3].to(tl.float32, bitcast=True)),
+        tl.where(thread < RANKS, tl.where(own, peak, received[0].to(tl.float32, bitcast=True)), -float("inf")),
+        tl.where(own, total, received[1].to(tl.float32, bitcast=True)),
+        tl.where(own, high, received[2].to(tl.float32, bitcast=True)),
+        tl.where(own, low, received[3].to(tl.float32, bitcast=True)),
         *(temperature, seed, sample, position, row, SAMPLE, THREADS),
     )
     chosen = tl.full((), 0, tl.int32)
@@ -109,9 +109,9 @@ def _sample_exchange_kernel(
             if to != RANK:
                 put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + 4 + thread, found, one)
     else:
-        news = take(place(buffers[RANK], turn, owner, program, RANKS, PROGRAMS, WORDS) + 4 + thread, one, patience)
-        chosen = tl.sum(tl.where(one, news[0].to(tl.int32), 0))
-        likelihood = tl.sum(tl.where(one, news[1].to(tl.float32, bitcast=True), 0.0))
+        received = take(place(buffers[RANK], turn, owner, program, RANKS, PROGRAMS, WORDS) + 4 + thread, one, patience)
+        chosen = tl.sum(tl.where(one, received[0].to(tl.int32), 0))
+        likelihood = tl.sum(tl.where(one, received[1].to(tl.float32, bitcast=True), 0.0))
     tl.store(token + row, chosen.to(tl.int64))
     tl.store(logprob + row, likelihood)
     end_turn(turns, program, turn)
@@ -119,4 +119,5 @@ def _sample_exchange_kernel(
 
 @triton.jit
 def _word(number: tl.tensor) -> tl.tensor:
+    """Return the float32 number as a word that can be sent."""
     return sendable(number.to(tl.uint32, bitcast=True))

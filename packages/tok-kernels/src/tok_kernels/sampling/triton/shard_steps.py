@@ -1,6 +1,6 @@
-"""Device functions for sampling from a sharded vocabulary, one row each: local sums, owning rank, token.
+"""Define device functions that sample one row of a sharded vocabulary: local sums, owner of the token, token.
 
-`tok_kernels.sampling.reference.shards` describes what the ranks send each other.
+`tok_kernels.sampling.reference.shards` describes the four numbers that the ranks send each other, and the owner.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from tok_kernels.sampling.triton.block_sampling import (
-    _LOG2E,
-    _finite,
-    _first,
-    _first_passed,
-    _inv_temperature,
-    _uniform,
+    LOG2E,
+    finite,
+    first_hit,
+    first_passed,
+    inv_temperature_of,
+    uniform,
 )
 
 
@@ -30,17 +30,17 @@ def own_sums(
     SAMPLE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Combine a row's blocks into the four numbers of this rank; the last two are 0 without DRAW."""
+    """Combine a row's blocks into the four numbers of this rank; the last two are 0 without SAMPLE."""
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
     peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
     peak = tl.max(peak_of)
-    total = tl.sum(tl.load(sums + here, mask=nth < blocks, other=0.0) * tl.exp2((peak_of - _finite(peak)) * _LOG2E))
+    total = tl.sum(tl.load(sums + here, mask=nth < blocks, other=0.0) * tl.exp2((peak_of - finite(peak)) * LOG2E))
     high = tl.full((), 0.0, tl.float32)
     low = tl.full((), 0.0, tl.float32)
     if SAMPLE:
-        inv_temperature = _inv_temperature(tl.load(temperature + row)).to(tl.float64)
-        share = tl.exp2((peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * inv_temperature)
+        inv_temperature = inv_temperature_of(tl.load(temperature + row)).to(tl.float64)
+        share = tl.exp2((peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature)
         mass = tl.sum(share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64))
         high = mass.to(tl.float32)
         low = (mass - high.to(tl.float64)).to(tl.float32)
@@ -61,24 +61,24 @@ def owner_of(
     SAMPLE: tl.constexpr,
     SHARDS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Choose the rank that has a row's token, from the four numbers of all ranks, `[SHARDS]` each.
+    """Choose the owner of a row's token from the four numbers of all ranks, `[SHARDS]` each.
 
-    Returns four values: that rank; the running sum that must be exceeded within it to find the token; the row's largest
-    logit; and the row's sum of exponentials relative to it.
+    Return four values: the owner; the running sum within the owner's shard that the token must exceed; the row's
+    largest logit; and the row's sum of exponentials at temperature 1, relative to that logit.
     """
     peak = tl.max(peak_of)
-    total = tl.sum(total_of * tl.exp2((peak_of - _finite(peak)) * _LOG2E))
-    owner = _first(peak_of == peak, 0, SHARDS)
+    total = tl.sum(total_of * tl.exp2((peak_of - finite(peak)) * LOG2E))
+    owner = first_hit(peak_of == peak, 0, SHARDS)
     rest = tl.full((), 0.0, tl.float64)
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
         share = tl.exp2(
-            (peak_of.to(tl.float64) - _finite(peak).to(tl.float64)) * _inv_temperature(row_temperature).to(tl.float64)
+            (peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature_of(row_temperature).to(tl.float64)
         )
         mass = share * (high.to(tl.float64) + low.to(tl.float64))
         running = tl.cumsum(mass)
-        target = _uniform(seed + row, sample + row, position + row) * tl.max(running)
-        owner = tl.where(row_temperature > 0, _first_passed(mass, running, target, 0, SHARDS), owner)
+        target = uniform(seed + row, sample + row, position + row) * tl.max(running)
+        owner = tl.where(row_temperature > 0, first_passed(mass, running, target, 0, SHARDS), owner)
         own = tl.arange(0, SHARDS) == owner
         rest = (target - tl.sum(tl.where(own, running - mass, 0.0))) / tl.sum(tl.where(own, share, 0.0))
     return owner, rest, peak, total
@@ -101,30 +101,30 @@ def entry_of(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return a token's index in the shard of the rank that has it, and its log-probability."""
+    """Return the token's index in its owner's shard, and its log-probability."""
     random = False
-    inv_temperature = _inv_temperature(1.0)
+    inv_temperature = inv_temperature_of(1.0)
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
     block_peaks = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
     own_peak = tl.max(block_peaks)
-    block = _first(block_peaks == own_peak, blocks - 1, BLOCKS)
+    block = first_hit(block_peaks == own_peak, blocks - 1, BLOCKS)
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
-        inv_temperature, random = _inv_temperature(row_temperature), row_temperature > 0
-        part = tl.exp2((block_peaks.to(tl.float64) - _finite(own_peak).to(tl.float64)) * inv_temperature.to(tl.float64))
+        inv_temperature, random = inv_temperature_of(row_temperature), row_temperature > 0
+        part = tl.exp2((block_peaks.to(tl.float64) - finite(own_peak).to(tl.float64)) * inv_temperature.to(tl.float64))
         weight = part * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
         upto = tl.cumsum(weight)
-        block = tl.where(random, _first_passed(weight, upto, rest, blocks - 1, BLOCKS), block)
+        block = tl.where(random, first_passed(weight, upto, rest, blocks - 1, BLOCKS), block)
         at_block = nth == block
         rest = (rest - tl.sum(tl.where(at_block, upto - weight, 0.0))) / tl.sum(tl.where(at_block, part, 0.0))
     entry = tl.arange(0, BLOCK)
     at = block * BLOCK + entry
     value = tl.load(logits + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-    place = _first(value == own_peak, 0, BLOCK)
+    place = first_hit(value == own_peak, 0, BLOCK)
     if SAMPLE:
         block_peak = tl.sum(tl.where(nth == block, block_peaks, 0.0))
-        likely = tl.exp2((value - _finite(block_peak)) * inv_temperature).to(tl.float64)
-        place = tl.where(random, _first_passed(likely, tl.cumsum(likely), rest, 0, BLOCK), place)
-    chosen = tl.sum(tl.where(entry == place, value, 0.0)) - _finite(peak)
+        likely = tl.exp2((value - finite(block_peak)) * inv_temperature).to(tl.float64)
+        place = tl.where(random, first_passed(likely, tl.cumsum(likely), rest, 0, BLOCK), place)
+    chosen = tl.sum(tl.where(entry == place, value, 0.0)) - finite(peak)
     return tl.minimum(block * BLOCK + place, vocabulary - 1), chosen - tl.log(tl.where(total == 0, 1.0, total))

@@ -1,6 +1,6 @@
-"""Sample from a vocabulary sharded over ranks: the ranks' sums first decide which rank has a row's token.
+"""Sample from a vocabulary sharded over ranks: the ranks' sums decide which rank owns a row's token.
 
-`tok_kernels.sampling.reference.shards` describes what the ranks send each other.
+`tok_kernels.sampling.reference.shards` describes the four numbers that the ranks send each other.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -16,8 +16,8 @@ from tok_kernels.sampling.triton.block_sampling import BLOCK, PICK_WARPS, Random
 from tok_kernels.sampling.triton.shard_exchange import sample_exchange
 from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
 
-# The alignment of these depends on the number of rows, which must not recompile the kernels.
-_UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "published", "found"]
+# Arguments whose alignment depends on the number of rows, which must not recompile the kernels.
+_UNALIGNED = ["temperature", "peaks", "masses", "published"]
 
 
 def sample_shards(
@@ -25,16 +25,16 @@ def sample_shards(
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`, the same on every rank.
 
-    `logits_RV` is this rank's shard, of a dtype and layout as for `sample_blocks`.
+    `logits_RV` is this rank's shard, with the dtype and layout that `sample_blocks` allows.
     """
     sums = sum_blocks(logits_RV, keys, greedy=greedy)
-    lane = None if shards.exchange is None else shards.exchange.samples
-    if lane is not None and 0 < len(logits_RV) <= lane.programs:
-        return sample_exchange(logits_RV, sums, keys, shards.first, lane, greedy=greedy)
-    return _draw_gathered(logits_RV, sums, keys, shards, greedy=greedy)
+    channel = None if shards.exchange is None else shards.exchange.samples
+    if channel is not None and 0 < len(logits_RV) <= channel.programs:
+        return sample_exchange(logits_RV, sums, keys, shards.first, channel, greedy=greedy)
+    return _sample_gathered(logits_RV, sums, keys, shards, greedy=greedy)
 
 
-def _draw_gathered(
+def _sample_gathered(
     logits_RV: Tensor, sums: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits_RV.shape
@@ -43,12 +43,12 @@ def _draw_gathered(
     published = torch.empty((4, rows), dtype=torch.float32, device=logits_RV.device)
     found = torch.empty((2, rows), dtype=torch.float32, device=logits_RV.device)
     if rows:
-        _store_rank_sums[(rows,)](
+        _store_rank_sums_kernel[(rows,)](
             *sums, keys.temperature, published, rows, blocks, SAMPLE=not greedy, BLOCKS=width, num_warps=PICK_WARPS
         )
     published = shards.gather(published)
     if rows:
-        _find[(rows,)](
+        _find_token_kernel[(rows,)](
             *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
             *(sums[0], sums[2], published, found, rows, vocabulary, blocks, shards.first),
             RANK=shards.rank,
@@ -64,8 +64,8 @@ def _draw_gathered(
     return token.long(), logprob
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=[*_UNALIGNED[:4], "published"])
-def _store_rank_sums(
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=[*_UNALIGNED, "sums"])
+def _store_rank_sums_kernel(
     peaks: tl.tensor,
     sums: tl.tensor,
     masses: tl.tensor,
@@ -76,7 +76,7 @@ def _store_rank_sums(
     SAMPLE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Combine a row's blocks into the four numbers of this rank."""
+    """Store this rank's four numbers of a row."""
     row = tl.program_id(0).to(tl.int64)
     peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
     tl.store(published + row, peak)
@@ -85,8 +85,11 @@ def _store_rank_sums(
     tl.store(published + 3 * rows + row, low)
 
 
-@triton.jit(do_not_specialize=["rows", "first"], do_not_specialize_on_alignment=_UNALIGNED)
-def _find(
+@triton.jit(
+    do_not_specialize=["rows", "first"],
+    do_not_specialize_on_alignment=[*_UNALIGNED, "seed", "sample", "position", "found"],
+)
+def _find_token_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     temperature: tl.tensor,
@@ -108,7 +111,7 @@ def _find(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Choose the rank that has the row's token, and on that rank find the token's block and entry."""
+    """Choose the owner of the row's token; the owner finds and stores the token, other ranks store zeros."""
     row = tl.program_id(0).to(tl.int64)
     shard = tl.arange(0, SHARDS)
     of = published + shard * 4 * rows + row
