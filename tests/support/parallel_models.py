@@ -17,6 +17,7 @@ from tok_core.model_config import read_config
 from tok_core.models import CausalLM, build, load
 from tok_core.parallel.process_groups import ProcessGroups
 from tok_core.parallel.tensor import TensorParallel
+from tok_core.quantization import QuantizationConfig
 from tok_core.worker.sampling import CHUNK, sample_tokens, sampling_arrays
 from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.startup.gemm_warmup import warm_up_gemms
@@ -41,9 +42,10 @@ def model_of(
     coordinates: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
+    quantization: QuantizationConfig = QuantizationConfig(),
 ) -> CausalLM:
     """Return one worker's shard of the model at `path`."""
-    model = build(read_config(path), choose(CPU), CPU, dtype, coordinates, tensor)
+    model = build(read_config(path), choose(CPU), CPU, dtype, coordinates, tensor, quantization)
     load(model, path)
     return model
 
@@ -138,7 +140,11 @@ def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def compute(
-    peers: ProcessGroups, paths: Sequence[Path], max_all_reduce_tokens: Sequence[int], count: int
+    peers: ProcessGroups,
+    paths: Sequence[Path],
+    max_all_reduce_tokens: Sequence[int],
+    count: int,
+    quantization: QuantizationConfig = QuantizationConfig(),
 ) -> list[tuple[list[Logits], list[Logits], list[int], list[Draws]]]:
     """Return logits, two-stage logits, greedy tokens and samples of each model.
 
@@ -148,10 +154,9 @@ def compute(
     assert peers.tensor is not None
     coordinates, tensor, found = peers.coordinates, TensorParallel(peers.tensor, CPU), []
     for path in paths:
-        model = model_of(path, coordinates, tensor)
-        stages = [
-            model_of(path, RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks), tensor) for stage in range(2)
-        ]
+        model = model_of(path, coordinates, tensor, quantization=quantization)
+        places = [RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks) for stage in range(2)]
+        stages = [model_of(path, place, tensor, quantization=quantization) for place in places]
         logits, chained = [], []
         for few in max_all_reduce_tokens:
             tensor.max_all_reduce_tokens = few

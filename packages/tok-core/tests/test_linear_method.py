@@ -1,120 +1,151 @@
-"""A weight format is one class: int8 rows with scales, as a LinearMethod that no other code knows of."""
+"""A model may have linear layers of several weight formats, chosen by their names; each format is one LinearMethod."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from support.int8_rows import Int8Rows, write_models
+from support.parallel_models import PROMPT, chained_logits, compute, greedy, logits_of, model_of, tokens_of
+from support.ranks import run_ranks
 from support.sequences import Sequences
-from support.tiny_models import make_model
-from tok_core.model_config import read_config
-from tok_core.models import CausalLM, build, load
-from tok_core.models.layers import Linear
-from tok_core.parallel import Slice
-from tok_core.quantization import LinearLayer, LinearMethod, WeightTarget
-from tok_core.quantization.linear_method import MakeParameter
-from tok_kernels import choose
+from support.tiny_models import change_weights, make_model
+from tok_core import ModelError
+from tok_core.config import all_coordinates
+from tok_core.models import CausalLM, Linear
+from tok_core.models.decoder import DecoderLayer
+from tok_core.models.weights.targets import targets
+from tok_core.quantization import DenseMethod, QuantizationConfig
+from tok_core.worker.startup import gemm_warmup
 
-CPU = torch.device("cpu")
-TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Target(WeightTarget):
-    """Quantises the rows of a tensor while it is loaded."""
-
-    scale_F1: Tensor
-
-    def fill(self, own: Tensor) -> bool:
-        self.scale_F1.copy_(own.float().abs().amax(1, keepdim=True) / 127)
-        self.view.copy_((own.float() / self.scale_F1).round())
-        return True
+INT8 = Int8Rows()
+MIXED = QuantizationConfig(INT8, ("lm_head", "layers.1", r"re:.*\.2\.mlp\.down"))
+DENSE_IN_MIXED = ("lm_head", "layers.1.", "layers.2.mlp.down")
+CASES = [
+    (QuantizationConfig(INT8), ()),
+    (QuantizationConfig(INT8, ("lm_head",)), ("lm_head",)),
+    (MIXED, DENSE_IN_MIXED),
+]
 
 
-class Int8Rows(LinearMethod):
-    """int8 weights with one scale per row, dequantised before each GEMM."""
-
-    def create(self, layer: LinearLayer, make: MakeParameter, dtype: torch.dtype) -> None:
-        rows = sum(part.count for part in layer.parts.values())
-        layer.register_parameter("weight", make(rows, layer.inputs.count, dtype=torch.int8))
-        layer.register_parameter("scale", make(rows, 1, dtype=dtype))
-
-    def targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
-        counts = [part.count for part in layer.parts.values()]
-        views = zip(torch.split(layer.weight, counts), torch.split(scale(layer), counts), strict=True)
-        for (name, rows), (weight, scales) in zip(layer.parts.items(), views, strict=True):
-            yield f"{name}.weight", Int8Target(weight, (rows, layer.inputs), scales)
-
-    def input_dtype(self, layer: LinearLayer) -> torch.dtype:
-        return scale(layer).dtype
-
-    def apply(
-        self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, residual_TF: Tensor | None
-    ) -> Tensor:
-        if layer.gated:
-            return layer.backend.gated_linear(x_TK, dequantised(layer), layer.bias, norm=norm)
-        return layer.backend.linear(x_TK, dequantised(layer), layer.bias, norm=norm, residual_TN=residual_TF)
-
-    def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        return layer.backend.linear(x_TK, dequantised(layer), bias_F)
-
-    def matmul_into(self, layer: LinearLayer, x_TK: Tensor, out_TF: Tensor) -> None:
-        torch.mm(x_TK, dequantised(layer).t(), out=out_TF)
-
-    def fused_weight(self, layer: LinearLayer) -> Tensor:
-        return dequantised(layer).t()
+def linears(model: CausalLM) -> dict[str, Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def scale(layer: LinearLayer) -> nn.Parameter:
-    assert isinstance(layer, nn.Module)
-    return layer.get_parameter("scale")
-
-
-def dequantised(layer: LinearLayer) -> Tensor:
-    return layer.weight.to(scale(layer).dtype) * scale(layer)
-
-
-def logits_of(model: CausalLM) -> Tensor:
-    return Sequences(model, 1, 16).feed([(0, TOKENS)], range(len(TOKENS)))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_quantised_model_equals_the_dense_model_of_its_dequantised_weights(kind: str, tmp_path: Path) -> None:
-    path = make_model(kind, tmp_path / kind)
-    config, backend = read_config(path), choose(CPU)
-    dense, quantised = (build(config, backend, CPU, torch.float32, linear_method=one) for one in (None, Int8Rows()))
-    for model in (dense, quantised):
-        load(model, path)
-    exact = logits_of(dense)
-    names = {name for name, module in quantised.named_modules() if isinstance(module, Linear)}
-    assert {name.rpartition(".")[2] for name in names} >= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    for name in names:
-        own, theirs = quantised.get_submodule(name), dense.get_submodule(name)
-        assert isinstance(own, Linear)
-        assert own.weight.dtype == torch.int8
-        assert isinstance(theirs, Linear)
-        theirs.weight.data = dequantised(own)
-    found = logits_of(quantised)
-    assert torch.equal(found, logits_of(dense))
-    assert not torch.equal(found, exact)
-
-
-def test_targets_of_a_sharded_layer_name_the_rows_of_each_matrix() -> None:
-    layer, method = nn.Module(), Int8Rows()
-    layer.inputs = Slice(0, 8, 16)  # type: ignore[assignment]
-    layer.parts = {"k_proj": Slice(4, 8, 8), "v_proj": Slice(2, 4, 4)}  # type: ignore[assignment]
-
-    def make(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-
-    method.create(layer, make, torch.float32)  # type: ignore[arg-type]
-    found = dict(method.targets(layer))  # type: ignore[arg-type]
-    assert {name: (target.shape, list(target.view.shape)) for name, target in found.items()} == {
-        "k_proj.weight": ([8, 16], [4, 8]),
-        "v_proj.weight": ([4, 16], [2, 8]),
+@pytest.mark.parametrize(("quantization", "dense"), CASES)
+@pytest.mark.parametrize("kind", ["llama-untied", "qwen2", "qwen3"])
+def test_int8_layers_beside_ignored_ones_have_the_logits_of_the_dequantised_dense_model(
+    kind: str, quantization: QuantizationConfig, dense: tuple[str, ...], tmp_path: Path
+) -> None:
+    path, dequantised = write_models(kind, tmp_path, dense)
+    model = model_of(path, quantization=quantization)
+    dtypes = {name: linear.weight.dtype for name, linear in linears(model).items()}
+    assert {name for name, dtype in dtypes.items() if dtype != torch.int8} == {
+        name for name in dtypes if any(part in name for part in dense)
     }
+    found, expected = logits_of(model), logits_of(model_of(dequantised))
+    assert all(map(np.array_equal, found, expected))
+    exact = logits_of(model_of(make_model(kind, tmp_path / "exact", layers=3)))
+    assert not any(map(np.array_equal, found[:-1], exact[:-1]))  # the last step has no logits
+
+
+def test_ranks_and_stages_compute_int8_layers_beside_dense_ones(tmp_path: Path) -> None:
+    path, dequantised = write_models("llama-untied", tmp_path, DENSE_IN_MIXED)
+    alone = model_of(dequantised)
+    expected, in_chunks, tokens = logits_of(alone), chained_logits([alone]), greedy(alone, tokens_of(PROMPT), 6)
+    for [of_rank] in run_ranks(all_coordinates(1, 2), compute, [path], (0, 1000), 6, MIXED):
+        logits, chained, chosen, _ = of_rank
+        assert chosen == tokens
+        for found, reference in [*((one, expected) for one in logits), *((one, in_chunks) for one in chained)]:
+            for a, b in zip(found, reference, strict=True):
+                assert np.abs(a - b).max(initial=0) <= 5e-5 * np.abs(b).max(initial=0)
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 2), (3, 1)])
+def test_shards_of_int8_weights_and_scales_are_slices_of_the_checkpoint(
+    stages: int, ranks: int, tmp_path: Path
+) -> None:
+    path, _ = write_models("llama-untied", tmp_path, DENSE_IN_MIXED)
+    whole = targets(model_of(path, quantization=MIXED))
+    held = set()
+    for coordinates in all_coordinates(stages, ranks):
+        for name, target in targets(model_of(path, coordinates, quantization=MIXED)).items():
+            assert torch.equal(target.view, target.part_of(whole[name].view)), name
+            held.add(name)
+    assert held == set(whole)
+
+
+def test_stacked_layer_with_some_matrices_ignored_is_refused() -> None:
+    quantization = QuantizationConfig(INT8, ("k_proj", "model.layers.0.mlp"))
+    names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    with pytest.raises(ModelError) as refused:
+        quantization.method_of(names)
+    assert str(refused.value) == (
+        f"quantization_config ignores {names[1]} but not {names[0]}, {names[2]}; allowed: all or none of them, since "
+        "they are computed as one layer"
+    )
+    both = [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up")]
+    assert isinstance(quantization.method_of(both), DenseMethod)
+    assert quantization.method_of([name.replace("0", "10") for name in both]) is INT8
+
+
+@pytest.mark.parametrize(
+    ("entry", "ignored"),
+    [
+        ("lm_head", ["lm_head"]),
+        ("mlp.gate", ["model.layers.1.mlp.gate", "model.layers.11.mlp.gate"]),
+        ("model.layers.1", ["model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj"]),
+        ("re:model.*gate", ["model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj", "model.layers.11.mlp.gate"]),
+        ("re:gate", []),
+    ],
+)
+def test_ignored_entry_matches_whole_components_of_a_name_or_is_a_regular_expression(
+    entry: str, ignored: list[str]
+) -> None:
+    names = ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj", "model.layers.11.mlp.gate"]
+    quantization = QuantizationConfig(INT8, (entry,))
+    assert [name for name in names if quantization.method_of([name]) is not INT8] == ignored
+
+
+def test_checkpoint_of_another_format_is_refused_by_every_stage(tmp_path: Path) -> None:
+    int8, dense = write_models("llama-untied", tmp_path)
+    for coordinates in all_coordinates(2, 1):
+        with pytest.raises(ModelError, match=r"tensor \S+\.weight_scale \[\d+, 1\] has no place in the model"):
+            model_of(int8, coordinates)
+        with pytest.raises(ModelError, match=r"tensor \S+\.weight is stored as F32; supported: I8"):
+            model_of(dense, coordinates, quantization=QuantizationConfig(INT8))
+
+
+def test_int8_projection_beyond_the_float16_range_takes_bfloat16_activations(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight_scale"
+
+    def enlarge(weights: dict[str, Tensor]) -> None:
+        weights[name] *= 1e5
+
+    path = change_weights(write_models("llama", tmp_path)[0], enlarge)
+    model = model_of(path, dtype=torch.bfloat16, quantization=QuantizationConfig(INT8))
+    projections = [linear for name, linear in linears(model).items() if name.endswith("qkv_proj")]
+    assert [linear.dtype for linear in projections] == [torch.float16, torch.bfloat16, torch.float16]
+    assert {linear.weight.dtype for linear in projections} == {torch.int8}
+    assert Sequences(model, 1, 64).feed([(0, tokens_of(40))]).isfinite().all()
+
+
+def test_gemms_of_each_combination_of_formats_are_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = write_models("llama-untied", tmp_path, DENSE_IN_MIXED)
+    (stage, _) = (model_of(path, coordinates, quantization=MIXED) for coordinates in all_coordinates(2, 1))
+    layers = list(stage.model.layers.values())
+    ran: list[DecoderLayer] = []
+    run = DecoderLayer.run_gemms
+
+    def counted(layer: DecoderLayer, *args: object) -> Tensor:
+        ran.append(layer)
+        return run(layer, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecoderLayer, "run_gemms", counted)
+    gemm_warmup.warm_up_gemms(stage, 1, 1)
+    assert ran == layers
+    assert len(layers) == 2

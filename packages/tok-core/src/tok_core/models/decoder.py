@@ -35,10 +35,10 @@ class DecoderLayer(nn.Module, ABC):
     def __init__(self, config: ModelConfig, placement: Placement, number: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.self_attn = self.attention(config, placement)
+        self.self_attn = self.attention(config, placement.within("self_attn"))
         self.self_attn.window = config.windows[number]
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.mlp = self.feed_forward(config, placement)
+        self.mlp = self.feed_forward(config, placement.within("mlp"))
 
     @abstractmethod
     def attention(self, config: ModelConfig, placement: Placement) -> Attention:
@@ -74,7 +74,10 @@ class Decoder(nn.Module):
         embeds = stage.first or (stage.last and config.tied)
         self.embed_tokens = TokenEmbedding(config, placement) if embeds else None
         self.layers = nn.ModuleDict(
-            {str(number): layer(config, placement, number) for number in placement.shard_plan.layers}
+            {
+                str(number): layer(config, placement.within(f"model.layers.{number}"), number)
+                for number in placement.shard_plan.layers
+            }
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement) if stage.last else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tok_core.model_config import ModelConfig
 from tok_core.parallel import ShardPlan, Slice
-from tok_core.quantization import DenseMethod, LinearMethod, WeightTarget
+from tok_core.quantization import QuantizationConfig, WeightTarget
 from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
 
 if TYPE_CHECKING:
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Backend, device, dtype and shard plan of a model; `tensor` connects the ranks of a stage, if it has several.
+    """Where and how a module is built: backend, device, dtype, shard plan, weight formats and the module's name.
 
-    linear_method  how linear layers store their weights and multiply by them
+    tensor        connects the ranks of a stage; None: the stage has one
+    quantization  weight format of each linear layer
+    prefix        start of the names of the module's tensors in a checkpoint ("model.layers.3.mlp.")
     """
 
     backend: Backend
@@ -36,7 +38,12 @@ class Placement:
     dtype: torch.dtype
     shard_plan: ShardPlan
     tensor: TensorParallel | None = None
-    linear_method: LinearMethod = field(default_factory=DenseMethod)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    prefix: str = ""
+
+    def within(self, name: str) -> Placement:
+        """Return the placement of the submodule `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return an uninitialised parameter without gradient, of `dtype` or else of the model's dtype."""
@@ -80,12 +87,15 @@ class Linear(nn.Module):
     parts   name of each matrix in a checkpoint, and the range of its rows that this rank holds
     inputs  range of columns that this rank holds
     gated   return `silu(gate) · up` of the two matrices' results
-    fp16    use float16 instead of bfloat16 for weights, inputs and outputs: eight times the precision, for results
-            that are rounded to bfloat16 later. Loading weights checks the range: `tok_core.models.weights.float16`
-    method  how weights are stored and multiplied: `Placement.linear_method`
+    fp16    use float16 instead of bfloat16 for inputs, outputs and dense weights: eight times the precision, for
+            results that are rounded to bfloat16 later. Loading weights checks the range:
+            `tok_core.models.weights.float16`
+    method  how weights are stored and multiplied, as `Placement.quantization` chooses by the parts' names
+    dtype   of inputs and outputs
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -100,15 +110,16 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.parts, self.gated = inputs, dict(parts), gated
         self.backend = placement.backend
-        self.method = placement.linear_method
-        dtype = torch.float16 if fp16 and placement.dtype == torch.bfloat16 else placement.dtype
-        self.method.create(self, placement.parameter, dtype)
-        self.bias = placement.parameter(sum(part.count for part in parts.values()), dtype=dtype) if bias else None
+        self.method = placement.quantization.method_of([f"{placement.prefix}{name}" for name in parts])
+        self.bias, self._has_bias, self._make = None, bias, placement.parameter
+        self.recast(torch.float16 if fp16 and placement.dtype == torch.bfloat16 else placement.dtype)
 
-    @property
-    def input_dtype(self) -> torch.dtype:
-        """Return the dtype of activations that the GEMM takes."""
-        return self.method.input_dtype(self)
+    def recast(self, dtype: torch.dtype) -> None:
+        """Create uninitialised parameters for activations of `dtype`, in place of those that there are."""
+        self.dtype = dtype
+        self.method.create(self, self._make)
+        if self._has_bias:
+            self.bias = self._make(sum(part.count for part in self.parts.values()), dtype=dtype)
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Yield the names of the layer's tensors in a checkpoint, such as "q_proj.weight", and what each fills."""
@@ -127,11 +138,6 @@ class Linear(nn.Module):
         if self.bias is not None:
             out_TF += self.bias
         return self.backend.silu_and_mul(out_TF) if self.gated else out_TF
-
-    def recast(self, dtype: torch.dtype) -> None:
-        """Replace the parameters by uninitialised ones of `dtype`."""
-        for name, parameter in list(self.named_parameters()):
-            setattr(self, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False))
 
 
 def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:

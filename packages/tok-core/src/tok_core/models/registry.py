@@ -17,7 +17,7 @@ from tok_core.models.mistral import MistralForCausalLM
 from tok_core.models.qwen2 import Qwen2ForCausalLM
 from tok_core.models.qwen3 import Qwen3ForCausalLM
 from tok_core.parallel import ShardPlan, TensorParallel
-from tok_core.quantization import DenseMethod, LinearMethod
+from tok_core.quantization import QuantizationConfig
 from tok_kernels import Backend
 
 ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
@@ -32,18 +32,16 @@ def build(
     dtype: torch.dtype,
     coordinates: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
-    linear_method: LinearMethod | None = None,
+    quantization: QuantizationConfig = QuantizationConfig(),
 ) -> CausalLM:
     """Build the model of `config`, or the shard of the worker at `coordinates`, with uninitialised parameters.
 
-    `tensor` connects the ranks of a stage and is required if there are several. `linear_method` is the format of all
-    linear layers; None: unquantised. Raises ModelError for an unknown
-    architecture, and InvalidField for a model that cannot be sharded in this way.
+    `tensor` connects the ranks of a stage and is required if there are several. `quantization` chooses the weight
+    format of each linear layer. Raises ModelError for an unknown architecture, or for a stacked layer whose matrices
+    have several formats, and InvalidField for a model that cannot be sharded in this way.
     """
     if config.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
-    placement = Placement(
-        backend, device, dtype, ShardPlan.of(config, coordinates), tensor, linear_method or DenseMethod()
-    )
+    placement = Placement(backend, device, dtype, ShardPlan.of(config, coordinates), tensor, quantization)
     return ARCHITECTURES[config.architecture](config, placement).eval()

@@ -91,7 +91,7 @@ class SequenceParallelLayout(TPLayout):
         return self.tensor.scatter_sum(x_TN)
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-        out: Tensor = linear(self.tensor.gather_rows(norm(x, linear.input_dtype)))
+        out: Tensor = linear(self.tensor.gather_rows(norm(x, linear.dtype)))
         return out
 
     def leave(self, y_TF: Tensor, linear: Linear, x: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ class OverlappedLayout(SequenceParallelLayout):
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         _, (out_PF,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            norm(x, linear.input_dtype),
-            [linear.method.fused_weight(linear)],
+            norm(x, linear.dtype),
+            [linear.method.dense_weight(linear).t()],
             0,
             self.tensor.name,
             return_A=self.tokens <= _MULTICAST_TOKENS,
@@ -138,9 +138,8 @@ class OverlappedLayout(SequenceParallelLayout):
     def leave(self, y_TF: Tensor, linear: Linear, x: Tensor) -> Tensor:
         missing = len(x) * self.tensor.ranks - len(y_TF)
         y_PF = functional.pad(y_TF, (0, 0, 0, missing)) if missing else y_TF.contiguous()
-        own = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            y_PF, linear.method.fused_weight(linear), "sum", 0, self.tensor.name
-        )
+        weight_KF = linear.method.dense_weight(linear).t()
+        own = torch.ops.symm_mem.fused_matmul_reduce_scatter(y_PF, weight_KF, "sum", 0, self.tensor.name)
         return self._add(x, own, linear)
 
 

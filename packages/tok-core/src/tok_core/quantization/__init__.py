@@ -1,9 +1,18 @@
-"""Formats of linear layers' weights, each as a `LinearMethod`."""
+"""Store linear layers' weights in a format, each a `LinearMethod`, and choose the format of each layer."""
 
 from __future__ import annotations
 
 from tok_core.quantization.dense import DenseMethod
-from tok_core.quantization.linear_method import LinearLayer, LinearMethod
+from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
+from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.weight_target import StoredTensor, WeightTarget
 
-__all__ = ["DenseMethod", "LinearLayer", "LinearMethod", "StoredTensor", "WeightTarget"]
+__all__ = [
+    "DenseMethod",
+    "LinearLayer",
+    "LinearMethod",
+    "MakeParameter",
+    "QuantizationConfig",
+    "StoredTensor",
+    "WeightTarget",
+]

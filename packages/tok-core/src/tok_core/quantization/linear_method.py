@@ -22,6 +22,7 @@ MakeParameter = Callable[..., nn.Parameter]
 class LinearLayer(Protocol):
     """The part of `tok_core.models.Linear` that methods use.
 
+    dtype   of activations
     inputs  range of columns that this rank holds
     parts   name of each stacked matrix in a checkpoint, and the range of its rows that this rank holds
     gated   the layer returns `silu(gate) · up` of its two matrices' results
@@ -30,6 +31,7 @@ class LinearLayer(Protocol):
     """
 
     backend: Backend
+    dtype: torch.dtype
     inputs: Slice
     parts: dict[str, Slice]
     gated: bool
@@ -42,43 +44,36 @@ class LinearLayer(Protocol):
 class LinearMethod(ABC):
     """How a linear layer stores its weight, fills it from a checkpoint, shards it, and multiplies by it.
 
-    A method holds no state: parameters belong to the layer. Apart from dummy weights, no other code reads them.
+    A method holds no state: parameters belong to the layer, and no other code reads them. By default a method
+    multiplies by `dense_weight`; one with GEMMs of its own overrides `apply`, `matmul` and `matmul_into`.
     Axes: T tokens, K inputs of this rank, F outputs of this rank (all stacked matrices), G outputs after the gate.
     """
 
     @abstractmethod
-    def create(self, layer: LinearLayer, make: MakeParameter, dtype: torch.dtype) -> None:
-        """Register the layer's parameters except for its bias, uninitialised; `dtype` is that of the activations."""
+    def create(self, layer: LinearLayer, make: MakeParameter) -> None:
+        """Register the layer's parameters except for its bias, uninitialised."""
 
     @abstractmethod
     def targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
         """Yield the names of the layer's tensors in a checkpoint, such as "q_proj.weight", and what each fills."""
 
     @abstractmethod
-    def input_dtype(self, layer: LinearLayer) -> torch.dtype:
-        """Return the dtype of activations that `matmul` takes."""
+    def dense_weight(self, layer: LinearLayer) -> Tensor:
+        """Return W `[F, K]`, dequantised to the dtype of activations."""
 
-    @abstractmethod
     def apply(
         self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, residual_TF: Tensor | None
     ) -> Tensor:
         """Return the layer's result `[T, G]`, with norm before, bias and gate, or added to the residual in place."""
+        weight_FK = self.dense_weight(layer)
+        if layer.gated:
+            return layer.backend.gated_linear(x_TK, weight_FK, layer.bias, norm=norm)
+        return layer.backend.linear(x_TK, weight_FK, layer.bias, norm=norm, residual_TN=residual_TF)
 
-    @abstractmethod
     def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
         """Return `x Wᵀ + bias`, `[T, F]`, without the layer's own bias and gate."""
+        return layer.backend.linear(x_TK, self.dense_weight(layer), bias_F)
 
-    @abstractmethod
     def matmul_into(self, layer: LinearLayer, x_TK: Tensor, out_TF: Tensor) -> None:
         """Write `x Wᵀ` to `out_TF`."""
-
-    @abstractmethod
-    def fused_weight(self, layer: LinearLayer) -> Tensor:
-        """Return Wᵀ `[K, F]` for torch's GEMMs fused with collectives, in the dtype of activations."""
-
-    def row_norms(self, layer: LinearLayer, gain_K: Tensor) -> Tensor | None:
-        """Return the Euclidean norm of each row of `W · gain`, float32 `[F]`, which bounds the layer's results.
-
-        None: the format keeps its results within the range of the activations' dtype by itself.
-        """
-        return None
+        torch.mm(x_TK, self.dense_weight(layer).t(), out=out_TF)

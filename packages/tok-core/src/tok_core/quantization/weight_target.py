@@ -11,6 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tok_core.parallel import Slice
 
+FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
+
 
 class StoredTensor(Protocol):
     """Tensor of a safetensors file that is not read yet; indexing reads a part of it."""
@@ -24,10 +26,14 @@ class StoredTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Parameter view to fill, and the `parts` of the checkpoint's tensor that fill it: one slice for each axis."""
+    """Parameter view to fill, and the `parts` of the checkpoint's tensor that fill it: one slice for each axis.
+
+    stored_dtypes  dtypes that the checkpoint's tensor may have, as safetensors names them
+    """
 
     view: Tensor
     parts: tuple[Slice, ...]
+    stored_dtypes: tuple[str, ...] = FLOATS
 
     @property
     def shape(self) -> list[int]:
@@ -46,5 +52,6 @@ class WeightTarget:
     def fill(self, own: Tensor) -> bool:
         """Copy the part `own` into `view`, cast to its dtype; return whether all finite values stay finite."""
         self.view.copy_(own)
-        narrower = torch.finfo(self.view.dtype).max < torch.finfo(own.dtype).max
-        return not narrower or bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())
+        if own.dtype == self.view.dtype or torch.finfo(self.view.dtype).max >= torch.finfo(own.dtype).max:
+            return True
+        return bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())

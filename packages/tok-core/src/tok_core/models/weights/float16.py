@@ -49,8 +49,7 @@ def _most(gain_N: Tensor, linear: Linear) -> Tensor:
     bias.
     """
     root = math.sqrt(len(gain_N))
-    norms_F = linear.method.row_norms(linear, gain_N)
-    most_F = torch.zeros(1, device=gain_N.device) if norms_F is None else norms_F * root
+    most_F = torch.linalg.vector_norm(linear.method.dense_weight(linear) * gain_N.float(), dim=1) * root
     if linear.bias is not None:
         most_F = most_F + linear.bias.float().abs()
     return torch.maximum(most_F.max(), gain_N.float().abs().max() * root)

@@ -23,11 +23,10 @@ from tok_core.quantization import StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-STORED_DTYPES = ("F32", "F16", "BF16")
 NAMED_AT_MOST = 8  # tensors that an error names; further ones are only counted
 COMPARED_ROWS = 16_384  # rows of the embedding and the LM head that are read at once to compare them
 EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
-_OUTER = (EMBEDDING, "model.norm.weight", HEAD)
+_OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -106,7 +105,7 @@ def _opened(file: Path) -> Iterator[TensorFile]:
 
 def _prefixed(name: str) -> str:
     """Return a tensor's name with the prefix that AutoModel leaves out."""
-    return name if name.startswith(PREFIX) or name == HEAD else PREFIX + name
+    return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
 
 
 def _canonical_names(
@@ -176,30 +175,39 @@ class TensorFile(Protocol):
 class _Elsewhere:
     """Set of tensor names that a checkpoint may hold although this worker's model does not.
 
-    They are the tensors of other pipeline stages, and redundant ones: rotary frequencies, and the LM head of a tied
-    model.
+    They are all tensors of the modules of other pipeline stages, which check their names, and redundant tensors: rotary
+    frequencies, and the LM head of a tied model.
     """
 
     def __init__(self, model: CausalLM, wanted: Mapping[str, WeightTarget]) -> None:
         self._layers = range(model.config.num_layers)
         self._tied = model.config.tied
-        self._of_layer = {found[2] for name in wanted if (found := _LAYER.fullmatch(name))}
+        self._own = {_module(name) for name in wanted}
+        self._of_layer = {found[2] for module in self._own if (found := _LAYER.fullmatch(module))}
 
     def __contains__(self, name: str) -> bool:
         if name.endswith("rotary_emb.inv_freq") or (self._tied and name == HEAD):
             return True
-        found = _LAYER.fullmatch(name)
+        module = _module(name)
+        if module in self._own:
+            return False
+        found = _LAYER.fullmatch(module)
         if found is None:
-            return name in _OUTER
+            return module in _OUTER and not (self._tied and module == "lm_head")
         return int(found[1]) in self._layers and found[2] in self._of_layer
+
+
+def _module(name: str) -> str:
+    """Return the name of a tensor's module: "lm_head" for "lm_head.weight"."""
+    return name.rpartition(".")[0]
 
 
 def _checked(file: Path, name: str, stored: StoredTensor, target: WeightTarget) -> WeightTarget:
     expected = target.shape
     if stored.get_shape() != expected:
         raise ModelError(f"{file}: tensor {name} has shape {stored.get_shape()}; expected {expected}")
-    if stored.get_dtype() not in STORED_DTYPES:
-        allowed = ", ".join(STORED_DTYPES)
+    if stored.get_dtype() not in target.stored_dtypes:
+        allowed = ", ".join(target.stored_dtypes)
         raise ModelError(f"{file}: tensor {name} is stored as {stored.get_dtype()}; supported: {allowed}")
     return target
 

@@ -13,8 +13,9 @@ from typing import cast
 
 import torch
 
-from tok_core.models import CausalLM, DecoderLayer
+from tok_core.models import CausalLM, DecoderLayer, Linear
 from tok_core.parallel import choose_layout
+from tok_core.quantization import LinearMethod
 
 EACH = 1024  # rows; every number up to this is warmed up
 LAYER, HEAD = 16, 64  # above EACH, multiples of these, for layers and for the LM head, which has few kernels
@@ -30,14 +31,19 @@ def warm_up_gemms(model: CausalLM, most_tokens: int, most_rows: int) -> None:
     if model.shard_plan.coordinates.stages == 1:
         return
     layers = cast("Iterable[DecoderLayer]", model.model.layers.values())
-    by_dtype = {layer.self_attn.qkv_proj.input_dtype: layer for layer in layers}  # layers differ in nothing else
+    different = {_formats(layer): layer for layer in layers}
     device, size = model.cos_sin_LD.device, model.config.hidden_size
     for tokens in row_counts(most_tokens, LAYER):
         layout = None if model.tensor is None else choose_layout(model.tensor, tokens)
-        for layer in by_dtype.values():
+        for layer in different.values():
             layer.run_gemms(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), layout)
     for rows in row_counts(most_rows, HEAD) if model.shard_plan.coordinates.last else ():
         model.logits(torch.zeros((rows, size), dtype=model.dtype, device=device))
+
+
+def _formats(layer: DecoderLayer) -> tuple[tuple[LinearMethod, torch.dtype], ...]:
+    """Return methods and dtypes of the layer's linear layers, which are all that GEMMs of layers differ in."""
+    return tuple((module.method, module.dtype) for module in layer.modules() if isinstance(module, Linear))
 
 
 def row_counts(max_rows: int, step: int) -> list[int]:
