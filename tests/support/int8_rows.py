@@ -32,15 +32,17 @@ class Int8Rows(LinearMethod):
     def dense_weight(self, layer: LinearLayer) -> Tensor:
         return (layer.weight * scale(layer)).to(layer.dtype)
 
+    def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
+        scale_F1 = weight_FK.float().abs().amax(1, keepdim=True) / 127
+        return {"weight": (weight_FK / scale_F1).round().to(torch.int8), "weight_scale": scale_F1}
+
 
 def scale(layer: LinearLayer) -> nn.Parameter:
     assert isinstance(layer, nn.Module)
     return layer.get_parameter("weight_scale")
 
 
-def quantised(weight_FK: Tensor) -> tuple[Tensor, Tensor]:
-    scale_F1 = weight_FK.abs().amax(1, keepdim=True) / 127
-    return (weight_FK / scale_F1).round().to(torch.int8), scale_F1
+INT8 = Int8Rows()
 
 
 def write_models(kind: str, directory: Path, dense: tuple[str, ...] = ()) -> tuple[Path, Path]:
@@ -53,7 +55,7 @@ def write_models(kind: str, directory: Path, dense: tuple[str, ...] = ()) -> tup
     stored, equal = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         if name.endswith(("_proj.weight", "lm_head.weight")) and not any(part in name for part in dense):
-            stored[name], stored[f"{name}_scale"] = quantised(weight)
+            stored |= {f"{name.removesuffix('weight')}{end}": part for end, part in INT8.quantize(weight).items()}
             equal[name] = stored[name] * stored[f"{name}_scale"]
     save_file(stored, int8 / "model.safetensors")
     save_file(equal, dequantised / "model.safetensors")

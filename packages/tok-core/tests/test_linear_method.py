@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.int8_rows import Int8Rows, write_models
-from support.parallel_models import PROMPT, chained_logits, compute, greedy, logits_of, model_of, tokens_of
+from support.int8_rows import INT8, write_models
+from support.parallel_models import CPU, PROMPT, chained_logits, compute, greedy, logits_of, model_of, tokens_of
 from support.ranks import run_ranks
 from support.sequences import Sequences
 from support.tiny_models import change_weights, make_model
 from tok_core import ModelError
-from tok_core.config import all_coordinates
-from tok_core.models import CausalLM, Linear
+from tok_core.config import RankCoordinates, all_coordinates
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, Linear, build, dummy
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.weights.targets import targets
 from tok_core.quantization import DenseMethod, QuantizationConfig
 from tok_core.worker.startup import gemm_warmup
+from tok_kernels import choose
 
-INT8 = Int8Rows()
 MIXED = QuantizationConfig(INT8, ("lm_head", "layers.1", r"re:.*\.2\.mlp\.down"))
 DENSE_IN_MIXED = ("lm_head", "layers.1.", "layers.2.mlp.down")
 CASES = [
@@ -65,18 +66,41 @@ def test_ranks_and_stages_compute_int8_layers_beside_dense_ones(tmp_path: Path) 
                 assert np.abs(a - b).max(initial=0) <= 5e-5 * np.abs(b).max(initial=0)
 
 
+def share_of(path: Path, coordinates: RankCoordinates, dummies: bool) -> CausalLM:
+    if not dummies:
+        return model_of(path, coordinates, quantization=MIXED)
+    model = build(
+        read_config(path), choose(CPU), CPU, torch.float32, coordinates, quantization=QuantizationConfig(INT8)
+    )
+    dummy(model, 7, eos_probability=0.1)
+    return model
+
+
+@pytest.mark.parametrize("dummies", [False, True])
 @pytest.mark.parametrize(("stages", "ranks"), [(1, 2), (3, 1)])
-def test_shards_of_int8_weights_and_scales_are_slices_of_the_checkpoint(
-    stages: int, ranks: int, tmp_path: Path
+def test_shards_of_int8_weights_and_scales_are_slices_of_the_whole(
+    stages: int, ranks: int, dummies: bool, tmp_path: Path
 ) -> None:
     path, _ = write_models("llama-untied", tmp_path, DENSE_IN_MIXED)
-    whole = targets(model_of(path, quantization=MIXED))
-    held = set()
+    whole, held = targets(share_of(path, RankCoordinates(), dummies)), set()
     for coordinates in all_coordinates(stages, ranks):
-        for name, target in targets(model_of(path, coordinates, quantization=MIXED)).items():
+        for name, target in targets(share_of(path, coordinates, dummies)).items():
             assert torch.equal(target.view, target.part_of(whole[name].view)), name
             held.add(name)
     assert held == set(whole)
+
+
+def test_eos_probability_holds_for_dummy_weights_with_an_int8_lm_head(tmp_path: Path) -> None:
+    path = make_model("llama-untied", tmp_path)
+    config, p, shares = read_config(path), 1 / 16, []
+    for quantization in (QuantizationConfig(), QuantizationConfig(INT8)):
+        model = build(config, choose(CPU), CPU, torch.float32, quantization=quantization)
+        dummy(model, 3, eos_probability=p, eos_temperature=0.7)
+        probabilities = (Sequences(model, 1, 64).feed([(0, tokens_of(40))]) / 0.7).softmax(-1)
+        shares.append(probabilities[:, list(config.eos_token_ids)].sum(-1))
+    dense, int8 = shares
+    assert float(dense.mean()) == pytest.approx(p, rel=0.05)
+    torch.testing.assert_close(int8, dense, rtol=0.005, atol=0)
 
 
 def test_stacked_layer_with_some_matrices_ignored_is_refused() -> None:

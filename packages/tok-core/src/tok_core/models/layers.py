@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tok_core.model_config import ModelConfig
 from tok_core.parallel import ShardPlan, Slice
-from tok_core.quantization import QuantizationConfig, WeightTarget
+from tok_core.quantization import FillTarget, QuantizationConfig, WeightTarget
 from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
 
 if TYPE_CHECKING:
@@ -124,6 +124,15 @@ class Linear(nn.Module):
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Yield the names of the layer's tensors in a checkpoint, such as "q_proj.weight", and what each fills."""
         yield from self.method.targets(self)
+        yield from self._bias_targets()
+
+    def fill_dense(self, fill: FillTarget) -> None:
+        """Fill the parameters with dense tensors, which `fill` writes and the method quantises."""
+        self.method.fill_dense(self, fill)
+        for name, target in self._bias_targets():
+            fill(name, target)
+
+    def _bias_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         if self.bias is not None:
             views = torch.split(self.bias, [part.count for part in self.parts.values()])
             for (name, rows), view in zip(self.parts.items(), views, strict=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from tok_core.quantization.dense import DenseMethod
-from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
+from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.weight_target import StoredTensor, WeightTarget
 
 __all__ = [
     "DenseMethod",
+    "FillTarget",
     "LinearLayer",
     "LinearMethod",
     "MakeParameter",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
+from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.weight_target import WeightTarget
 
 
@@ -26,6 +26,14 @@ class DenseMethod(LinearMethod):
 
     def dense_weight(self, layer: LinearLayer) -> Tensor:
         return layer.weight
+
+    def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
+        return {"weight": weight_FK}
+
+    def fill_dense(self, layer: LinearLayer, fill: FillTarget) -> None:
+        """Fill the parameters in place, without a copy of the whole matrix."""
+        for name, target in self.targets(layer):
+            fill(name, target)
 
 
 DENSE = DenseMethod()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from tok_core.parallel import Slice
 from tok_core.quantization.weight_target import WeightTarget
 from tok_kernels import Backend
 
-if TYPE_CHECKING:
-    from tok_core.parallel import Slice
-
 MakeParameter = Callable[..., nn.Parameter]
 """Makes an uninitialised parameter of a shape; the keyword `dtype` replaces the model's dtype."""
+FillTarget = Callable[[str, WeightTarget], None]
+"""Writes the values of the tensor of a name in a dense checkpoint to its target."""
 
 
 class LinearLayer(Protocol):
@@ -60,6 +60,22 @@ class LinearMethod(ABC):
     @abstractmethod
     def dense_weight(self, layer: LinearLayer) -> Tensor:
         """Return W `[F, K]`, dequantised to the dtype of activations."""
+
+    @abstractmethod
+    def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that hold a whole matrix in a checkpoint, by the ends of their names ("weight_scale")."""
+
+    def fill_dense(self, layer: LinearLayer, fill: FillTarget) -> None:
+        """Fill the layer's parameters with dense matrices, which `fill` writes and this method quantises."""
+        targets = dict(self.targets(layer))
+        device = next(iter(targets.values())).view.device
+        for name, rows in layer.parts.items():
+            axes = Slice.whole(rows.size), Slice.whole(layer.inputs.size)
+            dense_FK = torch.empty([axis.size for axis in axes], dtype=layer.dtype, device=device)
+            fill(f"{name}.weight", WeightTarget(dense_FK, axes))
+            for end, stored in self.quantize(dense_FK).items():
+                target = targets[f"{name}.{end}"]
+                target.fill(target.part_of(stored))
 
     def apply(
         self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, residual_TF: Tensor | None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tok_core.parallel import Slice
+from tok_core.parallel import Slice
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import zlib
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from tok_core.errors import InvalidField
+from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
-from tok_core.models.weights.targets import targets
+from tok_core.models.layers import Linear
+from tok_core.models.weights.targets import EMBEDDING, HEAD, NORM, module_targets, modules
 from tok_core.quantization import WeightTarget
 from tok_core.runtime import HEARTBEAT
 
@@ -20,21 +24,32 @@ BLOCK = 1 << 24  # entries generated at once; bounds the memory
 def dummy(
     model: CausalLM, seed: int = 0, *, eos_probability: float | None = None, eos_temperature: float = 0.6
 ) -> None:
-    """Fill every parameter, norms included, uniformly from ±1e-3, so that logits are nearly flat.
+    """Fill the model as from a dense checkpoint, norms included, that is uniform in ±1e-3: logits are nearly flat.
 
     With `eos_probability`, each token sampled at `eos_temperature` is an end id with that probability, whatever
     precedes it: lengths are geometric. Raises InvalidField for a model without end ids.
     Equal seeds give equal weights on one kind of device, however the model is sharded.
     """
     generator = torch.Generator(model.cos_sin_LD.device)
-    for name, target in targets(model).items():
-        HEARTBEAT.turned()
-        _fill(target, f"{seed} {name}", generator)
+    column_0: dict[str, Tensor] = {}
     if eos_probability is not None:
-        _favour_end_ids(model, eos_probability, eos_temperature)
+        column_0 = _end_id_columns(model.config, model.dtype, eos_probability, eos_temperature)
+
+    def fill(prefix: str, name: str, target: WeightTarget) -> None:
+        HEARTBEAT.turned()
+        _fill_noise(target, f"{seed} {prefix}{name}", generator)
+        if f"{prefix}{name}" in column_0:
+            target.view[..., :1] = target.part_of(column_0[f"{prefix}{name}"])
+
+    for prefix, module in modules(model):
+        if isinstance(module, Linear):
+            module.fill_dense(partial(fill, prefix))
+        else:
+            for name, target in module_targets(module):
+                fill(prefix, name, target)
 
 
-def _fill(target: WeightTarget, key: str, generator: torch.Generator) -> None:
+def _fill_noise(target: WeightTarget, key: str, generator: torch.Generator) -> None:
     """Generate the checkpoint's tensor in blocks of rows with one seed each, skipping blocks that `target` lacks."""
     rows, width = target.parts[0], math.prod(target.shape[1:])
     each = max(1, BLOCK // width)
@@ -48,32 +63,24 @@ def _fill(target: WeightTarget, key: str, generator: torch.Generator) -> None:
         target.view[first - rows.start : last - rows.start] = noise[(slice(first - start, last - start), *columns)]
 
 
-def _favour_end_ids(model: CausalLM, probability: float, temperature: float) -> None:
-    """Set the end ids' logits through coordinate 0 of the last hidden state, which becomes 1 after every token.
+def _end_id_columns(
+    config: ModelConfig, dtype: torch.dtype, probability: float, temperature: float
+) -> dict[str, Tensor]:
+    """Return column 0, `[…, 1]`, of those tensors of a dense checkpoint through which end ids get their logits.
 
-    With that coordinate at 1, column 0 of the LM head is added to the logits. Every token's embedding has the value
-    `lift` there, and the layers add next to nothing. `lift` is twice the root mean square of the hidden state, so
-    that the final norm with weight 1/2 maps it to 1.
+    Coordinate 0 of the last hidden state becomes 1 after every token, so that column 0 of the LM head is added to the
+    logits. Every token's embedding has the value `lift` there, and the layers add next to nothing. `lift` is twice the
+    root mean square of the hidden state, so that the final norm with weight 1/2 maps it to 1.
     """
-    config, ends = model.config, list(model.config.eos_token_ids)
+    ends = list(config.eos_token_ids)
     if not ends:
         raise InvalidField("eos_probability", probability, "nothing (the model has no end id)")
     size = config.hidden_size
     others = NOISE**2 / 3 * (size - 1) / size + config.rms_norm_eps
     # Rounded to the stored dtype: with tied weights `lift` is also the logit of every other id.
-    lift = torch.tensor(2 * math.sqrt(others / (1 - 4 / size)), dtype=model.dtype).item()
+    lift = torch.tensor(2 * math.sqrt(others / (1 - 4 / size)), dtype=dtype).item()
     rest = config.vocab_size - len(ends)
     gain = temperature * math.log(rest * probability / (len(ends) * (1 - probability)))
-    vocabulary = model.shard_plan.vocabulary
-    own = [token - vocabulary.start for token in ends if vocabulary.start <= token < vocabulary.stop]
-    embedding, norm, head = model.model.embed_tokens, model.model.norm, model.lm_head
-    if embedding is not None:
-        embedding.weight[:, 0] = lift
-        if config.tied and own:
-            embedding.weight[own, 0] = lift + gain
-    if norm is not None:
-        norm.weight[0] = 0.5
-    if head is not None:
-        head.weight[:, 0] = 0.0
-        if own:
-            head.weight[own, 0] = gain
+    embedding, head = (torch.full((config.vocab_size, 1), base, dtype=torch.float64) for base in (lift, 0.0))
+    (embedding if config.tied else head)[ends] += gain
+    return {EMBEDDING: embedding, NORM: torch.tensor([0.5]), HEAD: head}

@@ -18,14 +18,14 @@ from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.weights.float16 import recast_overflowing_qkv
-from tok_core.models.weights.targets import targets
+from tok_core.models.weights.targets import EMBEDDING, HEAD, targets
 from tok_core.quantization import StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMED_AT_MOST = 8  # tensors that an error names; further ones are only counted
 COMPARED_ROWS = 16_384  # rows of the embedding and the LM head that are read at once to compare them
-EMBEDDING, HEAD, PREFIX = "model.embed_tokens.weight", "lm_head.weight", "model."
+PREFIX = "model."
 _OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 

@@ -10,6 +10,8 @@ from torch import nn
 from tok_core.parallel import Slice
 from tok_core.quantization import WeightTarget
 
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
 
 @runtime_checkable
 class CheckpointModule(Protocol):
@@ -25,16 +27,23 @@ def targets(model: nn.Module) -> dict[str, WeightTarget]:
 
     Parameters of modules that do not name their tensors have the names of their modules, and are whole on every rank.
     """
-    found: dict[str, WeightTarget] = {}
-    _collect(model, "", found)
-    return found
+    return {f"{prefix}{name}": target for prefix, module in modules(model) for name, target in module_targets(module)}
 
 
-def _collect(module: nn.Module, path: str, found: dict[str, WeightTarget]) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        found[f"{path}{name}"] = WeightTarget(parameter, tuple(Slice.whole(size) for size in parameter.shape))
-    for name, child in module.named_children():
+def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module that may have tensors in a checkpoint, with the start of their names: "model.layers.3.mlp."."""
+    yield prefix, model
+    for name, child in model.named_children():
         if isinstance(child, CheckpointModule):
-            found |= {f"{path}{own}": target for own, target in child.targets()}
+            yield prefix, child
         else:
-            _collect(child, f"{path}{name}.", found)
+            yield from modules(child, f"{prefix}{name}.")
+
+
+def module_targets(module: nn.Module) -> Iterator[tuple[str, WeightTarget]]:
+    """Yield the names that `modules` starts, and what their tensors fill."""
+    if isinstance(module, CheckpointModule):
+        yield from module.targets()
+    else:
+        for name, parameter in module.named_parameters(recurse=False):
+            yield name, WeightTarget(parameter, tuple(Slice.whole(size) for size in parameter.shape))
