@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tok_core import EngineConfig
-from tok_core.parallel import host
-from tok_core.parallel.host import this_host
+from tok_core.parallel import tensor
+from tok_core.parallel.tensor import this_host
 from tok_core.worker.startup.memory import cache_tokens
 
 PER_TOKEN = 1 << 16
@@ -21,15 +21,15 @@ PER_TOKEN = 1 << 16
 def test_host_id_is_equal_across_processes_and_differs_by_name_and_boot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    code = "from tok_core.parallel.host import this_host; print(this_host())"
+    code = "from tok_core.parallel.tensor import this_host; print(this_host())"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(elsewhere.stdout) == this_host() < 1 << 32
-    name, boot = socket.gethostname(), host.BOOT
+    name, boot = socket.gethostname(), tensor.BOOT_ID
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     assert int(elsewhere.stdout) != this_host()
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     assert int(elsewhere.stdout) == this_host()
-    monkeypatch.setattr(host, "BOOT", boot.with_name("uuid"))
+    monkeypatch.setattr(tensor, "BOOT_ID", boot.with_name("uuid"))
     assert int(elsewhere.stdout) != this_host()
 
 

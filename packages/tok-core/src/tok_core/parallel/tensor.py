@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import zlib
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tok_core.parallel.host import this_host
 from tok_core.parallel.shard_plan import Slice
 from tok_kernels.collectives.exchange import PATIENCE, Exchange
 
 DEFAULT_ALL_REDUCE_TOKENS = 64  # tokens; used until `calibrate` measures
 _EXCHANGED_BYTES = 512 << 10  # bytes; likewise
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class TensorParallel:
@@ -136,6 +140,15 @@ class VocabularyShards:
         padded = torch.nn.functional.pad(logits_RV, (0, width - logits_RV.shape[1]))
         gathered = self._tensor.gather_rows(padded).view(self.ranks, *padded.shape)
         return torch.cat([gathered[rank, :, :count] for rank, count in enumerate(parts)], dim=1)
+
+
+def this_host() -> int:
+    """Return a 32-bit hash that is equal for processes that may reach each other's memory, and hardly ever for others.
+
+    It combines boot id and host name. Several hosts may have one name, and several containers share one kernel.
+    """
+    boot_id = BOOT_ID.read_bytes() if BOOT_ID.exists() else b""
+    return zlib.crc32(boot_id + socket.gethostname().encode())
 
 
 def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -190,7 +190,7 @@ class _Recorder:
 def graph_sizes(max_rows: int) -> list[int]:
     """Return the numbers of rows to capture: 1, 2, 4, then multiples of 8, eight per doubling, and `max_rows` itself.
 
-    >>> sizes(200)
+    >>> graph_sizes(200)
     [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 200]
     """
     found = [size for size in (1, 2, 4) if size < max_rows]

@@ -49,7 +49,7 @@ def _formats(layer: DecoderLayer) -> tuple[tuple[LinearMethod, torch.dtype], ...
 def row_counts(max_rows: int, step: int) -> list[int]:
     """Return row counts: all up to EACH, then multiples of `step` and one odd number in each ODD, and `max_rows`.
 
-    >>> numbers(1200, 64)[1022:]
+    >>> row_counts(1200, 64)[1022:]
     [1023, 1024, 1057, 1088, 1121, 1152, 1185, 1200]
     """
     further = {*range(EACH + step, max_rows, step), *range(EACH + ODD // 2 + 1, max_rows, ODD)}

@@ -106,7 +106,7 @@ def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> LayoutT
 def format_times(sizes: Sequence[int], *layouts: Sequence[float]) -> str:
     """Format timings as one line: for each size, milliseconds of all-reduce, sequence-parallel and overlapped layout.
 
-    >>> told([256, 512], [1e-3, 2e-3], [2e-3, 1.5e-3], [math.inf, 1e-3])
+    >>> format_times([256, 512], [1e-3, 2e-3], [2e-3, 1.5e-3], [math.inf, 1e-3])
     'ms a layer, whole/cut/overlapped: 256 tokens 1.000/2.000/-, 512 tokens 2.000/1.500/1.000'
     """
     rows = (
