@@ -18,7 +18,7 @@ from tok_core.models import CausalLM, build, load
 from tok_core.parallel.process_groups import ProcessGroups
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.quantization import QuantizationConfig
-from tok_core.worker.sampling import CHUNK, sample_tokens, sampling_arrays
+from tok_core.worker.sampling import MAX_GATHERED_ROWS, sample_tokens, sampling_arrays
 from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.startup.gemm_warmup import warm_up_gemms
 from tok_core.worker.state import WorkerState
@@ -28,7 +28,7 @@ Draws = list[NDArray[np.float64]]  # of a step: tokens, log-probabilities, top-k
 Logits = list[NDArray[np.float32]]  # one array a step; torch tensors would share memory with ended processes
 
 CPU = torch.device("cpu")
-ROWS = 2 * CHUNK + 8  # sampling rows
+ROWS = 2 * MAX_GATHERED_ROWS + 8  # sampling rows
 PROMPT = 37  # tokens; not divisible by any number of ranks
 
 
@@ -107,10 +107,10 @@ def draws_of(model: CausalLM) -> list[Draws]:
     steps = [
         plain,
         dummy_step(decode=ROWS, greedy=True),
-        dummy_step(decode=ROWS, filtered=CHUNK + 9),
+        dummy_step(decode=ROWS, filtered=MAX_GATHERED_ROWS + 9),
         dummy_step(decode=ROWS, penalised=5),
         dummy_step(decode=ROWS, top_logprobs=3),
-        structs.replace(plain, bias_row=np.arange(CHUNK - 1, CHUNK + 1, dtype=np.int32)),
+        structs.replace(plain, bias_row=np.arange(MAX_GATHERED_ROWS - 1, MAX_GATHERED_ROWS + 1, dtype=np.int32)),
         structs.replace(plain, mask_row=masked, mask_of=which, mask=masks),
         structs.replace(
             plain, mask_row=masked, mask_of=which, mask=masks, filter_row=masked[:9], top_logprobs=2, top_row=masked[4:]

@@ -43,7 +43,7 @@ def engines(path: Path) -> Iterator[tuple[Engine, Engine]]:
 def test_prompt_logprobs_and_embeddings_on_gpu_equal_the_cpu(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_values, "POOLED", 7)  # rows are pooled in many portions
+    monkeypatch.setattr(prompt_values, "MAX_POOLED_ROWS", 7)  # rows are pooled in many portions
     here, there = engines
     scored = SamplingParams(max_tokens=0, prompt_logprobs=3)
     for one, other in zip(here.generate(PROMPTS, scored), there.generate(PROMPTS, scored), strict=True):
@@ -79,7 +79,7 @@ def test_guided_answers_on_gpu_are_valid_and_mostly_equal_the_cpu(engines: tuple
 def test_copying_the_last_prompt_page_in_portions_keeps_the_tokens(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "COPIED_BYTES", 4096)
+    monkeypatch.setattr(state, "MAX_COPY_BYTES", 4096)
     params = SamplingParams(temperature=0.9, seed=2, n=40, max_tokens=24, ignore_eos=True)
     here, there = ([s.token_ids for o in one.generate(PROMPTS, params) for s in o.outputs] for one in engines)
     assert sum(left == right for left, right in zip(here, there, strict=True)) >= 0.9 * len(here)

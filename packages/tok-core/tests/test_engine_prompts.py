@@ -107,7 +107,7 @@ def test_prompt_logprobs_and_embeddings_equal_transformers(path: Path, options: 
 def test_mean_pooling_runs_in_portions_of_few_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model(directory, "llama")
     pooled = Mock(wraps=torch.segment_reduce)
-    monkeypatch.setattr(prompt_values, "POOLED", 7)
+    monkeypatch.setattr(prompt_values, "MAX_POOLED_ROWS", 7)
     monkeypatch.setattr(torch, "segment_reduce", pooled)
     with cpu_engine(path) as one:
         assert_embedded(path, one.embed(PROMPTS, pooling="mean"), PROMPTS, "mean")

@@ -22,7 +22,7 @@ from tok_core.config import all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, build, load
 from tok_core.models.decoder import DecoderLayer
-from tok_core.models.weights.float16 import LIMIT
+from tok_core.models.weights.float16 import MAX_FLOAT16_RESULT
 from tok_core.models.weights.targets import targets
 from tok_kernels import choose
 from tok_kernels.backends.reference import ReferenceBackend
@@ -133,7 +133,7 @@ def test_layer_split_over_files_stays_in_bfloat16_beyond_float16_range(tmp_path:
     torch.testing.assert_close(parameters, dict(loaded(one).named_parameters()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("most", [LIMIT - 50, LIMIT + 50])
+@pytest.mark.parametrize("most", [MAX_FLOAT16_RESULT - 50, MAX_FLOAT16_RESULT + 50])
 def test_float16_limit_bounds_the_largest_possible_qkv_output(most: float, tmp_path: Path) -> None:
     source = torch.Generator().manual_seed(1)
     direction = torch.randn(64, generator=source, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_float16_limit_bounds_the_largest_possible_qkv_output(most: float, tmp_p
     model = loaded(edited(make_model("qwen2", tmp_path), change))
     layer = layer_of(model, 1)
     linear, norm = layer.self_attn.qkv_proj, layer.input_layernorm
-    assert (linear.weight.dtype == torch.float16) == (most < LIMIT)
+    assert (linear.weight.dtype == torch.float16) == (most < MAX_FLOAT16_RESULT)
     worst = (direction * norm.weight).bfloat16()[None].repeat(2, 1)  # parallel to a row, gains included
     found = linear(worst, norm=norm)
     assert found[:, 9].tolist() == pytest.approx([most, most], rel=0.01)

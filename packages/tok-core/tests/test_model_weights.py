@@ -272,9 +272,9 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "is no index"),
-        ("{}", "is no index of safetensors files: KeyError"),
-        ('{"weight_map": [1]}', "is no index"),
+        ("{", "is not an index"),
+        ("{}", "is not an index of safetensors files: KeyError"),
+        ('{"weight_map": [1]}', "is not an index"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "names the file '../model"),
         ('{"weight_map": {"a": 1}}', "names the file 1"),
     ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.errors import InvalidField
 from tok_core.model_config.model_config import ModelConfig
-from tok_core.parallel.shard_plan import ShardPlan, cut, layer_cost, stage_layers
+from tok_core.parallel.shard_plan import ShardPlan, layer_cost, layers_per_stage, stage_layers
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -104,7 +104,7 @@ def test_layer_split_minimizes_the_cost_of_the_costliest_stage(
         [b - a for a, b in zip((0, *ends), (*ends, layers), strict=True)]
         for ends in combinations(range(1, layers), stages - 1)
     ]
-    found = cut(layers, cost, first, last, stages)
+    found = layers_per_stage(layers, cost, first, last, stages)
     assert found in every
     assert costliest(found) == min(map(costliest, every))
 

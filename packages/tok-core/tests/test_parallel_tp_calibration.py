@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.parallel.tp_layouts import AllReduceLayout, OverlappedLayout, SequenceParallelLayout, choose_layout
-from tok_core.worker.startup.tp_calibration import NEVER, choose, last_ahead
+from tok_core.worker.startup.tp_calibration import NO_OVERLAP_TOKENS, choose, last_ahead
 
 SIZES = (16, 32, 64, 128, 256)
 
@@ -18,16 +18,16 @@ SIZES = (16, 32, 64, 128, 256)
 @pytest.mark.parametrize(
     ("whole", "sharded", "overlapped", "few", "overlap_from"),
     [
-        ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 9, 9), 64, NEVER),
+        ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 9, 9), 64, NO_OVERLAP_TOKENS),
         ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 4, 8), 64, 128),
         ((9, 9, 9, 9, 9), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0), 0, 16),
         # The overlapped layout has to be ahead of the faster one of the others.
         ((2, 2, 2, 2, 2), (3, 3, 3, 3, 3), (9, 9, 9, 1, 1), 256, 128),
-        ((2, 2, 2, 2, 2), (4, 4, 4, 4, 4), (3, 3, 3, 3, 3), 256, NEVER),
-        ((4, 4, 4, 4, 4), (2, 2, 2, 2, 2), (3, 3, 3, 3, 3), 0, NEVER),
+        ((2, 2, 2, 2, 2), (4, 4, 4, 4, 4), (3, 3, 3, 3, 3), 256, NO_OVERLAP_TOKENS),
+        ((4, 4, 4, 4, 4), (2, 2, 2, 2, 2), (3, 3, 3, 3, 3), 0, NO_OVERLAP_TOKENS),
         # A single size with another order is no threshold, nor is a gain within rounding.
         ((1, 9, 1, 1, 1), (2, 2, 2, 2, 2), (0, 0, 9, 0, 0), 16, 128),
-        ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 4, 8.95), 64, NEVER),
+        ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 4, 8.95), 64, NO_OVERLAP_TOKENS),
     ],
 )
 def test_layout_thresholds_hold_for_all_larger_sizes(

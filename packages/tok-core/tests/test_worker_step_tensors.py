@@ -65,7 +65,7 @@ def test_page_copies_read_the_old_contents_in_any_chunk_size(
     state.columns.token_of.random_(0, 99)
     pages = state.kv.view(torch.uint8).clone(), state.columns.token_of.view(-1, 4).clone()
     source, target = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 0, 3, 2])
-    monkeypatch.setattr(state_module, "COPIED_BYTES", together * 4 * state.kv[0, :, 0, 0].nbytes)
+    monkeypatch.setattr(state_module, "MAX_COPY_BYTES", together * 4 * state.kv[0, :, 0, 0].nbytes)
     state._copy_pages(source, target)
     where = torch.arange(9)
     where[target] = source

@@ -27,7 +27,7 @@ from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.startup.gemm_warmup import row_counts, warm_up_gemms
 from tok_core.worker.startup.memory import StepMemory, graph_rows, largest_step, measured_len
-from tok_core.worker.startup.warmup import kinds, warm_up
+from tok_core.worker.startup.warmup import warm_up, warm_up_steps
 from tok_core.worker.state import WorkerState, page_table_bytes
 from tok_kernels import Sampled, choose
 
@@ -61,9 +61,9 @@ def test_every_warm_up_step_fits_the_engine_sizes(
     runner = runner_of(directory, slots, positions, page_size, positions)
     assert runner.max_len == positions <= runner.state.max_len
     words = -(-runner.model.config.vocab_size // 32)
-    steps = kinds(slots, tokens, runner.max_len, page_size, words)
+    steps = warm_up_steps(slots, tokens, runner.max_len, page_size, words)
     assert {len(step.mask_row) for step in steps} >= {0, 1, min(slots, tokens)}
-    assert not any(len(step.mask_row) for step in kinds(slots, tokens, runner.max_len, page_size))
+    assert not any(len(step.mask_row) for step in warm_up_steps(slots, tokens, runner.max_len, page_size))
     for step in steps:
         assert len(step.decode_slot) + len(step.prefill_token) <= tokens
         output = run_dummy_step(runner, step)

@@ -94,10 +94,10 @@ class CausalLM(nn.Module):
     Parameters are uninitialised until `weights.load` or `weights.dummy` fills them. Module names equal those of
     checkpoints, so that a tensor's name identifies its parameter.
 
-    config   of the whole model
+    config      of the whole model
     shard_plan  this worker's part of the model
-    local    the config of that part, as attention and KV cache see it: `shard_plan.local(config)`
-    shards   the rank's part of the vocabulary, for sampling from partial logits; None: logits cover all of it
+    local       the config of that part, as attention and KV cache see it: `shard_plan.local(config)`
+    shards      the rank's part of the vocabulary, for sampling from partial logits; None: logits cover all of it
     """
 
     layer: type[DecoderLayer]

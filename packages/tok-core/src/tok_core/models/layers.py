@@ -69,7 +69,7 @@ class ForwardContext:
 
 
 class RMSNorm(nn.Module):
-    """RMS norm `x / rms(x) · weight` over the last axis; where possible the linear layer that follows computes it."""
+    """RMS norm `x / rms(x) · weight` over the last axis; the next linear layer computes it where possible."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Linear(nn.Module):
         self.recast(torch.float16 if fp16 and placement.dtype == torch.bfloat16 else placement.dtype)
 
     def recast(self, dtype: torch.dtype) -> None:
-        """Create uninitialised parameters for activations of `dtype`, in place of those that there are."""
+        """Create uninitialised parameters for activations of `dtype`, in place of any existing ones."""
         self.dtype = dtype
         self.method.create(self, self._make)
         if self._has_bias:

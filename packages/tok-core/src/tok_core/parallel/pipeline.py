@@ -35,7 +35,7 @@ class PipelineReceiver:
     """Receiver of the residual stream, at most `[rows, size]`, from the stage before; alternates between buffers.
 
     On a CUDA device a receive runs on a CUDA stream of its own and waits only for the last use of its buffer. The host
-    launches steps ahead of the device, so that data arrives while the step before is computed.
+    launches steps ahead of the device, so that data arrives while the device computes the step before.
     """
 
     def __init__(

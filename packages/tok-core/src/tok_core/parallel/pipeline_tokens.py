@@ -50,17 +50,17 @@ class TokenSender:
 class TokenReceiver:
     """Receiver of each step's sampled tokens, until a later step records them (`StepInput.sampled_upto`).
 
-    A slot may get a new sequence before the tokens of its former one are recorded. Such tokens are redirected to slot
-    `rows`, which never holds a sequence. Tokens of at most `buffers` steps may be pending.
+    A slot may get a new sequence before the tokens of its former one are recorded. Those tokens go to slot `rows`,
+    which never holds a sequence. Tokens of at most `buffers` steps may be pending.
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, buffers: int, rows: int, device: torch.device) -> None:
         self._group = group
         self._source = source
-        self._nobody = np.int32(rows)
+        self._padding_slot = np.int32(rows)
         self._buffers = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(buffers)]
         self._turn = 0
-        self._renewed = np.zeros(rows, np.int64)  # the step that gave each slot to its present owner
+        self._owned_since = np.zeros(rows, np.int64)  # the step in which each slot got its sequence
         self._pending: deque[tuple[int, Int32, Tensor, dist.Work]] = deque()
 
     def pending_tokens(self, step: StepInput) -> list[PendingTokens]:
@@ -68,17 +68,18 @@ class TokenReceiver:
         found = []
         while self._pending and self._pending[0][0] <= step.sampled_upto:
             number, slots, token, work = self._pending.popleft()
-            found.append(PendingTokens(np.where(self._renewed[slots] > number, self._nobody, slots), token, work))
+            slots = np.where(self._owned_since[slots] > number, self._padding_slot, slots)
+            found.append(PendingTokens(slots, token, work))
         return found
 
     def expect(self, step: StepInput) -> None:
         """Post the receive of the step's sampled tokens. Call this for every step, after `pending_tokens`.
 
-        Everything else of the step must have been launched before: its tokens cannot arrive earlier, and the device
-        should not wait for them earlier.
+        Launch everything else of the step before: its tokens cannot arrive earlier, and the device should not wait for
+        them earlier.
         """
         if step.new is not None:
-            self._renewed[step.new.slot] = step.step
+            self._owned_since[step.new.slot] = step.step
         rows = len(step.sample_slot)
         if not rows:
             return
@@ -93,4 +94,4 @@ class TokenReceiver:
         """Wait for pending tokens and drop them."""
         while self._pending:
             self._pending.popleft()[3].wait()
-        self._renewed.fill(0)
+        self._owned_since.fill(0)

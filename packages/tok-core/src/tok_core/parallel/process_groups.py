@@ -40,9 +40,9 @@ class ProcessGroups:
         """Return the minimum of all workers' values. All workers call this at the same point; it waits for them."""
         if self.coordinates.workers == 1:
             return value
-        all_reduce_min = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.all_reduce(all_reduce_min, dist.ReduceOp.MIN)
-        return int(all_reduce_min)
+        lowest = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        return int(lowest)
 
     def broadcast_from_first(self, value: int) -> int:
         """Return worker 0's value. All workers call this at the same point; it waits for the others."""
@@ -64,10 +64,8 @@ def join(coordinates: RankCoordinates, rendezvous: Path | Rendezvous | None, dev
     if coordinates.workers == 1:
         return ProcessGroups(coordinates, device)
     if rendezvous is None:
-        field = "tp" if coordinates.ranks > 1 else "pp"
-        raise InvalidField(
-            field, coordinates.ranks if coordinates.ranks > 1 else coordinates.stages, "1 within one process"
-        )
+        field, degree = ("tp", coordinates.ranks) if coordinates.ranks > 1 else ("pp", coordinates.stages)
+        raise InvalidField(field, degree, "1 within one process")
     # torch warns that a group serialises its P2P transfers; here a group links two stages in one direction only.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if device.type != "cuda" and isinstance(rendezvous, Path):  # all are on this host
@@ -82,10 +80,10 @@ def join(coordinates: RankCoordinates, rendezvous: Path | Rendezvous | None, dev
     )
     stages, ranks = range(coordinates.stages), range(coordinates.ranks)
     number = [[stage * coordinates.ranks + rank for rank in ranks] for stage in stages]
-    tensor = _own([number[stage] for stage in stages])
-    token_group = _own([[number[stage][rank] for stage in stages] for rank in ranks], _waiting(device, blocks=1))
+    tensor = _new_groups([number[stage] for stage in stages])
+    token_group = _new_groups([[number[stage][rank] for stage in stages] for rank in ranks], _options(device, blocks=1))
     pairs = [[[number[stage][rank], number[stage + 1][rank]] for rank in ranks] for stage in stages[:-1]]
-    links = [_own(pair, _waiting(device, blocks=4)) for pair in pairs]
+    links = [_new_groups(pair, _options(device, blocks=4)) for pair in pairs]
     before = links[coordinates.stage - 1] if coordinates.stage > 0 else None
     after = links[coordinates.stage] if coordinates.stage < coordinates.stages - 1 else None
     return ProcessGroups(coordinates, device, tensor, before, after, token_group)
@@ -110,7 +108,7 @@ def _store(coordinates: RankCoordinates, rendezvous: Path | Rendezvous) -> Store
     return store
 
 
-def _waiting(device: torch.device, blocks: int) -> object:
+def _options(device: torch.device, blocks: int) -> object:
     """Return NCCL options for a group whose kernels mostly wait: high priority, and at most `blocks` thread blocks."""
     if device.type != "cuda":
         return None
@@ -120,7 +118,7 @@ def _waiting(device: torch.device, blocks: int) -> object:
     return options
 
 
-def _own(groups: list[list[int]], options: object = None) -> dist.ProcessGroup | None:
+def _new_groups(groups: list[list[int]], options: object = None) -> dist.ProcessGroup | None:
     """Create all groups, as every worker must, and return the group that contains this worker."""
     own = None
     for ranks in groups:

@@ -29,7 +29,7 @@ class Slice:
 
     @classmethod
     def of(cls, size: int, rank: int, ranks: int) -> Slice:
-        """Return `rank`'s part of an axis that is cut as evenly as possible, in the order of ranks."""
+        """Return `rank`'s part of an axis that is divided as evenly as possible, in the order of ranks."""
         return cls(size * rank // ranks, size * (rank + 1) // ranks, size)
 
     @property
@@ -104,7 +104,7 @@ def stage_layers(config: ModelConfig, stages: int) -> list[range]:
     if stages > layers:
         raise InvalidField("pp", stages, f"at most {layers}, the model's layers")
     head = config.vocab_size * config.hidden_size
-    counts = cut(layers, layer_cost(config), config.hidden_size, head, stages)
+    counts = layers_per_stage(layers, layer_cost(config), config.hidden_size, head, stages)
     ends = list(accumulate(counts, initial=0))
     return [range(start, stop) for start, stop in pairwise(ends)]
 
@@ -115,13 +115,13 @@ def layer_cost(config: ModelConfig) -> int:
     return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 
 
-def cut(layers: int, cost: int, first: int, last: int, stages: int) -> list[int]:
+def layers_per_stage(layers: int, cost: int, first: int, last: int, stages: int) -> list[int]:
     """Return how many of `layers` layers, at `cost` each, each stage gets.
 
     `first` and `last` are additional costs of the first and last stage. The search varies only the numbers of layers
-    in these two stages; stages in between cost the same per layer and are cut evenly.
+    in these two stages; layers are spread evenly over the stages in between.
 
-    >>> cut(32, 1, 0, 3, 4)
+    >>> layers_per_stage(32, 1, 0, 3, 4)
     [8, 9, 9, 6]
     """
     if stages == 1:
@@ -138,13 +138,13 @@ def cut(layers: int, cost: int, first: int, last: int, stages: int) -> list[int]
                 continue
             yield from ([begin, *even(rest), layers - begin - rest] for rest in range(between, layers - begin))
 
-    def badness(counts: Sequence[int]) -> tuple[int, int]:
+    def cost_of(counts: Sequence[int]) -> tuple[int, int]:
         costs = [count * cost for count in counts]
         costs[0] += first
         costs[-1] += last
         return max(costs), sum(value * value for value in costs)
 
-    return min(candidates(), key=badness)
+    return min(candidates(), key=cost_of)
 
 
 def _check_ranks(config: ModelConfig, ranks: int) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from tok_core.parallel.shard_plan import Slice
 from tok_kernels.collectives.exchange import PATIENCE, Exchange
 
-DEFAULT_ALL_REDUCE_TOKENS = 64  # tokens; used until `calibrate` measures
-_EXCHANGED_BYTES = 512 << 10  # bytes; likewise
+DEFAULT_ALL_REDUCE_TOKENS = 64  # used until `calibrate` measures
+_DEFAULT_EXCHANGE_BYTES = 512 << 10  # likewise
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -22,9 +22,9 @@ class TensorParallel:
     """Tensor-parallel group of a stage: each rank holds a part of every weight matrix.
 
     max_all_reduce_tokens  largest step, in tokens, that keeps the whole residual stream on every rank
-    min_overlap_tokens     smallest step, in tokens, that overlaps its GEMMs with their collectives, whatever the former
-                           is; None: no step does. CUDA only
-    most_bytes             largest tensor, in bytes, whose all-reduce runs through `exchange` instead of
+    min_overlap_tokens     smallest step, in tokens, that overlaps its GEMMs with their collectives; precedes
+                           `max_all_reduce_tokens`. None: no step does. CUDA only
+    max_exchange_bytes     largest tensor, in bytes, whose all-reduce runs through `exchange` instead of
                            torch.distributed
     exchange               shared memory for all-reduces within a kernel; None: devices cannot reach each other's memory
 
@@ -41,11 +41,11 @@ class TensorParallel:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.max_all_reduce_tokens = DEFAULT_ALL_REDUCE_TOKENS
         self.min_overlap_tokens: int | None = None
-        self.most_bytes = 0
+        self.max_exchange_bytes = 0
         self.exchange: Exchange | None = None
         if device.type == "cuda" and _reach_each_other(group, device):
             self._shared, self.exchange = _exchange(group, device, patience)
-            self.most_bytes = _EXCHANGED_BYTES
+            self.max_exchange_bytes = _DEFAULT_EXCHANGE_BYTES
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class TensorParallel:
 
     def exchanges(self, x: Tensor) -> bool:
         """Return whether `sum` uses the exchange for tensors like `x`; depends on size and dtype alone."""
-        if self.exchange is None or x.nbytes > self.most_bytes:
+        if self.exchange is None or x.nbytes > self.max_exchange_bytes:
             return False
         from tok_kernels.collectives.triton_exchange import can_sum
 
@@ -121,7 +121,7 @@ class TensorParallel:
 
 
 class VocabularyShards:
-    """Ranks' parts of the vocabulary, for sampling from logits cut along it; implements `tok_kernels.Shards`."""
+    """Ranks' parts of the vocabulary, for sampling from logits sharded along it; implements `tok_kernels.Shards`."""
 
     def __init__(self, tensor: TensorParallel, part: Slice) -> None:
         self.rank, self.ranks = tensor.rank, tensor.ranks
@@ -154,16 +154,16 @@ def this_host() -> int:
 def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether all ranks are on one host, each on its own device, and can read each other's memory."""
     own = torch.tensor([this_host(), device.index], dtype=torch.int64, device=device)
-    all_of_them = own.new_empty((dist.get_world_size(group), 2))
-    dist.all_gather_into_tensor(all_of_them, own[None], group=group)
-    hosts, devices = all_of_them.T.tolist()
-    reach = len(set(hosts)) == 1 and len(set(devices)) == len(devices)
-    reach = reach and all(
+    of_all_ranks = own.new_empty((dist.get_world_size(group), 2))
+    dist.all_gather_into_tensor(of_all_ranks, own[None], group=group)
+    hosts, devices = of_all_ranks.T.tolist()
+    reachable = len(set(hosts)) == 1 and len(set(devices)) == len(devices)
+    reachable = reachable and all(
         other == device.index or torch.cuda.can_device_access_peer(device, other) for other in devices
     )
-    agreed = torch.tensor(int(reach), device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
-    return bool(agreed)
+    on_all_ranks = torch.tensor(int(reachable), device=device)
+    dist.all_reduce(on_all_ranks, dist.ReduceOp.MIN, group=group)
+    return bool(on_all_ranks)
 
 
 def _exchange(group: dist.ProcessGroup, device: torch.device, patience: float) -> tuple[Tensor, Exchange]:
@@ -172,8 +172,8 @@ def _exchange(group: dist.ProcessGroup, device: torch.device, patience: float) -
 
     ranks, size = dist.get_world_size(group), Exchange.bytes(dist.get_world_size(group))
     shared = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    reach = _symmetric_memory.rendezvous(shared, group)
-    buffers = [reach.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
+    handle = _symmetric_memory.rendezvous(shared, group)
+    buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
     exchange = Exchange.over(buffers, dist.get_rank(group), patience)
     ready = torch.ones(1, device=device)
     dist.all_reduce(ready, group=group)

@@ -21,7 +21,7 @@ from tok_core.parallel.tensor import TensorParallel
 if TYPE_CHECKING:
     from tok_core.models import Linear, RMSNorm
 
-_MULTICAST_TOKENS = 2048  # tokens; torch gathers up to this many by multicast if it can, but not with `return_A`
+_MULTICAST_TOKENS = 2048  # torch gathers smaller steps by multicast, without overlap, unless it must return A
 
 
 class TPLayout(ABC):
@@ -33,7 +33,7 @@ class TPLayout(ABC):
 
     @abstractmethod
     def pad(self, token_T: Tensor) -> Tensor:
-        """Return the tokens to look up for `begin`, padded if the layout needs it."""
+        """Return the tokens whose embeddings `begin` takes, padded if the layout requires it."""
 
     @abstractmethod
     def begin(self, x_TN: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class AllReduceLayout(TPLayout):
 class SequenceParallelLayout(TPLayout):
     """Sequence-parallel layout (Korthikanti et al. 2022): each rank holds and norms S rows of the residual stream.
 
-    Rows beyond T pad the last part. They hold arbitrary values, which no token reads.
+    Rows beyond T pad the last part. Their values are arbitrary, and no token reads them.
     """
 
     def pad(self, token_T: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ class SequenceParallelLayout(TPLayout):
 
 
 class OverlappedLayout(SequenceParallelLayout):
-    """Sequence-parallel layout with every GEMM cut by rows: one part is computed while another is transferred.
+    """Sequence-parallel layout with every GEMM split by rows: one part is computed while another is transferred.
 
-    (Wang et al. 2023, "Overlap communication with dependent computation via decomposition".)
+    See Wang et al. 2023, "Overlap communication with dependent computation via decomposition".
     """
 
     def enter(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:

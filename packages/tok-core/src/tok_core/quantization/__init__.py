@@ -1,4 +1,4 @@
-"""Store linear layers' weights in a format, each a `LinearMethod`, and choose the format of each layer."""
+"""Define the weight formats of linear layers, each a `LinearMethod`, and choose the format of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DenseMethod: unquantised weights, in the dtype of the activations."""
+"""DenseMethod: weights in the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tok_core.quantization.weight_target import WeightTarget
 
 
 class DenseMethod(LinearMethod):
-    """One matrix `weight` `[F, K]`."""
+    """Unquantised weights: one parameter `weight`, `[F, K]`."""
 
     def create(self, layer: LinearLayer, make: MakeParameter) -> None:
         rows = sum(part.count for part in layer.parts.values())

@@ -1,6 +1,6 @@
 """Capture decode steps as CUDA graphs, once per size, and find the graph that replays a step.
 
-A graph's kernels have fixed tensors and a fixed number of rows. A step runs on the smallest graph that holds it.
+A graph's kernels have fixed tensors and a fixed number of rows. A step runs on the smallest graph with enough rows.
 Padding rows use the slot that never holds a sequence; padding groups have no rows. Kernels read lengths on the device,
 so that one graph serves all lengths.
 """
@@ -30,8 +30,8 @@ from tok_kernels import AttentionBatch, Backend
 MAX_GRAPH_GROUPS = 256  # prefix groups; steps with more, or with nested groups, are launched kernel by kernel
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
 # fixes it.
-FINE_GRAPH_ROWS = 512  # rows up to which there are two variants
-SHORT_KV_TOKENS = 2048  # tokens of the longest context of the short variant
+FINE_GRAPH_ROWS = 512  # up to this many there are two variants
+SHORT_KV_TOKENS = 2048  # longest context of the short variant
 
 
 class GraphKey(NamedTuple):
@@ -69,9 +69,9 @@ class DecodeGraph:
 
     @staticmethod
     def can_sample(step: StepInput) -> bool:
-        """Return whether plain sampling suffices: no row asks for filters, penalties, biases, masks or top tokens."""
-        asking = step.filter_row, step.penalty_row, step.bias_row, step.mask_row
-        return not (step.top_logprobs or any(map(len, asking)))
+        """Return whether plain sampling suffices: no row requests filters, penalties, biases, masks or top tokens."""
+        requests = step.filter_row, step.penalty_row, step.bias_row, step.mask_row
+        return not (step.top_logprobs or any(map(len, requests)))
 
 
 class DecodeGraphs:
@@ -85,7 +85,7 @@ class DecodeGraphs:
         self._state = state
         self._staging = staging
         self._coordinates = coordinates
-        self._inflow: Tensor | None = None  # shared by all graphs, since no two of them run at a time
+        self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []
         self._graphs: dict[tuple[int, GraphKey], DecodeGraph] = {}
 
@@ -106,12 +106,12 @@ class DecodeGraphs:
         """Capture graphs of these sizes, largest first, so that smaller ones reuse the memory of larger ones."""
         recorder, longest, largest_first = _Recorder(self._state.device), self._state.max_len, sorted(graph_sizes)[::-1]
         if not self._coordinates.first:
-            self._inflow = self._make_inflow(largest_first)
+            self._stage_input = self._make_stage_input(largest_first)
         for size in largest_first:
-            differs = size <= FINE_GRAPH_ROWS and longest > SHORT_KV_TOKENS
+            two_variants = size <= FINE_GRAPH_ROWS and longest > SHORT_KV_TOKENS
             for groups in (False, True) if size > 1 else (False,):
                 long = self._capture(size, groups, longest, recorder)
-                short = self._capture(size, groups, SHORT_KV_TOKENS, recorder) if differs else long
+                short = self._capture(size, groups, SHORT_KV_TOKENS, recorder) if two_variants else long
                 self._graphs |= {(size, GraphKey(groups, True)): long, (size, GraphKey(groups, False)): short}
         self._sizes = sorted({size for size, _ in self._graphs})
 
@@ -120,7 +120,7 @@ class DecodeGraphs:
         padding, groups = self._state.slots, min(MAX_GRAPH_GROUPS, size // 2) if grouped else 0
         put = self._staging.put(_arrays(None, size, groups, padding))
         q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
-        stage_input = None if self._inflow is None else self._inflow[: self._model.stream_rows(size)]
+        stage_input = None if self._stage_input is None else self._stage_input[: self._model.stream_rows(size)]
         hidden = self._forward(put, stage_input, q_start, max_kv)  # compiles kernels and initialises libraries
         sampled_tokens = self._sample(put, hidden) if self._coordinates.last else NO_SAMPLED_TOKENS
         torch.cuda.synchronize(self._state.device)
@@ -134,27 +134,27 @@ class DecodeGraphs:
             size, groups, padding, forward, stage_input, hidden, sample_graph, sampled_tokens, (q_start,)
         )
 
-    def _make_inflow(self, graph_sizes: Iterable[int]) -> Tensor:
+    def _make_stage_input(self, graph_sizes: Iterable[int]) -> Tensor:
         """Allocate the input of all sizes, `[rows, N]`; zeros, because steps run on it before their capture."""
         rows = max(self._model.stream_rows(size) for size in graph_sizes)
         return torch.zeros((rows, self._model.config.hidden_size), dtype=self._model.dtype, device=self._state.device)
 
     def _forward(self, put: dict[str, Tensor], stage_input: Tensor | None, q_start: Tensor, max_kv: int) -> Tensor:
         state, size = self._state, len(put["slots"])
-        made = self._backend.decode_rows(put["slots"], state.columns)
+        inputs = self._backend.decode_rows(put["slots"], state.columns)
         batch = AttentionBatch(
             page_table=state.columns.page_table,
             slots=put["slots"],
             q_start=q_start,
-            kv_len=made.kv_len,
+            kv_len=inputs.kv_len,
             kv_start=put["kv_start"],
             num_decode=size,
             max_q=1,
             max_kv=max_kv,
             levels=(step_tensors.cascade_level(put, 0, size, max_kv),) if "start_0" in put else (),
         )
-        x_T = made.token if stage_input is None else stage_input
-        hidden: Tensor = self._model(x_T, made.position, made.kv_index, state.caches, batch, None)
+        x_T = inputs.token if stage_input is None else stage_input
+        hidden: Tensor = self._model(x_T, inputs.position, inputs.kv_index, state.caches, batch, None)
         return hidden
 
     def _sample(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ NO_SAMPLED_TOKENS = torch.empty((2, 0), dtype=torch.int32)
 
 
 class _Recorder:
-    """Recorder of CUDA graphs that share one memory pool, since no two of them run at a time."""
+    """Recorder of CUDA graphs that share a memory pool, since only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -177,7 +177,7 @@ class _Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Capture a graph. Unlike `torch.cuda.graph` this leaves the allocator's other blocks alone."""
+        """Capture a graph. Unlike `torch.cuda.graph`, do not release the allocator's unused blocks."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -207,7 +207,7 @@ def total_graph_rows(max_rows: int) -> int:
 
 
 def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:
-    """Return slots, `kv_start` and groups of a step, padded to the size; only padding without a step."""
+    """Return slots, `kv_start` and groups of a step, padded to the size; step None: padding only."""
     slots, start = np.full(size, padding, np.int32), np.zeros(size, np.int32)
     if step is not None:
         count = len(step.decode_slot)

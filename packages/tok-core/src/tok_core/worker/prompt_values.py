@@ -16,8 +16,8 @@ from torch import Tensor
 from tok_core.messages import EMPTY, Int32, RequestedPromptOutputs, StepInput, array
 from tok_core.models import CausalLM
 
-SCORED = 256  # rows whose logits, over the whole vocabulary and in fp32, are held at once
-POOLED = 512  # rows that are normed and summed at once, in fp32
+MAX_SCORED_ROWS = 256  # scored at once: bounds the memory of their logits in fp32
+MAX_POOLED_ROWS = 512  # normed and summed at once, in fp32
 
 
 class PromptOutputs(NamedTuple):
@@ -29,16 +29,16 @@ class PromptOutputs(NamedTuple):
     pooled: Tensor
 
 
-class _Part(NamedTuple):
+class _PooledRows(NamedTuple):
     """Pooled rows that are summed together, their chunks, and the number of rows of each chunk."""
 
     rows: slice
     chunks: slice
-    each: Int32
+    row_count: Int32
 
 
 def arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """Return the host arrays that `find` needs, by name; empty if the step has no prompt outputs to compute."""
+    """Return the host arrays that `compute` needs, by name; empty if the step has no prompt outputs to compute."""
     prompt_outputs = step.prompts
     if prompt_outputs is None:
         return {}
@@ -48,11 +48,11 @@ def arrays(step: StepInput) -> dict[str, np.ndarray]:
         "scored_row": _ranges(scored_from, prompt_outputs.scored_count),
         "scored_token": prompt_outputs.scored_token,
         "pooled_row": _ranges(end[prompt_outputs.pooled] - prompt_outputs.pooled_count, prompt_outputs.pooled_count),
-        "pooled_part": np.concatenate([EMPTY, *(part.each for part in _parts(prompt_outputs.pooled_count))]),
+        "pooled_part": np.concatenate([EMPTY, *(part.row_count for part in _parts(prompt_outputs.pooled_count))]),
     }
 
 
-def find(
+def compute(
     model: CausalLM, put: Mapping[str, Tensor], prompt_outputs: RequestedPromptOutputs, x_TN: Tensor
 ) -> PromptOutputs:
     """Compute `prompt_outputs` from the residual stream after the last layer; `put` is `arrays(step)` on the device.
@@ -63,19 +63,19 @@ def find(
     parts = [
         _score(model, x_TN[row_Q[part]], token_Q[part], prompt_outputs.top_logprobs) for part in _slices(len(row_Q))
     ]
-    logprob, top_token, top_logprob = (torch.cat(each) for each in zip(*parts, strict=True))
+    logprob, top_token, top_logprob = (torch.cat(values) for values in zip(*parts, strict=True))
     return PromptOutputs(logprob, top_token, top_logprob, _pool(model, put, prompt_outputs.pooled_count, x_TN))
 
 
 def _pool(model: CausalLM, put: Mapping[str, Tensor], count_E: Int32, x_TN: Tensor) -> Tensor:
-    """Return the sums of normed rows, computed for POOLED rows at a time; rows of a chunk are added in order."""
+    """Return the sums of normed rows, MAX_POOLED_ROWS at a time; rows of a chunk are added in order."""
     pooled_EN = torch.zeros((len(count_E), x_TN.shape[1]), dtype=torch.float32, device=x_TN.device)
     row_P, part_count, at = put["pooled_row"].long(), put["pooled_part"].long(), 0
     for part in _parts(count_E):
-        count = part_count[at : at + len(part.each)]
+        count = part_count[at : at + len(part.row_count)]
         normed = model.normed(x_TN[row_P[part.rows]]).float()
         pooled_EN[part.chunks] += torch.segment_reduce(normed, "sum", lengths=count, unsafe=True)
-        at += len(part.each)
+        at += len(part.row_count)
     return pooled_EN
 
 
@@ -94,19 +94,19 @@ def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Te
 
 
 def _slices(rows: int) -> list[slice]:
-    """Return slices of at most SCORED rows each; one empty slice if there are no rows."""
-    return [slice(start, start + SCORED) for start in range(0, max(rows, 1), SCORED)]
+    """Return slices of at most MAX_SCORED_ROWS rows; one empty slice if there are no rows."""
+    return [slice(start, start + MAX_SCORED_ROWS) for start in range(0, max(rows, 1), MAX_SCORED_ROWS)]
 
 
-def _parts(count_E: Int32) -> list[_Part]:
-    """Return the pooled rows in parts of at most POOLED each."""
+def _parts(count_E: Int32) -> list[_PooledRows]:
+    """Return the pooled rows in parts of at most MAX_POOLED_ROWS."""
     end = np.cumsum(count_E)
     rows, found = int(end[-1]) if len(end) else 0, []
-    for first in range(0, rows, POOLED):
-        last = min(first + POOLED, rows)
+    for first in range(0, rows, MAX_POOLED_ROWS):
+        last = min(first + MAX_POOLED_ROWS, rows)
         low, high = np.searchsorted(end, first, "right"), np.searchsorted(end, last) + 1
         inside = np.clip(end[low:high], first, last) - np.clip(end[low:high] - count_E[low:high], first, last)
-        found.append(_Part(slice(first, last), slice(int(low), int(high)), array(inside)))
+        found.append(_PooledRows(slice(first, last), slice(int(low), int(high)), array(inside)))
     return found
 
 

@@ -38,12 +38,12 @@ class TimingEvent:
         self.time = time.perf_counter()
 
     def wait(self) -> None:
-        """Block until the device has reached this mark."""
+        """Block until the device has reached this point."""
         if self.event is not None:
             self.event.synchronize()
 
     def seconds_since(self, earlier: TimingEvent) -> float:
-        """Return the time between two marks that the device has passed."""
+        """Return the time between two points that the device has passed."""
         if self.event is None or earlier.event is None:
             return self.time - earlier.time
         return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -100,8 +100,8 @@ class Runner:
         self.state = state
         self.pipeline = pipeline = Pipeline.alone(state.device) if pipeline is None else pipeline
         self.staging = Staging(state.device, MAX_STEPS_AHEAD)
-        self.outbox = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
-        self.mirror = step_tensors.HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
+        self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
+        self.host_lengths = step_tensors.HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
         self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.coordinates)
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
@@ -121,50 +121,46 @@ class Runner:
         coordinates, pending_tokens = self.pipeline.coordinates, self.pipeline.pending_tokens(step)
         graph = self.graphs.find(step)
         arrays = step_tensors.arrays(step) if graph is None else graph.arrays(step)
-        asked = sampling_arrays(step) | prompt_values.arrays(step) if coordinates.last else {}
-        put = self.staging.put({**arrays, **changes(step), **asked, **_pending_slots(pending_tokens)})
+        output_arrays = sampling_arrays(step) | prompt_values.arrays(step) if coordinates.last else {}
+        put = self.staging.put({**arrays, **changes(step), **output_arrays, **_pending_slots(pending_tokens)})
         if pending_tokens:
-            self._take_over(pending_tokens, put)
-        began = TimingEvent(
-            self.state.device
-        )  # here, because an idle device would count the host's time before as its own
+            self._record_pending(pending_tokens, put)
+        began = TimingEvent(self.state.device)  # not earlier: an idle device would count the host's time as its own
         self.state.apply(step, put)
         stream = None
         if not coordinates.first:
             stream = self._receive(step, graph)
             began = TimingEvent(self.state.device)  # excludes the wait for the stage before
         hidden = self._compute(step, put, graph, stream)
-        found = None
+        prompt_outputs = None
         if coordinates.last:
             sampling_hidden = hidden if step.prompts is None else hidden[put["logit_row"].long()]
             sampled_tokens, top = self._sample(step, put, graph, sampling_hidden)
             self.pipeline.send_tokens(sampled_tokens[0, : len(step.sample_slot)])
             if step.prompts is not None:
-                found = prompt_values.find(self.model, put, step.prompts, hidden)
+                prompt_outputs = prompt_values.compute(self.model, put, step.prompts, hidden)
         else:
             sampled_tokens, top = NO_SAMPLED_TOKENS, NO_TOP
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
-        return self._send(step, time_began, began, sampled_tokens, top, found)
+        return self._send(step, time_began, began, sampled_tokens, top, prompt_outputs)
 
     def reset(self) -> None:
         """Reset to the state before the first step: no slot has a sequence."""
         self.pipeline.reset()
         self.state.reset()
-        if self.mirror is not None:
-            self.mirror.reset()
+        if self.host_lengths is not None:
+            self.host_lengths.reset()
 
-    def _take_over(self, pending_tokens: list[PendingTokens], put: dict[str, Tensor]) -> None:
+    def _record_pending(self, pending_tokens: list[PendingTokens], put: dict[str, Tensor]) -> None:
         """Wait for the sampled tokens of earlier steps, and record them in their slots."""
-        for sampled_tokens in pending_tokens:
-            sampled_tokens.work.wait()
-        token = (
-            pending_tokens[0].token
-            if len(pending_tokens) == 1
-            else torch.cat([sampled_tokens.token for sampled_tokens in pending_tokens])
-        )
-        unasked = torch.empty(len(token), dtype=torch.float32, device=self.state.device)
-        self.backend.record_sampled_tokens(put["late_slot"], token.long(), unasked, self.state.columns)
+        for pending in pending_tokens:
+            pending.work.wait()
+        token = pending_tokens[0].token
+        if len(pending_tokens) > 1:
+            token = torch.cat([pending.token for pending in pending_tokens])
+        no_logprob = torch.empty(len(token), dtype=torch.float32, device=self.state.device)
+        self.backend.record_sampled_tokens(put["pending_slot"], token.long(), no_logprob, self.state.columns)
 
     def _receive(self, step: StepInput, graph: DecodeGraph | None) -> Tensor:
         """Receive the residual stream of the stage before, in the graph's input if there is a graph."""
@@ -176,18 +172,18 @@ class Runner:
         self, step: StepInput, put: dict[str, Tensor], graph: DecodeGraph | None, stream: Tensor | None
     ) -> Tensor:
         """Run this stage's layers on the step's tokens, or on the received residual stream."""
-        kv_len = None if self.mirror is None else self.mirror.follow(step)
+        kv_len = None if self.host_lengths is None else self.host_lengths.follow(step)
         if graph is not None:
             graph.forward.replay()
             return graph.hidden
-        made = step_tensors.rows(self.backend, self.state, step, put, kv_len)
-        x_T = made.token_T if stream is None else stream
-        logit_row_R = made.logit_row_R if step.prompts is None else None  # prompt outputs need all rows
+        tensors = step_tensors.rows(self.backend, self.state, step, put, kv_len)
+        x_T = tensors.token_T if stream is None else stream
+        logit_row_R = tensors.logit_row_R if step.prompts is None else None  # prompt outputs need all rows
         pass_length_T = None
         if self._short_prompt is not None and len(step.prefill_slot):
-            pass_length_T = step_tensors.pass_lengths(self.state, step, put, made.position_T)
+            pass_length_T = step_tensors.pass_lengths(self.state, step, put, tensors.position_T)
         hidden: Tensor = self.model(
-            *(x_T, made.position_T, made.kv_index_T, self.state.caches, made.batch, logit_row_R, pass_length_T)
+            *(x_T, tensors.position_T, tensors.kv_index_T, self.state.caches, tensors.batch, logit_row_R, pass_length_T)
         )
         return hidden
 
@@ -212,15 +208,15 @@ class Runner:
         began: TimingEvent,
         sampled_tokens: Tensor,
         top: tuple[Tensor, Tensor],
-        found: prompt_values.PromptOutputs | None,
+        prompt_outputs: prompt_values.PromptOutputs | None,
     ) -> Launched:
         sampled_count = len(step.sample_slot) if self.pipeline.coordinates.last else 0
-        host = self.outbox.send(sampled_tokens)
+        host = self.output_staging.send(sampled_tokens)
         if sampled_count and step.top_logprobs:
             top_token, top_logprob = (_page_locked(x) for x in top)
         else:
             top_token, top_logprob = (x.new_empty((sampled_count, 0), device="cpu") for x in NO_TOP)
-        prompts = None if found is None else prompt_values.PromptOutputs(*map(_page_locked, found))
+        prompts = None if prompt_outputs is None else prompt_values.PromptOutputs(*map(_page_locked, prompt_outputs))
         done = TimingEvent(self.state.device)
         return Launched(
             step=step.step,
@@ -239,11 +235,7 @@ NO_TOP = (torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torc
 
 
 def _pending_slots(pending_tokens: list[PendingTokens]) -> dict[str, np.ndarray]:
-    return (
-        {"late_slot": np.concatenate([sampled_tokens.slot for sampled_tokens in pending_tokens])}
-        if pending_tokens
-        else {}
-    )
+    return {"pending_slot": np.concatenate([one.slot for one in pending_tokens])} if pending_tokens else {}
 
 
 def _page_locked(x: Tensor) -> Tensor:

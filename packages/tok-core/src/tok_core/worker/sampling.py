@@ -15,9 +15,9 @@ from tok_core.sampling_params import DEVICE_COLUMNS, Stage
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 
-CHUNK = 256  # rows sampled at once when ranks gather logits of the whole vocabulary; bounds the memory for these
+MAX_GATHERED_ROWS = 256  # sampled at once when ranks gather logits of the whole vocabulary: bounds their memory
 
-_ASKING = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
+_OPTION_ROWS = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
 
 
 def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
@@ -29,11 +29,11 @@ def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
         # A fork's last page is copied after the step, so the context is read from the slot that computed the row.
         computing = np.concatenate((step.decode_slot, step.prefill_slot))
         arrays["context_slot"] = computing[step.sample_row[step.penalty_row]]
-    return arrays | {name: getattr(step, name) for name in _ASKING if len(getattr(step, name))}
+    return arrays | {name: getattr(step, name) for name in _OPTION_ROWS if len(getattr(step, name))}
 
 
 def sampling_batch(state: WorkerState, slot_R: Tensor) -> SamplingBatch:
-    """Return the parameters that every sampled row has; those of rows that ask for more are added with `replace`."""
+    """Return the parameters that every sampled row has; callers add those of single rows with `replace`."""
     return SamplingBatch(
         temperature=state.sampling["temperature"][slot_R],
         seed=state.sampling["seed"][slot_R],
@@ -59,8 +59,8 @@ def sample_tokens(
     masked rows change in place.
     """
     slot_R, rows = put["sample_slot"].long(), len(step.sample_slot)
-    whole = shards is not None and any(len(getattr(step, name)) for name in _ASKING)
-    size = CHUNK if whole else max(rows, 1)
+    whole = shards is not None and any(len(getattr(step, name)) for name in _OPTION_ROWS)
+    size = MAX_GATHERED_ROWS if whole else max(rows, 1)
     parts = [
         _sample_rows(backend, state, step, put, logits_RV, shards, slot_R, slice(i, i + size))
         for i in range(0, max(rows, 1), size)
@@ -85,28 +85,28 @@ def _sample_rows(
     slot_R: Tensor,
     chunk: slice,
 ) -> Sampled:
-    """Sample the tokens of one chunk; filters, penalties, biases, masks and top tokens only for rows that ask."""
+    """Sample the tokens of one chunk; filters, penalties, biases, masks, top tokens only for rows that request them."""
     logits, slots = logits_RV[chunk], slot_R[chunk]
-    asking = {name: _within(getattr(step, name), put[name], chunk) for name in _ASKING if name in put}
-    agreed = shards if step.top_logprobs or any(rows is not None for rows in asking.values()) else None
-    if agreed is not None:
-        logits, shards = agreed.whole(logits), None
+    option_rows = {name: _within(getattr(step, name), put[name], chunk) for name in _OPTION_ROWS if name in put}
+    gathering = shards if step.top_logprobs or any(rows is not None for rows in option_rows.values()) else None
+    if gathering is not None:
+        logits, shards = gathering.whole(logits), None
     batch = replace(
         sampling_batch(state, slots),
-        penalties=_penalties(state, step, put, asking.get("penalty_row"), slots, chunk),
-        bias=_bias(state, asking.get("bias_row"), slots),
-        filters=_filters(state, asking.get("filter_row"), slots),
+        penalties=_penalties(state, step, put, option_rows.get("penalty_row"), slots, chunk),
+        bias=_bias(state, option_rows.get("bias_row"), slots),
+        filters=_filters(state, option_rows.get("filter_row"), slots),
         top_logprobs=step.top_logprobs,
         all_greedy=step.all_greedy,
         shards=shards,
-        masks=_masks(step, put, asking.get("mask_row"), chunk),
-        top_rows=_top_rows(asking.get("top_row"), slots) if step.top_logprobs else None,
+        masks=_masks(step, put, option_rows.get("mask_row"), chunk),
+        top_rows=_top_rows(option_rows.get("top_row"), slots) if step.top_logprobs else None,
     )
     sampled = backend.sample(logits, batch)
-    if agreed is None:
+    if gathering is None:
         return sampled
-    # All ranks have sampled from the whole rows, but torch's sums may differ in the last bit: use rank 0's tokens.
-    return replace(sampled, token=agreed.gather(sampled.token)[0])
+    # All ranks have sampled from whole rows, but their sums may differ in the last bit: use rank 0's tokens.
+    return replace(sampled, token=gathering.gather(sampled.token)[0])
 
 
 def _masks(step: StepInput, put: Mapping[str, Tensor], rows: Tensor | None, chunk: slice) -> Masks | None:
@@ -121,7 +121,7 @@ def _top_rows(rows: Tensor | None, slot_R: Tensor) -> Tensor:
 
 
 def _within(rows: np.ndarray, put: Tensor, chunk: slice) -> Tensor | None:
-    """Return those of the ascending rows that lie in the chunk, relative to its start, int64; None if none does."""
+    """Return which of the ascending rows lie in the chunk, relative to its start, int64; None: none of them."""
     first, last = np.searchsorted(rows, (chunk.start, chunk.stop))
     return put[first:last].long() - chunk.start if first < last else None
 
@@ -138,7 +138,7 @@ def _stage(state: WorkerState, stage: Stage, slot_r: Tensor) -> dict[str, Tensor
 
 
 def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias | None:
-    """Return all bias entries of the rows that ask; an inactive entry adds 0 to token 0."""
+    """Return all bias entries of `rows`; an inactive entry adds 0 to token 0."""
     if rows is None:
         return None
     slots = slot_R[rows]

@@ -1,8 +1,8 @@
 """Copy the host arrays of a step to the device in one transfer, and its tokens back in another.
 
 Both copies are enqueued in the step's own CUDA stream; page-locked memory lets the host run on. A second stream,
-synchronised by events, gained nothing on an H200: steps of 0.1 ms and more were no shorter, and steps of a few
-microseconds took at least 13 µs longer.
+synchronised by events, was no faster on an H200: steps of 0.1 ms and more took as long, and steps of a few microseconds
+took at least 13 µs longer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: the widest loads of the kernels
-_BYTES = 4 << 20  # for one step's arrays; an array that does not fit is copied separately
+_BUFFER_BYTES = 4 << 20  # for one step's arrays; an array that does not fit is copied separately
 
 
 class Staging:
     """Page-locked buffers, used in turn, to copy arrays to one device; a buffer is reused once its copy is done."""
 
-    def __init__(self, device: torch.device, buffers: int, size: int = _BYTES) -> None:
+    def __init__(self, device: torch.device, buffers: int, size: int = _BUFFER_BYTES) -> None:
         self.device = device
         if device.type == "cuda":
             self._target = torch.empty(size, dtype=torch.uint8, device=device)
@@ -39,17 +39,17 @@ class Staging:
         self._turn = (self._turn + 1) % len(self._sources)
         source, end = self._sources[self._turn], 0
         self._copied[self._turn].synchronize()
-        host, placed = source.numpy(), {}
+        host, tensors = source.numpy(), {}
         for name, array in arrays.items():
             if end + array.nbytes > len(host):
-                placed[name] = torch.from_numpy(np.array(array)).pin_memory().to(self.device, non_blocking=True)
+                tensors[name] = torch.from_numpy(np.array(array)).pin_memory().to(self.device, non_blocking=True)
                 continue
             host[end : end + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            placed[name] = self._view(end, array)
+            tensors[name] = self._view(end, array)
             end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._target[:end].copy_(source[:end], non_blocking=True)
         self._copied[self._turn].record()
-        return placed
+        return tensors
 
     def _view(self, start: int, like: np.ndarray) -> Tensor:
         return self._target[start : start + like.nbytes].view(_DTYPES[like.dtype]).view(like.shape)
@@ -63,22 +63,22 @@ _DTYPES = {
 
 
 class OutputStaging:
-    """Page-locked buffers, used in turn, for sampled tokens on their way to the host.
+    """Page-locked buffers, used in turn, to copy sampled tokens to the host.
 
-    A step's tokens must be read before `places` further steps are sent.
+    A step's tokens must be read before `buffers` further steps are sent.
     """
 
-    def __init__(self, device: torch.device, places: int, rows: int) -> None:
-        self._places = []
+    def __init__(self, device: torch.device, buffers: int, rows: int) -> None:
+        self._buffers = []
         if device.type == "cuda":
-            self._places = [torch.empty(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(places)]
+            self._buffers = [torch.empty(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(buffers)]
         self._turn = 0
 
-    def send(self, draws_2R: Tensor) -> Tensor:
+    def send(self, sampled_2R: Tensor) -> Tensor:
         """Enqueue the copy; return the int32 `[2, R]` on the host, valid once the device has finished the copy."""
-        if not self._places:
-            return draws_2R
-        self._turn = (self._turn + 1) % len(self._places)
-        host = self._places[self._turn][: draws_2R.numel()].view(draws_2R.shape)
-        host.copy_(draws_2R, non_blocking=True)
+        if not self._buffers:
+            return sampled_2R
+        self._turn = (self._turn + 1) % len(self._buffers)
+        host = self._buffers[self._turn][: sampled_2R.numel()].view(sampled_2R.shape)
+        host.copy_(sampled_2R, non_blocking=True)
         return host

@@ -16,7 +16,7 @@ from tok_core.model_config import ModelConfig
 from tok_core.sampling_params import DEVICE_COLUMNS
 from tok_kernels import LayerCache, SlotColumns
 
-COPIED_BYTES = 32 << 20  # of the cache gathered at once for a copy, but at least one position of each page
+MAX_COPY_BYTES = 32 << 20  # gathered at once to copy pages, but at least one position of each page
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -105,7 +105,7 @@ class WorkerState:
         kv = self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv  # not all operations support 8-bit floats
         # Gather a few positions at a time to keep the temporary small, but of all pages at once: a page may be one
         # copy's source and another's target.
-        together = max(1, COPIED_BYTES // (kv[0, :, 0, 0].nbytes * len(source)))
+        together = max(1, MAX_COPY_BYTES // (kv[0, :, 0, 0].nbytes * len(source)))
         for layer in kv:
             for start in range(0, self.page_size, together):
                 positions = slice(start, start + together)
@@ -126,12 +126,12 @@ class WorkerState:
 
     def _set_biases(self, slot: Tensor, new: NewSlots, put: Mapping[str, Tensor]) -> None:
         """Write each slot's bias entries into its row, from the left; `until` 0 marks the rest as unused."""
-        place = _places(new.bias_slot)
-        self._widen_biases(int(place.max(initial=-1)) + 1)
+        index = _index_in_slot(new.bias_slot)
+        self._widen_biases(int(index.max(initial=-1)) + 1)
         self.bias_until.index_fill_(0, slot, 0)
-        if not len(place):
+        if not len(index):
             return
-        row, column = put["new_bias_slot"].long(), put["new_bias_place"].long()
+        row, column = put["new_bias_slot"].long(), put["new_bias_index"].long()
         self.bias_token[row, column] = put["new_bias_token"].long()
         self.bias_value[row, column] = put["new_bias_value"]
         self.bias_until[row, column] = put["new_bias_until"].long()
@@ -162,11 +162,11 @@ def changes(step: StepInput) -> dict[str, np.ndarray]:
         bias = ("bias_slot", "bias_token", "bias_value", "bias_until")
         arrays |= {f"new_{name}": getattr(step.new, name) for name in ("slot", *_COLUMNS, *bias)}
         arrays |= {f"new_{name}": values for name, values in step.new.sampling.items()}
-        arrays["new_bias_place"] = _places(step.new.bias_slot)
+        arrays["new_bias_index"] = _index_in_slot(step.new.bias_slot)
     return {name: array for name, array in arrays.items() if len(array)}
 
 
-def _places(bias_slot: np.ndarray) -> np.ndarray:
+def _index_in_slot(bias_slot: np.ndarray) -> np.ndarray:
     """Return each entry's index among the entries of its slot, which are contiguous: `[4, 4, 7] -> [0, 1, 0]`."""
     _, first, owner = np.unique(bias_slot, return_index=True, return_inverse=True)
     return (np.arange(len(bias_slot)) - first[owner]).astype(np.int32)

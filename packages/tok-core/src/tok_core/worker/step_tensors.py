@@ -56,12 +56,12 @@ def arrays(step: StepInput) -> dict[str, np.ndarray]:
     return needed
 
 
-def groups(number: int, level: GroupLevel | None, places: int) -> dict[str, np.ndarray]:
-    """Return the prefix groups of level `number`, padded to `places` entries by groups without rows."""
+def groups(number: int, level: GroupLevel | None, size: int) -> dict[str, np.ndarray]:
+    """Return the prefix groups of level `number`, padded to `size` entries by groups without rows."""
 
     def padded(name: str) -> np.ndarray:
         values = np.zeros(0, np.int32) if level is None else getattr(level, name)
-        return np.concatenate((values, np.zeros(places - len(values), np.int32))) if len(values) < places else values
+        return np.concatenate((values, np.zeros(size - len(values), np.int32))) if len(values) < size else values
 
     return {f"{name}_{number}": padded(name) for name in GroupLevel.__struct_fields__}
 
@@ -128,8 +128,8 @@ def rows(
 ) -> StepTensors:
     """Build the step's tensors; advance its slots' lengths and tokens. `host_kv_len`: for backends that plan."""
     columns, decode = state.columns, len(step.decode_slot)
-    made = backend.decode_rows(put["slots"][:decode], columns)
-    token_T, position_T, kv_index_T, kv_len_B = made.token, made.position, made.kv_index, made.kv_len
+    inputs = backend.decode_rows(put["slots"][:decode], columns)
+    token_T, position_T, kv_index_T, kv_len_B = inputs.token, inputs.position, inputs.kv_index, inputs.kv_len
     if len(step.prefill_slot):
         slot, end = put["slots"][decode:].long(), put["prefill_end"]
         token, position = put["prefill_token"].long(), put["prefill_position"].long()

@@ -24,7 +24,7 @@ class Tracer:
     def __init__(self, file: Path, first: int, steps: int, device: torch.device) -> None:
         if not file.parent.is_dir():
             raise InvalidField("trace", str(file), "a file in a directory that exists")
-        import_module("torch._inductor.config")  # seconds, ahead of the profiler, so that no step waits
+        import_module("torch._inductor.config")  # takes seconds: import it now, so that no step waits
         self._file = file
         self._first = first
         self._end = first + steps
@@ -33,7 +33,7 @@ class Tracer:
 
     @classmethod
     def of(cls, config: EngineConfig, coordinates: RankCoordinates, device: torch.device) -> Tracer | None:
-        """Return the tracer of the first replica's worker at `coordinates`; None if it is not to trace.
+        """Return the tracer of the first replica's worker at `coordinates`; None if it does not trace.
 
         All workers receive every step, so that they trace the same ones. Raises InvalidField, as the class does.
         """

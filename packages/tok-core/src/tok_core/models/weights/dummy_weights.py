@@ -24,7 +24,7 @@ BLOCK = 1 << 24  # entries generated at once; bounds the memory
 def dummy(
     model: CausalLM, seed: int = 0, *, eos_probability: float | None = None, eos_temperature: float = 0.6
 ) -> None:
-    """Fill the model as from a dense checkpoint, norms included, that is uniform in ±1e-3: logits are nearly flat.
+    """Fill the model from dense tensors, norms included, that are uniform in ±1e-3, so that logits are nearly flat.
 
     With `eos_probability`, each token sampled at `eos_temperature` is an end id with that probability, whatever
     precedes it: lengths are geometric. Raises InvalidField for a model without end ids.
@@ -50,7 +50,7 @@ def dummy(
 
 
 def _fill_noise(target: WeightTarget, key: str, generator: torch.Generator) -> None:
-    """Generate the checkpoint's tensor in blocks of rows with one seed each, skipping blocks that `target` lacks."""
+    """Generate the checkpoint's tensor in blocks of rows, each with a seed; skip blocks that `target` does not hold."""
     rows, width = target.parts[0], math.prod(target.shape[1:])
     each = max(1, BLOCK // width)
     for block in range(rows.start // each, -(-rows.stop // each)):
@@ -66,7 +66,7 @@ def _fill_noise(target: WeightTarget, key: str, generator: torch.Generator) -> N
 def _end_id_columns(
     config: ModelConfig, dtype: torch.dtype, probability: float, temperature: float
 ) -> dict[str, Tensor]:
-    """Return column 0, `[…, 1]`, of those tensors of a dense checkpoint through which end ids get their logits.
+    """Return column 0 of the dense tensors that give end ids their logits, `[…, 1]` by name.
 
     Coordinate 0 of the last hidden state becomes 1 after every token, so that column 0 of the LM head is added to the
     logits. Every token's embedding has the value `lift` there, and the layers add next to nothing. `lift` is twice the

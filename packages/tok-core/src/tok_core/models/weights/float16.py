@@ -17,39 +17,41 @@ if TYPE_CHECKING:
     from tok_core.models.decoder import CausalLM, DecoderLayer
     from tok_core.models.layers import Linear
 
-LIMIT = 60_000.0  # float16 ends at 65 504; rounding errors are far smaller than the difference
+MAX_FLOAT16_RESULT = 60_000.0  # float16 ends at 65 504; rounding errors are far smaller than the difference
 
 
 def recast_overflowing_qkv(model: CausalLM) -> dict[str, WeightTarget]:
     """Recast QKV projections that may overflow float16 to the model's dtype, and return their weight targets.
 
-    The caller must fill these targets again. All ranks of a stage call this once weights are loaded, and decide
-    alike: they gather normed hidden states, which must have one dtype.
+    The caller must fill these targets again. All ranks of a stage call this once weights are loaded, and decide alike:
+    they gather normed hidden states, which must have one dtype.
     """
     if model.dtype != torch.bfloat16:
         return {}
     layers: dict[str, DecoderLayer] = dict(model.model.layers.items())  # type: ignore[arg-type]
-    most_L = torch.stack([_most(layer.input_layernorm.weight, layer.self_attn.qkv_proj) for layer in layers.values()])
+    bound_L = torch.stack(
+        [_result_bound(layer.input_layernorm.weight, layer.self_attn.qkv_proj) for layer in layers.values()]
+    )
     if model.tensor is not None:
-        most_L = model.tensor.gather(most_L).amax(0)
-    again: dict[str, WeightTarget] = {}
-    for number, most in zip(layers, most_L.tolist(), strict=True):
-        if not most <= LIMIT:  # also true for NaN
+        bound_L = model.tensor.gather(bound_L).amax(0)
+    refill: dict[str, WeightTarget] = {}
+    for number, bound in zip(layers, bound_L.tolist(), strict=True):
+        if not bound <= MAX_FLOAT16_RESULT:  # also true for NaN
             linear = layers[number].self_attn.qkv_proj
             linear.recast(model.dtype)
             prefix = f"model.layers.{number}.self_attn"
-            again |= {f"{prefix}.{name}": target for name, target in linear.targets()}
-    return again
+            refill |= {f"{prefix}.{name}": target for name, target in linear.targets()}
+    return refill
 
 
-def _most(gain_N: Tensor, linear: Linear) -> Tensor:
+def _result_bound(gain_N: Tensor, linear: Linear) -> Tensor:
     """Return a bound, for any x, on the entries of `norm(x)`, of the GEMM's result and of its partial sums.
 
     `x / rms(x)` has a length of at most √N. By Cauchy–Schwarz a row w of W yields at most `√N · ‖w · gain‖`, plus the
     bias.
     """
     root = math.sqrt(len(gain_N))
-    most_F = torch.linalg.vector_norm(linear.method.dense_weight(linear) * gain_N.float(), dim=1) * root
+    bound_F = torch.linalg.vector_norm(linear.method.dense_weight(linear) * gain_N.float(), dim=1) * root
     if linear.bias is not None:
-        most_F = most_F + linear.bias.float().abs()
-    return torch.maximum(most_F.max(), gain_N.float().abs().max() * root)
+        bound_F = bound_F + linear.bias.float().abs()
+    return torch.maximum(bound_F.max(), gain_N.float().abs().max() * root)

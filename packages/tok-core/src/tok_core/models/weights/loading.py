@@ -23,8 +23,8 @@ from tok_core.quantization import StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NAMED_AT_MOST = 8  # tensors that an error names; further ones are only counted
-COMPARED_ROWS = 16_384  # rows of the embedding and the LM head that are read at once to compare them
+MAX_NAMED_TENSORS = 8  # in an error; further ones are only counted
+COMPARED_ROWS = 16_384  # of the embedding and the LM head, read at once to compare them
 PREFIX = "model."
 _OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -33,23 +33,23 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 def load(model: CausalLM, path: Path) -> None:
     """Copy the checkpoint in directory `path` into `model`, cast to its dtype; read only this worker's part.
 
-    Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage call this together. Weights that
-    do not fit into float16's range are read a second time (see `recast_overflowing_qkv`).
-    Raises ModelError for missing, unexpected, misshapen, repeated or non-float tensors, for unreadable files, and for
-    an LM head that differs from the embedding in a model built as tied: see `as_stored`.
+    Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage call this together. Weights beyond
+    float16's range are read a second time (see `recast_overflowing_qkv`).
+    Raises ModelError for missing, unexpected or repeated tensors, for tensors of a wrong shape or dtype, for unreadable
+    files, and for an LM head that differs from the embedding in a model built as tied: see `as_stored`.
     """
     if as_stored(model.config, path) != model.config:
         raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
-    wanted, files = targets(model), checkpoint_files(path)
-    names = _canonical_names(model, files, wanted)
-    missing = set(wanted).difference(*(found.values() for found in names.values()))
+    model_targets, files = targets(model), checkpoint_files(path)
+    names = _canonical_names(model, files, model_targets)
+    missing = set(model_targets).difference(*(found.values() for found in names.values()))
     for file in files:
-        _load_file(file, names[file], wanted, model.dtype)
+        _load_file(file, names[file], model_targets, model.dtype)
     if missing:
-        raise ModelError(f"{path}: missing tensors: {_listed(missing, wanted)}")
-    if again := recast_overflowing_qkv(model):
+        raise ModelError(f"{path}: missing tensors: {_format_tensors(missing, model_targets)}")
+    if refill := recast_overflowing_qkv(model):
         for file in files:
-            _load_file(file, {name: own for name, own in names[file].items() if own in again}, again, model.dtype)
+            _load_file(file, {name: own for name, own in names[file].items() if own in refill}, refill, model.dtype)
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
@@ -86,7 +86,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: is no index of safetensors files: {error!r}") from error
+        raise ModelError(f"{index}: is not an index of safetensors files: {error!r}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
             raise ModelError(f"{index}: names the file {name!r}, which is not in {path}")
@@ -109,7 +109,7 @@ def _prefixed(name: str) -> str:
 
 
 def _canonical_names(
-    model: CausalLM, files: list[Path], wanted: Mapping[str, WeightTarget]
+    model: CausalLM, files: list[Path], model_targets: Mapping[str, WeightTarget]
 ) -> dict[Path, dict[str, str]]:
     """Return, for each file, the tensors to load from it: `{name in the file: name in the model}`.
 
@@ -126,15 +126,15 @@ def _canonical_names(
             file: {name: EMBEDDING if own == HEAD else own for name, own in found.items()}
             for file, found in names.items()
         }
-    elsewhere, seen = _Elsewhere(model, wanted), set()
+    skipped, seen = _SkippedTensors(model, model_targets), set()
     for file, found in names.items():
         for name, own in list(found.items()):
             if own in seen:
                 raise ModelError(f"{file}: tensor {name} is stored twice (the prefix {PREFIX} makes no difference)")
             seen.add(own)
-            if own in wanted:
+            if own in model_targets:
                 continue
-            if own not in elsewhere:
+            if own not in skipped:
                 with _opened(file) as tensors:
                     shape = tensors.get_slice(name).get_shape()
                 raise ModelError(f"{file}: tensor {name} {shape} has no place in the model")
@@ -142,23 +142,25 @@ def _canonical_names(
     return names
 
 
-def _load_file(file: Path, names: Mapping[str, str], wanted: Mapping[str, WeightTarget], dtype: torch.dtype) -> None:
-    """Copy one file's tensors into `wanted`; `names` maps their names in the file to the model's names."""
+def _load_file(
+    file: Path, names: Mapping[str, str], model_targets: Mapping[str, WeightTarget], dtype: torch.dtype
+) -> None:
+    """Copy one file's tensors into `model_targets`; `names` maps their names in the file to the model's names."""
     with _opened(file) as tensors:
         for name, own_name in names.items():
             HEARTBEAT.turned()
             stored = tensors.get_slice(name)
-            target = _checked(file, name, stored, wanted[own_name])
+            target = _checked(file, name, stored, model_targets[own_name])
             own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
             # A target of another dtype is a float16 projection: `recast_overflowing_qkv` recasts it if it overflows.
             if not target.fill(own) and target.view.dtype == dtype:
-                raise _no_room(file, name, dtype)
+                raise _overflow_error(file, name, dtype)
 
 
-def _no_room(file: Path, name: str, dtype: torch.dtype) -> ModelError:
-    most, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+def _overflow_error(file: Path, name: str, dtype: torch.dtype) -> ModelError:
+    largest, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
     return ModelError(
-        f"{file}: tensor {name} holds numbers beyond {most:.0f}, which {short} cannot hold; --dtype float32 can"
+        f"{file}: tensor {name} holds numbers beyond {largest:.0f}, which {short} cannot hold; --dtype float32 can"
     )
 
 
@@ -172,17 +174,17 @@ class TensorFile(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-class _Elsewhere:
+class _SkippedTensors:
     """Set of tensor names that a checkpoint may hold although this worker's model does not.
 
-    They are all tensors of the modules of other pipeline stages, which check their names, and redundant tensors: rotary
-    frequencies, and the LM head of a tied model.
+    The set has all tensors of other pipeline stages' modules, whose names those stages check, and redundant tensors:
+    rotary frequencies, and the LM head of a tied model.
     """
 
-    def __init__(self, model: CausalLM, wanted: Mapping[str, WeightTarget]) -> None:
+    def __init__(self, model: CausalLM, model_targets: Mapping[str, WeightTarget]) -> None:
         self._layers = range(model.config.num_layers)
         self._tied = model.config.tied
-        self._own = {_module(name) for name in wanted}
+        self._own = {_module(name) for name in model_targets}
         self._of_layer = {found[2] for module in self._own if (found := _LAYER.fullmatch(module))}
 
     def __contains__(self, name: str) -> bool:
@@ -212,7 +214,7 @@ def _checked(file: Path, name: str, stored: StoredTensor, target: WeightTarget) 
     return target
 
 
-def _listed(names: set[str], wanted: Mapping[str, WeightTarget]) -> str:
-    shown = [f"{name} {wanted[name].shape}" for name in sorted(names)[:NAMED_AT_MOST]]
+def _format_tensors(names: set[str], model_targets: Mapping[str, WeightTarget]) -> str:
+    shown = [f"{name} {model_targets[name].shape}" for name in sorted(names)[:MAX_NAMED_TENSORS]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

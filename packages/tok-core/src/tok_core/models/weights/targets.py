@@ -41,7 +41,7 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def module_targets(module: nn.Module) -> Iterator[tuple[str, WeightTarget]]:
-    """Yield the names that `modules` starts, and what their tensors fill."""
+    """Yield the names of a module's tensors, without the start that `modules` yields, and what each fills."""
     if isinstance(module, CheckpointModule):
         yield from module.targets()
     else:

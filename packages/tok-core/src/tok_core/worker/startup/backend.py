@@ -15,9 +15,8 @@ def choose_device(
 ) -> torch.device:
     """Return the requested device of the worker at `coordinates`; `auto` is a GPU if there is one.
 
-    `index`: the GPU assigned to the worker; None: derived from replica and place.
-
-    Raises InvalidField if there is no such device, or not one for each worker.
+    `index` is the GPU assigned to the worker; None: derive it from replica and coordinates. Raises InvalidField if
+    there is no such device, or not one for each worker.
     """
     requested, found = config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cuda" and not found:
@@ -28,8 +27,8 @@ def choose_device(
         return torch.device("cuda", index)
     if found < config.dp * coordinates.workers:
         field = next(name for name in ("tp", "pp", "dp") if getattr(config, name) > 1)
-        product = f"{config.dp} × {coordinates.stages} × {coordinates.ranks}"
-        raise InvalidField(field, getattr(config, field), f"dp × pp × tp at most {found}, the GPUs here ({product})")
+        degrees = f"{config.dp} × {coordinates.stages} × {coordinates.ranks}"
+        raise InvalidField(field, getattr(config, field), f"dp × pp × tp at most {found}, the GPUs here ({degrees})")
     return torch.device("cuda", replica * coordinates.workers + coordinates.number)
 
 

@@ -18,7 +18,7 @@ from tok_kernels import Backend
 
 log = logging.getLogger("tok_core")
 
-MAX_TOKENS = 256  # of the text that is scored: enough for a mean, and takes milliseconds on a GPU
+MAX_TOKENS = 256  # scored: enough for a mean, in milliseconds on a GPU
 
 
 def warn_of_cache_error(
@@ -40,7 +40,7 @@ def warn_of_cache_error(
     error = np.abs(found.logprob - exact.logprob)
     log.warning(
         "the KV cache holds %s without scales: log-probabilities of %d random tokens differ by %.2g on average, and by "
-        "%.2g at most, from those with a cache of %s; another token is the most likely one in %.1f %% of places",
+        "%.2g at most, from those with a cache of %s; another token is the most likely one in %.1f %% of positions",
         *(_name(cache_dtype), len(error), error.mean(), error.max(), _name(model.dtype)),
         100 * float((found.top_token != exact.top_token).mean()),
     )

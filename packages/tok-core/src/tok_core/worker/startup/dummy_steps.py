@@ -1,6 +1,6 @@
 """Build and run dummy steps of a given shape, which belong to no request, to measure and warm up the device.
 
-All their sequences use the cache's first page, which has no owner yet; `WorkerState.reset` removes them.
+Their sequences all use the cache's first page, which has no owner yet; `WorkerState.reset` removes the sequences.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def dummy_step(
     count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
     members = np.diff(np.linspace(0, decode, groups + 1).astype(np.int32)).astype(np.int32)
     first = (np.cumsum(members) - members).astype(np.int32)
-    part = prefix // levels
-    inner = part * (levels - 1)
-    around = [_level(array([0]), array([decode]), start, start + part) for start in range(0, inner, part or 1)]
+    each = prefix // levels
+    inner = each * (levels - 1)
+    outer_levels = [_level(array([0]), array([decode]), start, start + each) for start in range(0, inner, each or 1)]
     rows = np.arange(len(slot) if sampling_rows is None else sampling_rows, dtype=np.int32) % len(slot)
     return StepInput(
         step=0,
@@ -68,7 +68,7 @@ def dummy_step(
         page_index=EMPTY,
         page_id=EMPTY,
         decode_slot=slot[:decode],
-        levels=[*around, _level(first, members, inner, prefix)] if groups else [],
+        levels=[*outer_levels, _level(first, members, inner, prefix)] if groups else [],
         prefill_slot=slot[decode:],
         prefill_start=np.full(chunks, cached, np.int32),
         prefill_count=count,
@@ -83,7 +83,7 @@ def dummy_step(
         top_logprobs=top_logprobs,
         all_greedy=greedy,
         max_kv=max(prefix, cached + int(count.max(initial=0)), 1),
-        prompts=_asks(count) if prompt_outputs else None,
+        prompts=_all_prompt_outputs(count) if prompt_outputs else None,
         mask_row=np.arange(masked, dtype=np.int32),
         mask_of=np.arange(masked, dtype=np.int32),
         mask=np.full((masked, words), -1, np.int32),
@@ -91,7 +91,7 @@ def dummy_step(
     )
 
 
-def _asks(count: Int32) -> RequestedPromptOutputs:
+def _all_prompt_outputs(count: Int32) -> RequestedPromptOutputs:
     chunk = np.arange(len(count), dtype=np.int32)
     return RequestedPromptOutputs(chunk, count, np.zeros(count.sum(), np.int32), MAX_LOGPROBS, chunk, count)
 

@@ -30,7 +30,7 @@ class PhaseReport:
 
     shape      attention shape of rank 0 of `tp` ranks
     fastest    chosen kernel of each phase
-    known      the results are from `directory`; nothing was measured now
+    known      the results were read from `directory`; nothing was measured
     measured   all measurements
     left_out   why kernels were not candidates
     launches   launch configurations found by search
@@ -53,7 +53,7 @@ class KernelsMeasured:
 
     bandwidth  TB/s of a copy
     rate       TFLOP/s of GEMMs
-    kernels    yields each kernel once it is measured
+    kernels    kernels and their times, each measured when it is requested
     """
 
     device: str
@@ -67,8 +67,9 @@ class KernelsMeasured:
 def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:
     """Return the kernels for each attention phase of `config.model`, on one rank's shard if `config.tp` is above 1.
 
-    The result is read from disk, or measured if it is not there or `anew` is set. `sizes` replace the model's sizes,
-    by the names of AttentionShape. Raises InvalidField, ModelError, or EngineError if no kernel computes a phase.
+    The result is read from disk; it is measured if the disk has none or `anew` is set. `sizes` replace the model's
+    sizes, by the names of AttentionShape. Raises InvalidField, ModelError, or EngineError if no kernel computes a
+    phase.
     """
     device, model = shapes(config, sizes)
     shape = model.attention
@@ -98,10 +99,10 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> Pha
 
 
 def measure(config: EngineConfig) -> KernelsMeasured:
-    """Measure every kernel of `config.model`, or of one rank's shard with `config.tp`, and its lower bound here.
+    """Measure every kernel of `config.model`, or of one rank's shard with `config.tp`, and its lower bound on it.
 
-    One device is used, whatever `tp`. Raises InvalidField unless on a CUDA device, ModelError, and EngineError if no
-    kernel computes the model's attention.
+    Only one device is used, whatever `tp` is. Raises InvalidField unless on a CUDA device, ModelError, and EngineError
+    if no kernel computes the model's attention.
     """
     device, model = shapes(config, {})
     if device.type != "cuda":
@@ -121,13 +122,13 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
 
     Raises InvalidField, which names `tp` if the model cannot be sharded in this way, and ModelError.
     """
-    device = choose_device(config, 0, RankCoordinates())  # one rank is measured, alone
+    device = choose_device(config, 0, RankCoordinates())  # only one rank is measured
     dtype = choose_dtype(config.dtype, device)
     model = read_config(resolve(config.model, config.data_dir), config.ignore_config_keys or ())
     for name, value in sizes.items():
         if value < 1:
             raise InvalidField(name, value, "integers from 1")
-    if sizes:  # only attention counts: the other sizes must not rule out a `tp`
+    if sizes:  # only attention is measured: other sizes must not rule out a `tp`
         model = replace(model, intermediate_size=config.tp, vocab_size=config.tp)
     model = replace(
         model,

@@ -15,7 +15,7 @@ from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 
 CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
-CPU_CACHE_TOKENS = 1 << 18  # positions; upper limit of that default
+MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
 CHUNK_TOKENS = 512  # length of the prefill chunks in the largest step
 GRAPHS_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
 SLACK = 1.1  # factor on the measured activations, for the allocator's losses between blocks
@@ -43,7 +43,7 @@ class StepMemory:
 def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 0) -> StepMemory:
     """Measure the largest step, and decode steps of several sizes, on a CUDA device. `words`: see `largest_step`.
 
-    All workers of a replica do so together and agree on `graph_rows`: either all use graphs or none does.
+    All workers of a replica call this together and agree on `graph_rows`: either all use graphs or none does.
     """
     step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, words))
     rows = graph_rows(runner) if runner.pipeline.peers.all_reduce_min(graphs) else 0
@@ -63,10 +63,10 @@ def _kept_bytes(runner: Runner, rows: int) -> int:
 
 
 def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepInput:
-    """Return the step that needs most memory: the maximum of prefill tokens and of sampled rows, with all options.
+    """Return the step that needs most memory: as many prefill tokens and sampled rows as possible, with all options.
 
-    No sequence is longer than `max_len`: if `slots` sequences hold fewer than `tokens`, so does the step. `words`:
-    words of a grammar mask, which every sampled row then has; 0 if there is no guided decoding.
+    No sequence is longer than `max_len`: the step has fewer than `tokens` if `slots` sequences hold fewer. `words`:
+    words of the grammar mask that every sampled row has; 0: there is no guided decoding.
     """
     tokens = min(tokens, slots * max_len)
     chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
@@ -124,7 +124,7 @@ def cache_tokens(
     per_token        bytes of a position
     tables           bytes of the page tables
     measured         required on a CUDA device
-    workers_on_host  workers that share the host's memory, which they divide evenly on a CPU
+    workers_on_host  number of workers that share the host's memory, evenly on a CPU
 
     Raises InvalidField, or EngineError if the memory is too small.
     """
@@ -138,18 +138,18 @@ def cache_tokens(
             )
         return config.kv_cache_tokens
     if measured is None:
-        room = int(per_cpu * CPU_MEMORY_SHARE)
-        return max(config.page_size, min(room // per_token, CPU_CACHE_TOKENS))
+        cache_bytes = int(per_cpu * CPU_MEMORY_SHARE)
+        return max(config.page_size, min(cache_bytes // per_token, MAX_CPU_CACHE_TOKENS))
     free, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     others = total - free - torch.cuda.memory_reserved(device)
     needed = weights + measured.activations + tables
-    room = int(total * config.gpu_memory_fraction) - others - needed
-    if room < per_token * 2 * config.page_size:
+    cache_bytes = int(total * config.gpu_memory_fraction) - others - needed
+    if cache_bytes < per_token * 2 * config.page_size:
         allowed, others_gib, needed_gib = (x / 2**30 for x in (total * config.gpu_memory_fraction, others, needed))
         raise EngineError(
-            f"no memory is left for the KV cache: of the {allowed:.1f} GiB that may be used of the device, weights and "
+            f"no memory is left for the KV cache: of the {allowed:.1f} GiB of the device that may be used, weights and "
             f"steps take {needed_gib:.1f} GiB, and CUDA and other processes {others_gib:.1f} GiB; raise "
-            "gpu_memory_fraction, lower max_step_tokens or max_running, or end what else uses the device"
+            "gpu_memory_fraction, lower max_step_tokens or max_running, or stop other processes on the device"
         )
-    return room // per_token - config.page_size  # minus the page that no sequence owns
+    return cache_bytes // per_token - config.page_size  # minus the page that no sequence owns

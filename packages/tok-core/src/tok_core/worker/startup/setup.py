@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tok_core")
 
-A_DAY = 86_400.0  # seconds
+A_DAY = 86_400.0  # seconds that a rank's kernels wait for another rank's, at most
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 
 
@@ -56,7 +56,7 @@ def set_up(
     coordinates      None: the replica has a single worker
     rendezvous       where the workers of `replica` meet
     gpu              see `choose_device`
-    workers_on_host  workers that share this host's memory; None: all workers of all replicas
+    workers_on_host  number of workers that share this host's memory; None: all workers of all replicas
 
     Raises ModelError, InvalidField, or EngineError if the memory is too small.
     """
@@ -76,9 +76,9 @@ def set_up(
     clock.done("choice of kernels")
     model = _load_model(config, path, model_config, backend, peers, dtype)
     clock.done("weights")
-    most_running, most_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
-    max_running = config.max_running or min(most_running, config.max_step_tokens or most_running)
-    max_step_tokens = config.max_step_tokens or max(most_tokens, max_running)
+    default_running, default_step_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
+    max_running = config.max_running or min(default_running, config.max_step_tokens or default_running)
+    max_step_tokens = config.max_step_tokens or max(default_step_tokens, max_running)
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     with HEARTBEAT.coarse():
@@ -95,12 +95,10 @@ def set_up(
         guided = peers.all_reduce_min((path / "tokenizer.json").is_file())
         words = -(-model_config.vocab_size // 32) if guided else 0
         measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
-        clock.done("the largest step, and how far graphs pay")
+        clock.done("largest step, and rows of graphs")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
-    per_token, workers_on_host = (
-        kv_bytes_per_token(local, cache_dtype),
-        workers_on_host or config.dp * coordinates.workers,
-    )
+    per_token = kv_bytes_per_token(local, cache_dtype)
+    workers_on_host = workers_on_host or config.dp * coordinates.workers
     tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
@@ -139,7 +137,9 @@ def _model_config(config: EngineConfig, path: Path) -> ModelConfig:
     if config.load_format != "dummy" and model.tied:
         model = as_stored(model, path)
         if not model.tied:
-            log.warning("%s: tie_word_embeddings is true, but lm_head.weight is another: it is used", path)
+            log.warning(
+                "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding and is used", path
+            )
     longest = config.max_model_len or model.max_positions
     return replace(model, windows=tuple(None if one is None or one >= longest else one for one in model.windows))
 
@@ -152,9 +152,9 @@ def _load_model(
     peers: ProcessGroups,
     dtype: torch.dtype,
 ) -> CausalLM:
-    tensor = (
-        None if peers.tensor is None else TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
-    )
+    tensor = None
+    if peers.tensor is not None:
+        tensor = TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
     try:
         model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor)
     except torch.OutOfMemoryError as error:
@@ -179,7 +179,7 @@ def _thresholds(model: CausalLM, coordinates: RankCoordinates) -> tuple[int | No
     if coordinates.number == 0:
         overlap = "never" if tensor.min_overlap_tokens is None else f"from {tensor.min_overlap_tokens} tokens on"
         log.info(
-            "tp %d: ranks keep whole streams in steps of up to %d tokens, and overlap GEMMs with collectives %s",
+            "tp %d: all-reduce up to %d tokens a step, then sequence parallelism; GEMMs overlap with collectives %s",
             *(tensor.ranks, tensor.max_all_reduce_tokens, overlap),
         )
     return tensor.max_all_reduce_tokens, tensor.min_overlap_tokens
@@ -233,20 +233,20 @@ def _warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: 
 def _tracer(config: EngineConfig, coordinates: RankCoordinates, device: torch.device) -> Tracer | None:
     if config.trace is None:
         return None
-    from tok_core.worker.trace import Tracer  # takes seconds, and few runs trace
+    from tok_core.worker.trace import Tracer  # importing it takes seconds, and few runs trace
 
     return Tracer.of(config, coordinates, device)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> int:
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_positions:
-        raise InvalidField("max_model_len", wanted, f"at most {model.max_positions}, the model's own")
-    if wanted is not None and wanted > cache_tokens:
-        raise InvalidField("max_model_len", wanted, f"at most {cache_tokens}, the tokens of the KV cache")
-    length = wanted or min(model.max_positions, cache_tokens)
+    requested = config.max_model_len
+    if requested is not None and requested > model.max_positions:
+        raise InvalidField("max_model_len", requested, f"at most {model.max_positions}, the model's own")
+    if requested is not None and requested > cache_tokens:
+        raise InvalidField("max_model_len", requested, f"at most {cache_tokens}, the tokens of the KV cache")
+    length = requested or min(model.max_positions, cache_tokens)
     if length < 2:
-        field = "kv_cache_tokens" if wanted is None else "max_model_len"
+        field = "kv_cache_tokens" if requested is None else "max_model_len"
         raise InvalidField(field, length, "at least 2: one token of prompt and one to follow")
     return length
 

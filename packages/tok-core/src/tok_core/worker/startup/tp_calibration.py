@@ -24,42 +24,42 @@ from tok_kernels.collectives.exchange import SUM_BYTES
 
 log = logging.getLogger("tok_core")
 
-RUNS = 5  # timed runs; the fastest counts
-NEVER = 1 << 62  # tokens; stands for None where workers agree on an integer
-MARGIN = 0.98  # overlapped time / other time at most: overlapping costs host time, too
-CAPTURED = 256  # tokens: most steps up to this size run in CUDA graphs and are timed so; they never overlap
-INNER = 4  # iterations per run, so that the host can launch ahead of the device
+RUNS = 5  # timed; the fastest counts
+NO_OVERLAP_TOKENS = 1 << 62  # stands for None where workers agree on an integer
+MAX_OVERLAP_RATIO = 0.98  # of overlapped time to other layouts' time: overlapping costs host time, too
+MAX_CAPTURED_TOKENS = 256  # most steps up to this size run in CUDA graphs and are timed so; they never overlap
+ITERATIONS = 4  # per run, so that the host can launch ahead of the device
 
 
-def calibrate(model: CausalLM, peers: ProcessGroups, most_tokens: int, async_from: int | None = None) -> None:
+def calibrate(model: CausalLM, peers: ProcessGroups, max_tokens: int, async_from: int | None = None) -> None:
     """Set the thresholds of the model's TensorParallel, equal on all workers of the replica.
 
-    most_tokens  maximum tokens of a step
+    max_tokens   maximum tokens of a step
     async_from   smallest step, in tokens, that overlaps GEMMs with collectives; 0: none; None: measure it
 
     All workers call this at the same point. On CPUs, and without tensor parallelism, nothing changes. Worker 0's times
-    decide: a collective ends at the same time everywhere. Raises InvalidField if `async_from` asks for overlap and the
-    devices do not support it.
+    decide: a collective ends at the same time everywhere. Raises InvalidField if `async_from` requests overlap and
+    the devices do not support it.
     """
     tensor = model.tensor
     if tensor is None:
         return
-    symmetric = bool(
-        peers.all_reduce_min(tensor.symmetric)
-    )  # over all stages; also waits until the last worker has its weights
+    # Over all stages. This also waits until the last worker has its weights.
+    symmetric = bool(peers.all_reduce_min(tensor.symmetric))
     if async_from and not symmetric:
         raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
     if tensor.device.type != "cuda":
         return
     if async_from != 0 and symmetric:
-        tensor.reserve(most_tokens, model.config.hidden_size, model.dtype)
-    tensor.most_bytes = peers.broadcast_from_first(_exchanged_bytes(tensor))
-    measured = _measure(model, most_tokens, may_overlap=symmetric and async_from is None)
+        tensor.reserve(max_tokens, model.config.hidden_size, model.dtype)
+    tensor.max_exchange_bytes = peers.broadcast_from_first(_exchanged_bytes(tensor))
+    measured = _measure(model, max_tokens, may_overlap=symmetric and async_from is None)
     if peers.coordinates.number == 0:
         log.debug("%s", format_times(*measured))
-    few, overlapped = choose(*measured)
-    few, overlapped = peers.broadcast_from_first(few), async_from or peers.broadcast_from_first(overlapped)
-    tensor.max_all_reduce_tokens, tensor.min_overlap_tokens = few, None if overlapped == NEVER else overlapped
+    all_reduce_tokens, overlap_tokens = map(peers.broadcast_from_first, choose(*measured))
+    overlap_tokens = async_from or overlap_tokens
+    tensor.max_all_reduce_tokens = all_reduce_tokens
+    tensor.min_overlap_tokens = None if overlap_tokens == NO_OVERLAP_TOKENS else overlap_tokens
 
 
 def _exchanged_bytes(tensor: TensorParallel) -> int:
@@ -72,9 +72,9 @@ def _exchanged_bytes(tensor: TensorParallel) -> int:
     return last_ahead(sizes, exchanged, collected)
 
 
-def _sum_seconds(tensor: TensorParallel, size: int, most_bytes: int) -> float:
-    """Return the time of an all-reduce of `size` bytes, by the exchange if that is at most `most_bytes`."""
-    tensor.most_bytes = most_bytes
+def _sum_seconds(tensor: TensorParallel, size: int, max_exchange_bytes: int) -> float:
+    """Return the time of an all-reduce of `size` bytes, by the exchange if that is at most `max_exchange_bytes`."""
+    tensor.max_exchange_bytes = max_exchange_bytes
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=tensor.device)
     return _seconds(lambda: tensor.sum(x), tensor.device, captured=True)
 
@@ -88,16 +88,16 @@ class LayoutTimings(NamedTuple):
     overlapped: list[float]
 
 
-def _measure(model: CausalLM, most_tokens: int, *, may_overlap: bool) -> LayoutTimings:
+def _measure(model: CausalLM, max_tokens: int, *, may_overlap: bool) -> LayoutTimings:
     """Time one layer at all sizes in all layouts.
 
     No time decides what is measured next: ranks see different times and must launch the same collectives.
     """
-    sizes = _sizes(most_tokens)
+    sizes = _sizes(max_tokens)
     sharded = [layer_seconds(model, SequenceParallelLayout, tokens) for tokens in sizes]
     whole = [layer_seconds(model, AllReduceLayout, tokens) for tokens in sizes]
     overlapped = [
-        layer_seconds(model, OverlappedLayout, tokens) if may_overlap and tokens > CAPTURED else math.inf
+        layer_seconds(model, OverlappedLayout, tokens) if may_overlap and tokens > MAX_CAPTURED_TOKENS else math.inf
         for tokens in sizes
     ]
     return LayoutTimings(sizes, whole, sharded, overlapped)
@@ -107,28 +107,28 @@ def format_times(sizes: Sequence[int], *layouts: Sequence[float]) -> str:
     """Format timings as one line: for each size, milliseconds of all-reduce, sequence-parallel and overlapped layout.
 
     >>> format_times([256, 512], [1e-3, 2e-3], [2e-3, 1.5e-3], [math.inf, 1e-3])
-    'ms a layer, whole/cut/overlapped: 256 tokens 1.000/2.000/-, 512 tokens 2.000/1.500/1.000'
+    'ms per layer, all-reduce/sequence-parallel/overlapped: 256 tokens 1.000/2.000/-, 512 tokens 2.000/1.500/1.000'
     """
     rows = (
         f"{size} tokens " + "/".join("-" if one == math.inf else f"{one * 1e3:.3f}" for one in seconds)
         for size, *seconds in zip(sizes, *layouts, strict=True)
     )
-    return f"ms a layer, whole/cut/overlapped: {', '.join(rows)}"
+    return f"ms per layer, all-reduce/sequence-parallel/overlapped: {', '.join(rows)}"
 
 
 def choose(
     sizes: Sequence[int], whole: Sequence[float], sharded: Sequence[float], overlapped: Sequence[float]
 ) -> tuple[int, int]:
-    """Return `max_all_reduce_tokens` and `min_overlap_tokens` (or NEVER) from each layout's seconds at ascending sizes.
+    """Return `max_all_reduce_tokens`, and `min_overlap_tokens` or NO_OVERLAP_TOKENS, by the layouts' seconds.
 
-    `max_all_reduce_tokens` ignores the overlapped layout, which takes precedence wherever it is chosen.
+    `sizes` ascend. `max_all_reduce_tokens` ignores the overlapped layout, which takes precedence wherever it is chosen.
 
     >>> choose([16, 32, 64, 128], [1, 2, 4, 9], [2, 2, 3, 6], [9, 9, 2, 4])
     (32, 64)
     """
-    overlap_from = NEVER
+    overlap_from = NO_OVERLAP_TOKENS
     for tokens, one, *others in reversed(list(zip(sizes, overlapped, whole, sharded, strict=True))):
-        if one > MARGIN * min(others):
+        if one > MAX_OVERLAP_RATIO * min(others):
             break
         overlap_from = tokens
     return last_ahead(sizes, whole, sharded), overlap_from
@@ -148,13 +148,13 @@ def last_ahead(sizes: Sequence[int], ones: Sequence[float], others: Sequence[flo
     return last
 
 
-def _sizes(most_tokens: int) -> list[int]:
-    """Return powers of two from 16 on, and `most_tokens`.
+def _sizes(max_tokens: int) -> list[int]:
+    """Return powers of two from 16 on, and `max_tokens`.
 
     >>> _sizes(100)
     [16, 32, 64, 100]
     """
-    return [size for size in (1 << bit for bit in range(4, 40)) if size < most_tokens] + [most_tokens]
+    return [size for size in (1 << bit for bit in range(4, 40)) if size < max_tokens] + [max_tokens]
 
 
 def layer_seconds(model: CausalLM, layout_type: type[TPLayout], tokens: int) -> float:
@@ -165,7 +165,7 @@ def layer_seconds(model: CausalLM, layout_type: type[TPLayout], tokens: int) -> 
     rows = tokens if layout_type is AllReduceLayout else -(-tokens // tensor.ranks)
     x = torch.randn((rows, model.config.hidden_size), dtype=model.dtype, device=tensor.device)
     layer: DecoderLayer = next(iter(model.model.layers.values()))  # type: ignore[assignment]
-    return _seconds(lambda: layer.run_gemms(x, layout), tensor.device, captured=tokens <= CAPTURED)
+    return _seconds(lambda: layer.run_gemms(x, layout), tensor.device, captured=tokens <= MAX_CAPTURED_TOKENS)
 
 
 @torch.inference_mode()
@@ -173,7 +173,7 @@ def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool)
     """Return the time per iteration of the fastest of RUNS runs; `captured`: replay a run's iterations as one graph."""
 
     def launch() -> None:
-        for _ in range(INNER):
+        for _ in range(ITERATIONS):
             run()
 
     launch()  # compiles and allocates
@@ -185,7 +185,7 @@ def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool)
         began = time.perf_counter()
         launch()
         torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - began) / INNER)
+        found.append((time.perf_counter() - began) / ITERATIONS)
     return min(found[1:])
 
 

@@ -8,24 +8,24 @@ from msgspec import structs
 from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
 from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.runner import Runner
-from tok_core.worker.sampling import CHUNK
+from tok_core.worker.sampling import MAX_GATHERED_ROWS
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.startup.gemm_warmup import warm_up_gemms
 from tok_core.worker.startup.memory import SLACK, StepMemory, largest_step
 
-LONG_CONTEXT_TOKENS = 4096  # positions
-PAIRS = 1 << 25  # rows × shared positions in a step; bounds its time
+LONG_CONTEXT_TOKENS = 4096
+MAX_ROW_POSITIONS = 1 << 25  # rows × shared positions of a step: bounds its time
 
 
 def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: int = 0) -> None:
-    """Capture the decode graphs, and run a step of each kind, on a CUDA device. `words`: as in `kinds`."""
+    """Capture the decode graphs, and run a step of each kind, on a CUDA device. `words`: as in `warm_up_steps`."""
     state = runner.state
     if measured.graph_rows:
         runner.graphs.capture(graph_sizes(measured.graph_rows))
     # Allocate one block and free it: steps then reuse it, and the allocator does not call the driver again.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
     warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
-    for step in kinds(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
+    for step in warm_up_steps(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
         run_dummy_step(runner, step)
     runner.reset()
     for length in (1, 2):  # the step after records the sampled tokens of another stage
@@ -34,11 +34,11 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: i
     torch.cuda.synchronize(state.device)
 
 
-def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0) -> list[StepInput]:
+def warm_up_steps(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0) -> list[StepInput]:
     """Return a step for each case in which other kernels are chosen.
 
-    Cases: few and many decode rows; no, flat and nested prefix groups; prefill alone and beside decode rows; short and
-    long contexts; every sampling option. `words`: words of a grammar mask; 0: no masks.
+    The cases are few and many decode rows; no, flat and nested prefix groups; prefill alone and beside decode rows;
+    short and long contexts; every sampling option. `words`: words of a grammar mask; 0: no masks.
     """
     pages, most = max_len // 2 // page_size, min(slots, tokens)
     prefix = pages * page_size
@@ -46,7 +46,7 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0)
     for rows in {1, min(16, most), min(300, most), most}:
         found.append(dummy_step(decode=rows))
         # Long enough to count as a long context, but not so long that many rows take seconds to read it.
-        shared = min(pages, max(LONG_CONTEXT_TOKENS, PAIRS // rows) // page_size)
+        shared = min(pages, max(LONG_CONTEXT_TOKENS, MAX_ROW_POSITIONS // rows) // page_size)
         if rows > 1 and shared:
             prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MAX_CASCADE_LEVELS + 1)]
             if rows > 3:
@@ -64,7 +64,7 @@ def kinds(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0)
             found.append(dummy_step(decode=decode, chunks=1, tokens=1, prompt_outputs=True))
         if few > 1 and prefix:
             found.append(dummy_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
-    for rows in {1, min(most, CHUNK + 1)}:
+    for rows in {1, min(most, MAX_GATHERED_ROWS + 1)}:
         found += [
             dummy_step(decode=rows, greedy=True),
             dummy_step(decode=rows, top_logprobs=1),
