@@ -233,6 +233,7 @@ def test_qwen3_config_without_head_dim_is_rejected(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; allowed: a divisor of 4"),
         ({"num_attention_heads": 7}, "num_attention_heads is 7; allowed: a divisor of hidden_size"),
         ({"head_dim": 15}, "head_dim is 15; allowed: an even number"),
+        ({"num_hidden_layers": 1 << 63}, "num_hidden_layers is 9223372036854775808; allowed: at most 10000"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed: .silu. or .swish."),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; allowed: float32, float16, bfloat16"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'"),

@@ -24,6 +24,7 @@ ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
 }
 SUPPORTED_ARCHITECTURES = tuple(names[0] for names in ARCHITECTURES_OF.values())
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_LAYERS = 10_000  # `windows` has an entry for each layer
 # Defaults of transformers for keys that config.json does not contain; a key set to null has no default here.
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -79,6 +80,8 @@ def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
         raise ModelError(f"{quantised.origin}: quantised by {method!r}; supported: {', '.join(DTYPES)}")
     check_keys(config, family, ignored)
     vocab_size, num_layers = config.integer("vocab_size"), config.integer("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise config.wrong("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
     num_heads, num_kv_heads, head_dim = _heads(config, family)
     rope = read_rope(config, head_dim, config.integer("max_position_embeddings"))
     eos, bos = _special_tokens(path, config, family, vocab_size)
