@@ -59,7 +59,7 @@ class ManyRequests:
         manager = self.simulation.manager
         while manager.requests or manager.output_processor.in_flight:
             self.simulation.turn()
-        assert manager.paging.room_for(manager.paging.num_pages)
+        assert manager.paging.evict_until_free(manager.paging.num_pages)
 
     def _submit(self, rid: int) -> None:
         random = self._random

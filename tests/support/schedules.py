@@ -111,7 +111,7 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
     sample of its class has been preempted, too.
     """
     reclaimer, table = manager.reclaimer, manager.table
-    preempt, victims = reclaimer.preempt, list[tuple[int, int]]()
+    preempt, victims = reclaimer.preempt_for_pages, list[tuple[int, int]]()
 
     def checked(slot: int) -> None:
         running = np.flatnonzero((table.state == State.PREFILL) | (table.state == State.DECODE))
@@ -124,7 +124,7 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
         victims.append(victim)
         preempt(slot)
 
-    setattr(reclaimer, "preempt", checked)  # noqa: B010
+    setattr(reclaimer, "preempt_for_pages", checked)  # noqa: B010
     return victims
 
 

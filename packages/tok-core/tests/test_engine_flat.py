@@ -44,7 +44,7 @@ async def held(engine: AsyncEngine) -> int:
     """Return the bytes that Python holds once the prefix cache is empty and no request is open."""
     manager = manager_of(engine)
     await asyncio.to_thread(assert_all_given_back, manager)
-    assert manager.paging.room_for(manager.paging.num_pages)
+    assert manager.paging.evict_until_free(manager.paging.num_pages)
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
 

@@ -214,7 +214,7 @@ def test_preempted_guided_samples_continue_in_their_grammar_state(held: bool) ->
     drive(manager, ports, {0: [submit(1, [1, 2, 3, 4, 5], params)]}, until=lambda: bool(victims()))
     for _ in range(3):
         for slot in victims()[:2]:
-            manager.reclaimer.preempt(slot)
+            manager.reclaimer.preempt_for_pages(slot)
         drive(manager, ports, {0: []}, until=lambda: bool(victims()))
     drive(manager, ports, {0: []})
     assert manager.stats().preemptions >= 2
@@ -399,8 +399,8 @@ def test_prefix_groups_are_not_recomputed_while_guided_sequences_wait(monkeypatc
     prepare(manager, [grammar])
     guided = SamplingParams(n=6, max_tokens=30, seed=0, grammar=grammar)
     free = SamplingParams(n=6, max_tokens=30, seed=0, ignore_eos=True)
-    found = Mock(wraps=grouping.MostPagesSaved.find)
-    monkeypatch.setattr(grouping.MostPagesSaved, "find", lambda *arguments: found(*arguments))
+    found = Mock(wraps=grouping.MostPagesSaved.choose)
+    monkeypatch.setattr(grouping.MostPagesSaved, "choose", lambda *arguments: found(*arguments))
     prompts = {1: [1, 2, 3] * 4, 2: [1, 2, 3] * 4 + [4]}
     drive(manager, ports, {0: [submit(1, prompts[1], guided), submit(2, prompts[2], free)]})
     tokens = tokens_of(ports)
@@ -432,7 +432,7 @@ def test_preempted_guided_sequence_resumes_with_its_parked_matcher() -> None:
     table = manager.table
     drive(manager, ports, {0: [submit(1, [1, 2], params)]}, until=lambda: bool((table.known > 4).any()))
     (matcher,) = table.matchers.values()
-    manager.reclaimer.preempt(int(table.in_state(State.DECODE)[0]))
+    manager.reclaimer.preempt_for_pages(int(table.in_state(State.DECODE)[0]))
     drive(manager, ports, {0: []}, until=lambda: bool(table.matchers) and not manager.requests[1].parked_matchers)
     assert list(table.matchers.values()) == [matcher]
     drive(manager, ports, {0: []})

@@ -269,7 +269,7 @@ def test_random_priorities_and_callers_give_right_tokens_and_no_starvation(mixed
 
     def no_lower_class_keeps_a_higher_one_waiting() -> bool:
         nonlocal passed_over
-        table, first = manager.table, manager.scheduler.waiting.min_open_priority
+        table, first = manager.table, manager.scheduler.waiting.min_waiting_priority
         classes = table.priority[np.isin(table.state, (State.PREFILL, State.DECODE))]
         passed_over = passed_over + 1 if first is not None and len(classes) and first < classes.min() else 0
         assert passed_over <= longest

@@ -67,7 +67,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool], SamplingParams, list[int]
     "known to wait": (forecast_admission, "_known", lambda pending: pending.request.rid == GUILTY, PLAIN, [5, 6]),
     "prefilled": (
         ChunkedPrefill,
-        "rows_behind",
+        "displaceable_rows",
         lambda self, slot, *_: slot_of_guilty(self._table, slot),
         PLAIN,
         LONG,

@@ -41,8 +41,8 @@ class Rows:
         self.slots = np.arange(len(prompts))[::-1] * 3
 
     def groups(self, member: float = 1, group: float = 0, level: float = 0, compute_bound: float = math.inf) -> Groups:
-        return MostPagesSaved(CascadeCosts(member, group, level, compute_bound)).find(
-            self.tree, self.node_ids, self.slots
+        return MostPagesSaved(CascadeCosts(member, group, level, compute_bound)).choose(
+            self.tree, self.slots, self.node_ids
         )
 
 
@@ -201,7 +201,7 @@ def assert_sound(made: Rows, slots: Int64, paths: Sequence[list[int]], groups: G
 
 def test_samples_of_two_prompts_make_two_groups_by_default() -> None:
     made = Rows([(0, *range(10, 25)), (0, *range(30, 45))] * 4)
-    found = listed(made, MostPagesSaved().find(made.tree, made.node_ids, made.slots))
+    found = listed(made, MostPagesSaved().choose(made.tree, made.slots, made.node_ids))
     assert sorted(group.rows for group in found) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert {(group.level, group.start, group.end) for group in found} == {(0, 0, 16)}
 
@@ -233,7 +233,7 @@ def test_default_costs_make_no_small_groups_of_short_questions(
     count: int, fan: int, system: int, question: int, shape: list[tuple[int, int]]
 ) -> None:
     made = Rows([(*range(system), *([1000 + row // fan] * question)) for row in range(count)])
-    levels = MostPagesSaved().find(made.tree, made.node_ids, made.slots).levels
+    levels = MostPagesSaved().choose(made.tree, made.slots, made.node_ids).levels
     assert [(len(level.start), int(level.kv_end.max()) // PAGE) for level in levels] == shape
 
 
@@ -245,7 +245,7 @@ def test_a_level_is_added_only_if_its_reads_would_not_hide_behind_matmuls(
 ) -> None:
     questions = [(*range(common), *([10_000 + i] * 32)) for i in range(prompts)]
     made = Rows([questions[row % prompts] for row in range(prompts * samples)])
-    assert len(MostPagesSaved().find(made.tree, made.node_ids, made.slots).levels) == levels
+    assert len(MostPagesSaved().choose(made.tree, made.slots, made.node_ids).levels) == levels
 
 
 def test_system_prompt_examples_and_questions_make_three_cascade_levels() -> None:
@@ -277,7 +277,7 @@ def test_a_prefix_that_saves_less_than_merging_costs_makes_no_group() -> None:
 
 
 def test_rows_without_cached_pages_are_not_grouped() -> None:
-    groups = MostPagesSaved(CascadeCosts(0, 0, 0)).find(PrefixTree(PAGE), np.zeros(4, np.int32), np.arange(4))
+    groups = MostPagesSaved(CascadeCosts(0, 0, 0)).choose(PrefixTree(PAGE), np.arange(4), np.zeros(4, np.int32))
     assert groups.levels == []
     assert groups.rows == 0
 
@@ -333,16 +333,16 @@ def test_nested_levels_are_searched_only_with_few_grouping_choices(monkeypatch: 
 def test_prefix_groups_are_recomputed_only_when_rows_change() -> None:
     made = Rows([(0, 1, 2, 3), (0, 5, 6, 7)] * 4)
     found, epochs = Grouping(made.tree, MostPagesSaved(CascadeCosts(1, 0, 0))), np.zeros(8, np.int64)
-    first = found.find(made.slots, made.node_ids, epochs)
+    first = found.groups_of(made.slots, made.node_ids, epochs)
     # A row that is not decoding branches off inside a prompt, which splits the node.
     made.tree.lock(made.tree.match(tokens((0, 1, 2))).node)
-    assert found.find(made.slots.copy(), made.node_ids.copy(), epochs.copy()) is first
+    assert found.groups_of(made.slots.copy(), made.node_ids.copy(), epochs.copy()) is first
     other = made.node_ids[[1, *range(1, 8)]]
-    counts = [level.count.tolist() for level in found.find(made.slots, other, epochs).levels]
+    counts = [level.count.tolist() for level in found.groups_of(made.slots, other, epochs).levels]
     assert counts in ([[3, 5]], [[5, 3]])
-    assert found.find(made.slots, made.node_ids, epochs) is not first
-    assert found.find(made.slots, made.node_ids, epochs + 1) is not first
-    assert found.find(made.slots[1:], made.node_ids[1:], epochs[1:]).rows == 7
+    assert found.groups_of(made.slots, made.node_ids, epochs) is not first
+    assert found.groups_of(made.slots, made.node_ids, epochs + 1) is not first
+    assert found.groups_of(made.slots[1:], made.node_ids[1:], epochs[1:]).rows == 7
 
 
 @settings(max_examples=60)
@@ -351,15 +351,15 @@ def test_groups_without_rows_that_sit_out_are_sound(made: Rows, cost: CascadeCos
     count = len(made.slots)
     found = Grouping(made.tree, MostPagesSaved(cost))
     epochs = np.zeros(count, np.int64)
-    full = found.find(made.slots, made.node_ids, epochs)
+    full = found.groups_of(made.slots, made.node_ids, epochs)
     for _ in range(2):  # both rounds thin the groups of the full search
         row = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True)))
         others = np.setdiff1d(np.arange(count), row)
         sitting_out = np.array((made.slots[others], made.node_ids[others], epochs[others]), np.int64)
-        left = found.find(made.slots[row], made.node_ids[row], epochs[row], sitting_out)
+        left = found.groups_of(made.slots[row], made.node_ids[row], epochs[row], sitting_out)
         assert_sound(made, made.slots[row], [made.paths[i] for i in row], left)
         members = [{*group.rows} & {*row.tolist()} for group in listed(made, full)]
         assert sorted(sorted(m) for m in members if len(m) > 1) == sorted(
             sorted(row[group.rows].tolist()) for group in listed(made, left)
         )
-    assert_sound(made, made.slots, made.paths, found.find(made.slots, made.node_ids, epochs))
+    assert_sound(made, made.slots, made.paths, found.groups_of(made.slots, made.node_ids, epochs))

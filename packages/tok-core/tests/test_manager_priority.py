@@ -44,7 +44,7 @@ class QueueOrder(RuleBasedStateMachine):
         request = Request(self.arrivals, np.array([1], np.int32), params, self.arrivals, 64)
         self.arrivals += 1
         self.queue.append(Pending(request, deque(range(samples)), request.prompt))
-        self.waiting.append((priority, request.arrival, 0))
+        self.waiting.append((priority, request.serial, 0))
 
     @precondition(lambda self: self.waiting)
     @rule()

@@ -136,7 +136,7 @@ def test_preempted_prompt_gives_the_same_logprobs_and_embedding(pooling: Pooling
     request = msgspec.structs.replace(submit(0, prompt.tolist(), params), pooling=pooling)
     drive(manager, ports, {0: [request]}, until=lambda: bool(manager.table.length.max() >= computed))
     (slot,) = manager.table.in_state(State.PREFILL).tolist()
-    manager.reclaimer.preempt(slot)
+    manager.reclaimer.preempt_for_pages(slot)
     drive(manager, ports, {})
     assert manager.stats().preemptions == 1
     scores, vectors = told(ports, [len(prompt)])

@@ -61,7 +61,7 @@ class Faults:
         return failures
 
 
-LOOK = 2.0  # seconds that one look counts, at most
+MAX_LOOK_SECONDS = 2.0  # seconds that one look counts, at most
 MIN_IDLE_LOOKS = 4  # looks without a returned step, at least, before a worker counts as stuck
 
 
@@ -69,7 +69,7 @@ class Watchdog:
     """Sum of the seconds for which steps have been at the worker and none has come back.
 
     After a jump of the clock or a suspension of the machine, an hour may have passed between two looks, but not for the
-    worker. Each look therefore counts at most `LOOK` seconds.
+    worker. Each look therefore counts at most `MAX_LOOK_SECONDS` seconds.
 
     timeout  seconds after which the worker counts as stuck
     clock    returns seconds; may jump forwards and backwards, or stand still
@@ -77,7 +77,7 @@ class Watchdog:
 
     def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
         self._timeout = timeout
-        self._most = min(LOOK, timeout / MIN_IDLE_LOOKS)
+        self._most = min(MAX_LOOK_SECONDS, timeout / MIN_IDLE_LOOKS)
         self._clock = clock
         self._looked = clock()
         self._silent = 0.0

@@ -41,7 +41,7 @@ from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64
 
 Bools = NDArray[np.bool_]
-LOOK: Final = 2e-3  # seconds between looks at grammars that are being compiled by threads
+COMPILE_POLL_SECONDS: Final = 2e-3  # seconds between looks at grammars that are being compiled by threads
 PATIENCE: Final = 60.0  # seconds that a worker has for an answer, since the CPU may be busy with other work
 MAX_LOSSES: Final = 3  # workers lost in a row, without a sequence to blame, after which a grammar is refused
 MAX_ENDED: Final = 64  # ended sequences of a grammar after which its worker is notified
@@ -142,7 +142,7 @@ class GrammarManager:
     @property
     def patience(self) -> float:
         """Return the seconds after which to poll the workers, even if nothing wakes the manager's loop."""
-        return 1.0 if self.pool.workers.wakes or not self.waiting else LOOK
+        return 1.0 if self.pool.workers.wakes or not self.waiting else COMPILE_POLL_SECONDS
 
     def close(self) -> None:
         """Stop the workers."""

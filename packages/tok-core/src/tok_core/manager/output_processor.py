@@ -32,7 +32,7 @@ class Reported(NamedTuple):
     embedded: list[Embedded]
 
 
-class _Endings(NamedTuple):
+class _Ended(NamedTuple):
     """Sequences that end, int64 [n]; whether each ends by a stop and not by length, bool [n]; the report of each."""
 
     slots: Int64
@@ -168,7 +168,7 @@ class OutputProcessor:
         table.tokens[slots, table.known[slots]] = token
         table.known[slots] += 1
         rid, sample = table.rid[slots], table.sample[slots]
-        finished = self._finish(slots, token)
+        finished = self._end_found(slots, token)
         return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, [], [])
 
     def _end_stuck(self, slots: Int64) -> list[Finished]:
@@ -190,22 +190,22 @@ class OutputProcessor:
         live &= ~without_output
         ending = slots[without_output].astype(np.int64)
         finished = _ended_by_length(self.table.rid[ending], self.table.sample[ending], np.zeros_like(ending))
-        self._close(ending)
+        self._release(ending)
         return finished
 
-    def _finish(self, slots: Int64, token: np.ndarray) -> list[Finished]:
+    def _end_found(self, slots: Int64, token: np.ndarray) -> list[Finished]:
         """End the sequences among `slots` that their new token ends, and return their reports."""
         try:
-            endings = self._endings(slots, token)
+            ended = self._find_ended(slots, token)
         except Exception:
-            endings = self._endings_each(slots, token)
-        if endings.finished:
-            self._learn(endings.slots, endings.by_stop)
-            self._end(endings.slots)
-        return endings.finished
+            ended = self._find_ended_by_request(slots, token)
+        if ended.finished:
+            self._learn(ended.slots, ended.by_stop)
+            self._end(ended.slots)
+        return ended.finished
 
-    def _endings_each(self, slots: Int64, token: np.ndarray) -> _Endings:
-        """Find endings request by request, after `_endings` has raised. A request that raises is at fault.
+    def _find_ended_by_request(self, slots: Int64, token: np.ndarray) -> _Ended:
+        """Find ended sequences request by request, after `_find_ended` has raised. A request that raises is at fault.
 
         The sequences of a request at fault do not end here.
         """
@@ -213,20 +213,20 @@ class OutputProcessor:
         for rid in np.unique(self.table.rid[slots]).tolist():
             own = self.table.rid[slots] == rid
             try:
-                found.append(self._endings(slots[own], token[own]))
+                found.append(self._find_ended(slots[own], token[own]))
             except Exception as error:
                 self.faults.add(rid, error)
         if not found:
-            return _Endings(NOBODY, np.zeros(0, np.bool_), [])
+            return _Ended(NOBODY, np.zeros(0, np.bool_), [])
         ended, by_stop, _ = zip(*found, strict=True)
-        return _Endings(np.concatenate(ended), np.concatenate(by_stop), [end for one in found for end in one.finished])
+        return _Ended(np.concatenate(ended), np.concatenate(by_stop), [end for one in found for end in one.finished])
 
-    def _endings(self, slots: Int64, token: np.ndarray) -> _Endings:
+    def _find_ended(self, slots: Int64, token: np.ndarray) -> _Ended:
         """Find the sequences among `slots` that their new token ends; changes nothing."""
         table = self.table
         known = table.known[slots]
         kind = self.stops.classify(table.stop_set[slots], token)
-        kind = np.where(known > table.min_total[slots], kind, 0)
+        kind = np.where(known > table.unstopped_length[slots], kind, 0)
         self._rule_out_strings(slots, kind)
         full = known >= table.limit[slots]
         rows = ((kind != 0) | full).nonzero()[0]
@@ -234,12 +234,12 @@ class OutputProcessor:
         tokens = known[rows] - table.prompt_len[of]
         whose = table.rid[of], table.sample[of], tokens
         if not kind.any():  # the common case
-            return _Endings(of, np.zeros(len(of), np.bool_), _ended_by_length(*whose))
+            return _Ended(of, np.zeros(len(of), np.bool_), _ended_by_length(*whose))
         columns = of, *whose, token[rows], kind[rows], full[rows]
-        finished = [self._finished(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+        finished = [self._ending_of(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
         ending = np.array([one is not None for one in finished], np.bool_)
         ended = [one for one in finished if one is not None]
-        return _Endings(of[ending], np.array([one.reason != "length" for one in ended], np.bool_), ended)
+        return _Ended(of[ending], np.array([one.reason != "length" for one in ended], np.bool_), ended)
 
     def _rule_out_strings(self, slots: Int64, kind: np.ndarray) -> None:
         """Clear MAYBE_STRING in `kind` where the bytes before the new token rule out a match."""
@@ -260,7 +260,7 @@ class OutputProcessor:
         seen, lengths, limits = (column.astype(np.int64) for column in columns)
         self.lengths.observe(seen, lengths, limits, ended)
 
-    def _finished(
+    def _ending_of(
         self, slot: int, rid: int, sample: int, tokens: int, token: int, kind: int, full: bool
     ) -> Finished | None:
         """Return how the new token ends the slot's sequence, which has `tokens` output tokens; None if it does not."""
@@ -280,9 +280,9 @@ class OutputProcessor:
         table = self.table
         # The worker computes nothing for a sequence after its end, so its last token's KV is not in the cache.
         table.length[slots] = np.minimum(table.length[slots], table.known[slots] - 1)
-        self._close(slots)
+        self._release(slots)
 
-    def _close(self, slots: Int64) -> None:
+    def _release(self, slots: Int64) -> None:
         """Release the slots of ended sequences, and what a request holds once its last sample has ended."""
         for request, count in Counter(map(self.table.requests.__getitem__, slots.tolist())).items():
             assert request is not None

@@ -25,47 +25,39 @@ class Account:
     open     rids of its requests that have not ended
     running  samples that hold a slot or will fork from a prefilling leader
     holders  requests with at least one such sample
-    looks    number of consecutive calls of `FairShares.look` that have found samples of it waiting
+    checks   number of consecutive checks by `FairShares.check` that have found samples of it waiting
     """
 
-    __slots__ = ("holders", "id", "looks", "open", "running")
+    __slots__ = ("checks", "holders", "id", "open", "running")
 
     def __init__(self, account_id: int = 0) -> None:
         self.id = account_id
         self.open: set[int] = set()
         self.running = self.holders = 0
-        self.looks = 0
+        self.checks = 0
 
 
 class Request:
     """One open request: its prompt, its parameters, and the slots of its running samples.
 
+    serial                number of the request, in order of arrival
     limit                 tokens, prompt and output, at which its samples end by length
-    min_length            tokens, prompt and output, that each of its samples has at least when it ends
+    certain_length        tokens, prompt and output, that each of its samples has at least when it ends
     leader                slot that prefills the prompt now, for itself and the samples that fork from it
     wants_prompt_outputs  whether the leader's chunks still have to return prompt outputs (`requested_prompt_outputs`)
     grammar_state         state of its grammar
     parked_matchers       matcher states of samples that wait for a slot again, by sample
     tenant, salt          as in `Submit`
     account               its caller's account
-    arrived               when it joined the queue, in seconds
+    queued_at             when it joined the queue, in seconds
     running               samples that hold a slot or will fork from the leader
     displaced             samples that wait because others took their slots
     """
 
     __slots__ = (
-        *(
-            "account",
-            "arrival",
-            "arrived",
-            "displaced",
-            "grammar_state",
-            "leader",
-            "min_length",
-            "left",
-        ),
-        *("limit", "params", "parked_matchers", "pooled", "pooling", "preempted", "prompt", "reported", "rid"),
-        *("running", "salt", "samples", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
+        *("account", "certain_length", "displaced", "grammar_state", "leader", "left", "limit", "params"),
+        *("parked_matchers", "pooled", "pooling", "preempted", "prompt", "queued_at", "reported", "rid", "running"),
+        *("salt", "samples", "serial", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
     )
 
     def __init__(
@@ -73,7 +65,7 @@ class Request:
         rid: int,
         prompt: Int32,
         params: SamplingParams,
-        arrival: int,
+        serial: int,
         max_len: int,
         first_sample: int = 0,
         pooling: Pooling | None = None,
@@ -83,16 +75,16 @@ class Request:
         self.rid = rid
         self.tenant = tenant
         self.account = Account()
-        self.arrived = 0.0
+        self.queued_at = 0.0
         self.running = 0
         self.salt = salt
         self.prompt = prompt
         self.params = params
-        self.arrival = arrival
+        self.serial = serial
         self.stop_set: int | None = None  # id in `StopSets`; set when the first of its samples starts
         self.limit = min(max_len, len(prompt) + (max_len if params.max_tokens is None else params.max_tokens))
         never = params.ignore_eos and not params.stop and not params.stop_token_ids
-        self.min_length = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
+        self.certain_length = self.limit if never else min(len(prompt) + params.min_tokens, self.limit)
         self.samples = range(first_sample, first_sample + params.n)
         self.left = params.n  # samples that have not ended
         self.unsampled = params.n  # samples whose first token is not scheduled
@@ -139,7 +131,7 @@ class Pending:
     @property
     def order(self) -> tuple[int, int, int]:
         """Return the sort key: class, then arrival of the request, then number of the sample."""
-        return (self.request.params.priority, self.request.arrival, self.samples[0])
+        return (self.request.params.priority, self.request.serial, self.samples[0])
 
 
 class Accounts:
@@ -259,8 +251,8 @@ class WaitingQueue:
             yield from heapq.merge(*queues.values(), key=_order) if len(queues) > 1 else next(iter(queues.values()))
 
     @property
-    def min_open_priority(self) -> int | None:
-        """Return the smallest priority number that waits."""
+    def min_waiting_priority(self) -> int | None:
+        """Return the smallest priority number, which is the highest class, with a waiting sample."""
         return next(iter(self._classes), None)
 
     def classes(self) -> list[int]:

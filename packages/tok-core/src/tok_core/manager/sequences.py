@@ -37,7 +37,14 @@ def sparse_zeros(shape: Sequence[int]) -> Int32:
 
 
 class State:
-    """State of a slot: FREE → PREFILL → DECODE → DRAIN → ENDED → FREE, or PREFILL or DECODE → PREEMPTED → FREE.
+    """State of a slot, and the states that may follow it:
+
+    FREE → PREFILL, or DECODE or DRAIN (samples that fork or start late)
+    PREFILL → DECODE, DRAIN (its first token is its last), PREEMPTED, ENDED (cancelled)
+    DECODE → DRAIN, PREFILL (its grammar has appended tokens), PREEMPTED, ENDED (stopped or cancelled)
+    DRAIN → ENDED
+    PREEMPTED → FREE (it waits again, has stopped or was cancelled)
+    ENDED → FREE
 
     States are plain integers: NumPy takes ten times as long to compare a column with a member of an enumeration.
     """
@@ -61,8 +68,8 @@ class SequenceTable:
     target             tokens to prefill before the first token is sampled
     known              tokens whose values the manager has (prompt and returned ones)
     limit              tokens at which the sequence ends by length
-    min_length         tokens that it has at least when it ends, unless it is cancelled
-    min_total          number of tokens up to which only `limit` ends it
+    certain_length     tokens that it has at least when it ends, unless it is cancelled; for the forecast
+    unstopped_length   number of tokens up to which only `limit` ends it; stop conditions apply to longer ones
     eos_from_position  first sampled position at which an EOS id ends it; position p holds the (p + 1)-th token
     followed           output tokens that the length model has counted
     pages              int32 [S, P], page ids; the first `num_shared` belong to the prefix tree down to `node`, the
@@ -76,9 +83,9 @@ class SequenceTable:
     held               whether it waits for the value of its last token, or for the mask of its grammar after it
     matchers           matcher states by slot, of guided sequences that have sampled
     order              age: smaller came first
-    account            number of its caller's account in its class
-    granted            whether it was started because it had waited too long
-    priority           class: the smallest is served first and preempted last
+    account            number (`Account.id`) of its caller's account in its class
+    overdue            whether it was started because it had waited too long
+    priority           class: the smallest number is the highest class, served first and preempted last
     preempted          whether the sample was preempted for lack of pages before
     salt               salt of its request, by slot; kept until the slot has another owner
     """
@@ -98,7 +105,7 @@ class SequenceTable:
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
         self.account = np.zeros(slots, np.int64)
-        self.granted = np.zeros(slots, np.bool_)
+        self.overdue = np.zeros(slots, np.bool_)
         self.preempted = np.zeros(slots, np.bool_)
         self.rid = np.zeros(slots, np.int64)
         self.sample = np.zeros(slots, np.int32)
@@ -107,8 +114,8 @@ class SequenceTable:
         self.known = np.zeros(slots, np.int32)
         self.prompt_len = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
-        self.min_length = np.zeros(slots, np.int32)
-        self.min_total = np.zeros(slots, np.int32)
+        self.certain_length = np.zeros(slots, np.int32)
+        self.unstopped_length = np.zeros(slots, np.int32)
         self.eos_from_position = np.zeros(slots, np.int32)
         self.num_pages = np.zeros(slots, np.int32)
         self.num_shared = np.zeros(slots, np.int32)
@@ -184,7 +191,7 @@ class SequenceTable:
         self.last_sampled_step[slots] = 0
         self.guided[slots] = params.grammar is not None
         self.held[slots] = False
-        self.order[slots] = request.arrival * (1 << 20) + samples
+        self.order[slots] = request.serial * (1 << 20) + samples
         self.priority[slots] = params.priority
         self.account[slots] = request.account.id
         self.rid[slots] = request.rid
@@ -193,10 +200,10 @@ class SequenceTable:
         self.target[slots] = self.known[slots] = len(tokens)
         self.prompt_len[slots] = prompt_len
         self.limit[slots] = request.limit
-        self.min_length[slots] = request.min_length
-        min_total = prompt_len + min(params.min_tokens, request.limit)
-        self.min_total[slots] = min_total
-        self.eos_from_position[slots] = NEVER if params.ignore_eos else min_total
+        self.certain_length[slots] = request.certain_length
+        unstopped_length = prompt_len + min(params.min_tokens, request.limit)
+        self.unstopped_length[slots] = unstopped_length
+        self.eos_from_position[slots] = NEVER if params.ignore_eos else unstopped_length
         self.num_pages[slots] = self.num_shared[slots] = 0
         self.stop_set[slots] = request.stop_set
         self.followed[slots] = len(tokens) - prompt_len
@@ -217,7 +224,7 @@ class SequenceTable:
             self.requests_running -= not request.slots
             self.requests[slot] = None
         self.state[slots] = State.ENDED
-        self.granted[slots] = False
+        self.overdue[slots] = False
         self.epoch[slots] += 1
         self.ended += len(slots)
 

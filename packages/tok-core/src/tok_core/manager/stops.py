@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tok_core.errors import InvalidField
 from tok_core.messages import Int32, Int64
 from tok_core.sampling_params import SamplingParams
-from tok_core.text import MAX_BORDER_BYTES, WORD, EndingIndex, Endings, PieceBytes, Words
+from tok_core.text import MAX_BORDER_BYTES, WORD, CompletingTokens, EndingIndex, PieceBytes, Words
 
 Bools = NDArray[np.bool_]
 
@@ -180,7 +180,7 @@ class StopSets:
         arrays = PieceBytes(self._pieces)
         self._sizes = arrays.sizes
         self._index = EndingIndex(arrays)
-        self._completing: OrderedDict[str, Endings] = OrderedDict()
+        self._completing: OrderedDict[str, CompletingTokens] = OrderedDict()
         self._masks = np.zeros((4, vocab_size), np.uint8)
         self._hidden = frozenset(token for token in hidden_ids if token < vocab_size and self._pieces[token])
         self._prefilter = StopStringPrefilter(arrays, len(self._masks), self._hidden)
@@ -279,16 +279,16 @@ class StopSets:
         if not key.ignore_eos:
             row[self._eos_ids] |= END
         row[list(key.token_ids)] |= STOP_ID
-        for endings in map(self._endings, key.strings):
-            row[endings.border] |= MAYBE_STRING
-            row[endings.within] |= MAYBE_STRING | WITHIN
+        for tokens in map(self._completing_tokens, key.strings):
+            row[tokens.border] |= MAYBE_STRING
+            row[tokens.within] |= MAYBE_STRING | WITHIN
         self._ids[key] = set_id
         self._sets[set_id] = key
         self._stops[set_id] = sorted((stop.encode() for stop in key.strings), key=len, reverse=True)
         self._prefilter.put(set_id, self._stops[set_id])
         self._users[set_id] = 0
 
-    def _endings(self, stop: str) -> Endings:
+    def _completing_tokens(self, stop: str) -> CompletingTokens:
         if stop not in self._completing:
             self._completing[stop] = self._index.completing(stop.encode())
             if len(self._completing) > CACHED_STRINGS:

@@ -110,6 +110,9 @@ class StepInput(msgspec.Struct):
     5. Sample. For each of the R rows, the logits of sequence `sample_row` of the step yield the next token of slot
        `sample_slot`. Several slots may sample from one sequence: that is a fork.
 
+    Fields that these steps do not name:
+
+    step         number of the step, from 1 on
     filter_row   which of the R rows have top-k, top-p or min-p filters
     penalty_row  which of the R rows have penalties
     bias_row     which of the R rows have logit biases in effect

@@ -34,7 +34,7 @@ KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
         "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", ORIGINAL}),
     }
 )
-READS_ORIGINAL: Mapping[str, tuple[str, ...]] = dict.fromkeys(("llama3", "yarn", "longrope"), (ORIGINAL,))
+READS_ORIGINAL = frozenset({"llama3", "yarn", "longrope"})
 # `finetuned` is a note by the authors of YaRN on how a checkpoint was trained.
 COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"})
 
@@ -68,7 +68,8 @@ def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
     for fields in (config, settings):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise fields.wrong("partial_rotary_factor", fields.values["partial_rotary_factor"], "1.0")
-        for key in fields.nulls & {"rope_theta", *READS_ORIGINAL.get(kind, ())}:  # transformers would compute with null
+        read = {"rope_theta", ORIGINAL} if kind in READS_ORIGINAL else {"rope_theta"}
+        for key in fields.nulls & read:  # transformers would compute with null
             raise fields.wrong(key, None, "a positive number")
     base = settings.number("rope_theta", config.number("rope_theta", DEFAULT_BASE))
     try:
@@ -134,11 +135,12 @@ def _scaling(config: Fields, settings: Fields, kind: str, max_positions: int) ->
         )
         return scaling, max_positions
     if kind == "yarn":
-        return _yarn(settings, original, max_positions)
-    return _longrope(settings, original, max_positions), max_positions
+        return _read_yarn(settings, original, max_positions)
+    assert kind == "longrope", kind
+    return _read_longrope(settings, original, max_positions), max_positions
 
 
-def _yarn(settings: Fields, original: int, max_positions: int) -> tuple[YarnScaling, int]:
+def _read_yarn(settings: Fields, original: int, max_positions: int) -> tuple[YarnScaling, int]:
     # A factor of null means the ratio of the two lengths; an absent factor is an error.
     factor = settings.number("factor", max_positions / original if "factor" in settings.nulls else None)
     attention_factor = _mscale(factor, 1.0)
@@ -162,7 +164,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(settings: Fields, original: int, max_positions: int) -> LongRopeScaling:
+def _read_longrope(settings: Fields, original: int, max_positions: int) -> LongRopeScaling:
     if original < 2:
         raise settings.wrong(ORIGINAL, original, "an integer of at least 2, with rope_type longrope")
     factor = settings.number("factor", max_positions / original)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from tok_core.config import EngineConfig
-from tok_core.manager import LOOK, MIN_IDLE_LOOKS
+from tok_core.manager import MAX_LOOK_SECONDS, MIN_IDLE_LOOKS
 from tok_core.messages import Beat
 
 SILENT = 10.0  # seconds without a heartbeat after which a replica gets no new requests
@@ -36,7 +36,7 @@ class Liveness:
         self._pulses = {role: _Pulse() for role in roles}
         self._step_timeout, self._start_timeout = config.step_timeout, config.start_timeout
         self._silent = min(SILENT, config.step_timeout / 2)
-        self._most = min(LOOK, min(self._step_timeout, self._start_timeout) / MIN_IDLE_LOOKS)
+        self._most = min(MAX_LOOK_SECONDS, min(self._step_timeout, self._start_timeout) / MIN_IDLE_LOOKS)
         self._clock = clock
         self._looked = clock()
         self._unmoved = 0.0  # seconds since any process made progress

@@ -31,7 +31,7 @@ from tok_core.messages import (
 from tok_core.replicas.liveness import Liveness
 from tok_core.replicas.local_ports import Closed, LocalPorts
 from tok_core.replicas.processes import FAULTY, write_launch
-from tok_core.runtime import ScratchDirectory, is_json, keep_lifeline
+from tok_core.runtime import ScratchDirectory, close_in_forks, is_json
 
 log = logging.getLogger("tok_core")
 
@@ -199,7 +199,7 @@ class ProcessReplica:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.children[role] = child  # before anything that may raise, so that `close` finds it
         assert child.stdin is not None
-        keep_lifeline(child.stdin)
+        close_in_forks(child.stdin)
         write_launch(child.stdin, self._launch(role, coordinates))
 
     def _launch(self, role: str, coordinates: RankCoordinates | None) -> ProcessLaunch:

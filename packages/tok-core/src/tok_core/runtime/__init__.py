@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tok_core.runtime.garbage_collection import settle
 from tok_core.runtime.heartbeat import HEARTBEAT, TURN
-from tok_core.runtime.lifeline import keep_lifeline
+from tok_core.runtime.lifeline import close_in_forks
 from tok_core.runtime.log_format import FIELDS, TEXT, JsonFormatter, is_json, set_format
 from tok_core.runtime.scratch_directory import ScratchDirectory
 from tok_core.runtime.trace_paths import trace_file, trace_files
@@ -16,8 +16,8 @@ __all__ = [
     "TURN",
     "JsonFormatter",
     "ScratchDirectory",
+    "close_in_forks",
     "is_json",
-    "keep_lifeline",
     "set_format",
     "settle",
     "trace_file",

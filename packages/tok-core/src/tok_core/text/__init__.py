@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tok_core.text.detokenise import Detokeniser
-from tok_core.text.endings import MAX_BORDER_BYTES, EndingIndex, Endings
+from tok_core.text.endings import MAX_BORDER_BYTES, CompletingTokens, EndingIndex
 from tok_core.text.loading import load_text
 from tok_core.text.piece_bytes import WORD, PieceBytes, Words
 from tok_core.text.template import ChatTemplate
@@ -13,9 +13,9 @@ __all__ = [
     "MAX_BORDER_BYTES",
     "WORD",
     "ChatTemplate",
+    "CompletingTokens",
     "Detokeniser",
     "EndingIndex",
-    "Endings",
     "PieceBytes",
     "Tokenizer",
     "Words",

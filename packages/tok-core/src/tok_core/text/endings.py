@@ -18,7 +18,7 @@ MAX_BORDER_BYTES: Final = WORD - 1  # bytes
 NO_IDS: Final[Ints] = np.zeros(0, np.int64)  # no ids
 
 
-class Endings(NamedTuple):
+class CompletingTokens(NamedTuple):
     """Ids of the tokens in which an occurrence of a string can end; unordered, some repeated.
 
     within  the piece contains the string, or begins with more than its last SHORT bytes
@@ -46,13 +46,13 @@ class EndingIndex:
         self._owner = np.repeat(np.arange(len(pieces.sizes), dtype=np.int32), pieces.sizes)
         self._by_head, self._head_of = _sorted((pieces.heads >> np.uint64(48)).astype(np.uint16))
 
-    def completing(self, stop: bytes) -> Endings:
+    def completing(self, stop: bytes) -> CompletingTokens:
         """Return the tokens that can complete `stop`, which has at least one byte. Exact."""
         within, border = [self._holding(stop)], [NO_IDS]
         for count in range(1, min(len(stop) - 1, self._pieces.longest) + 1):
             ids = self._beginning_with(stop[len(stop) - count :])
             (border if count <= MAX_BORDER_BYTES else within).append(ids)
-        return Endings(np.concatenate(within), np.concatenate(border))
+        return CompletingTokens(np.concatenate(within), np.concatenate(border))
 
     def _holding(self, stop: bytes) -> Ints:
         """Return the ids of the pieces that contain `stop`."""

@@ -12,7 +12,7 @@ from jinja2.exceptions import SecurityError
 MAX_RENDER_BYTES = 1 << 28  # bytes charged to one rendering
 MAX_VALUE_BYTES = 1 << 26  # bytes of one value
 MAX_RENDER_SECONDS = 10.0  # CPU seconds of one rendering
-LOOK = 1024  # bytes charged between checks of the clock
+BYTES_PER_CHECK = 1024  # bytes charged between checks of the clock
 ELEMENT = 16  # bytes per element of a container; a copy of the container shares its elements
 MAX_NESTED_ELEMENTS = 1 << 18  # elements of a value that is written out, nested ones included
 PIECE = 64  # bytes per part of a text that is split
@@ -23,7 +23,7 @@ class RenderMeter:
 
     def __init__(self) -> None:
         self._spent = 0
-        self._next_look = LOOK
+        self._next_check = BYTES_PER_CHECK
         self._deadline = time.thread_time() + MAX_RENDER_SECONDS
 
     def charge(self, cost: int) -> None:
@@ -31,8 +31,8 @@ class RenderMeter:
         self._spent += cost
         if cost > MAX_VALUE_BYTES or self._spent > MAX_RENDER_BYTES:
             raise SecurityError("the template writes or builds too much")
-        if self._spent >= self._next_look:
-            self._next_look = self._spent + LOOK
+        if self._spent >= self._next_check:
+            self._next_check = self._spent + BYTES_PER_CHECK
             if time.thread_time() > self._deadline:
                 raise SecurityError(f"the template takes more than {MAX_RENDER_SECONDS:g} seconds")
 

@@ -19,7 +19,7 @@ from tok_core.errors import EngineError
 from tok_core.grammar.checker import GrammarLimits
 from tok_core.grammar.matchers import MatcherCall, MatcherReply, Verdict
 from tok_core.grammar.worker_processes.worker import COMPILING, CURRENT_SEQUENCE, LENGTH
-from tok_core.runtime import keep_lifeline
+from tok_core.runtime import close_in_forks
 from tok_core.sampling_params import Grammar
 
 PIECE: Final = 1 << 18  # bytes per read from a socket
@@ -253,7 +253,7 @@ class WorkerProcesses:
             raise EngineError(f"grammars cannot be checked: {failure}") from failure
         finally:
             its.close()
-        keep_lifeline(mine)
+        close_in_forks(mine)
         mine.send(msgspec.msgpack.encode(self._task))
         self._orders = mine
 

@@ -26,7 +26,7 @@ from tok_core.messages import Int64
 
 # Seconds: half of the second within which a request is to begin; the other half is for the step in progress.
 QUANTUM = 0.5
-LOOKS = 2  # checks per quantum
+CHECKS_PER_QUANTUM = 2  # checks per quantum
 # Requests that share a caller's slots before they are served first come, first served: prefix groups stay large.
 MAX_SHARING_REQUESTS = 32
 MAX_COMPARED = 1024  # queue entries of one caller that are compared
@@ -48,27 +48,27 @@ Turns = Callable[[int], Iterator[StartTurn]]
 class FairShares:
     """Order of the samples in `waiting`, and periodic checks whether slots must be taken back.
 
-    due  number of samples that have waited too long and start even if the forecast does not admit them
+    overdue  number of samples that have waited too long and start even if the admission policy does not admit them
     """
 
     def __init__(
         self, paging: Paging, waiting: WaitingQueue, preemption: PreemptionPolicy, clock: Callable[[], float]
     ) -> None:
         self.accounts = Accounts()
-        self.due = 0
+        self.overdue = 0
         self._table = paging.table
         self._paging = paging
         self._preemption = preemption
         self._waiting = waiting
         self._clock = clock
-        self._looked = clock()
-        self._computed = 0  # tokens computed until the last look
+        self._checked = clock()
+        self._computed = 0  # tokens computed until the last check
         self._allowance = 0.0  # tokens that preemption may lose now
 
     def open(self, request: Request) -> None:
         """Register a new request."""
         self.accounts.open(request)
-        request.arrived = self._clock()
+        request.queued_at = self._clock()
 
     def turns(self, most: int, classes: Iterable[int]) -> Iterator[StartTurn]:
         """Yield which samples of these classes start next, in order, at most `most` of them.
@@ -94,22 +94,24 @@ class FairShares:
         share = max(1, (account.running + most) // min(max(1, len(account.open)), MAX_SHARING_REQUESTS))
         if head.request.running + len(head.samples) > share and account.holders < MAX_SHARING_REQUESTS:
             others = islice(queue, 1, MAX_COMPARED)
-            if any(one.request.running < share and _aged(one.request, now) for one in others):
+            if any(one.request.running < share and _is_overdue(one.request, now) for one in others):
                 return _capped(queue, share, MAX_SHARING_REQUESTS - account.holders, now)
         return (StartTurn(pending, len(pending.samples)) for pending in queue)
 
-    def look(self, computed: int) -> list[int]:
-        """Return slots to preempt for samples that have waited too long. Between looks, return none at once.
+    def check(self, computed: int) -> list[int]:
+        """Set `overdue`, and return the slots to preempt for these samples.
+
+        Less than half a `QUANTUM` after the last check, change nothing and return no slots.
 
         computed  tokens computed so far
         """
         now = self._clock()
-        if 0 <= now - self._looked < QUANTUM / LOOKS:
+        if 0 <= now - self._checked < QUANTUM / CHECKS_PER_QUANTUM:
             return []
         most = float(self._table.slots * self._table.page_size)
         self._allowance = min(self._allowance + MAX_LOST_SHARE * (computed - self._computed), most)
-        self._looked, self._computed, self.due = now, computed, 0
-        first = self._waiting.min_open_priority
+        self._checked, self._computed, self.overdue = now, computed, 0
+        first = self._waiting.min_waiting_priority
         return [] if first is None else self._take_back(first, now)
 
     def _take_back(self, priority: int, now: float) -> list[int]:
@@ -120,7 +122,7 @@ class FairShares:
         if len(accounts) > 1:
             self._level_accounts(accounts, queues, plan)
         for queue in queues:
-            self.due += self._first_starts(queue, plan, now)
+            self.overdue += self._first_starts(queue, plan, now)
         self._allowance -= plan.lost
         return plan.victims
 
@@ -128,16 +130,18 @@ class FairShares:
         """Free slots for samples of callers that have waited and hold less than their share."""
         waiting = {queue.account.id: queue.samples(self._table.slots) for queue in queues}
         for one in accounts:
-            one.looks = one.looks + 1 if one.id in waiting else 0
+            one.checks = one.checks + 1 if one.id in waiting else 0
         wanted = np.array([one.running + waiting.get(one.id, 0) for one in accounts], np.int64)
         share = max(1, _level(np.zeros_like(wanted), wanted, sum(one.running for one in accounts) + plan.free))
         for queue in queues:
             account = queue.account
             starts = min(share - account.running, waiting[account.id])
-            if account.looks > LOOKS and starts > 0:
+            if account.checks > CHECKS_PER_QUANTUM and starts > 0:
                 holders = plan.holders(self._table.account)
-                got = sum(plan.vacate(holders, max(share, account.running + 1), queue.first) for _ in range(starts))
-                self.due += got > 0
+                got = sum(
+                    plan.add_victims(holders, max(share, account.running + 1), queue.first) for _ in range(starts)
+                )
+                self.overdue += got > 0
 
     def _first_starts(self, queue: CallerQueue, plan: _PreemptionPlan, now: float) -> int:
         """Free a slot for each of the caller's requests without a running sample; return how many of them get one."""
@@ -145,9 +149,11 @@ class FairShares:
         most = MAX_SHARING_REQUESTS - account.holders
         if most <= 0 or account.running <= account.holders:
             return 0
-        late = [one for one in islice(queue, MAX_COMPARED) if not one.request.running and _aged(one.request, now)]
-        holders = plan.holders(table.rid, account.id) if late else {}
-        return sum(plan.vacate(holders, 1, one) for one in late[:most])
+        overdue = [
+            one for one in islice(queue, MAX_COMPARED) if not one.request.running and _is_overdue(one.request, now)
+        ]
+        holders = plan.holders(table.rid, account.id) if overdue else {}
+        return sum(plan.add_victims(holders, 1, one) for one in overdue[:most])
 
 
 class _PreemptionPlan:
@@ -178,8 +184,8 @@ class _PreemptionPlan:
             found.setdefault(one, []).append((slot, tokens))
         return found
 
-    def vacate(self, holders: dict[int, list[tuple[int, int]]], min_slots: int, pending: Pending) -> bool:
-        """Choose victims until one more sample can start, and return whether it can.
+    def add_victims(self, holders: dict[int, list[tuple[int, int]]], min_slots: int, pending: Pending) -> bool:
+        """Add victims until one more sample can start, and return whether it can.
 
         Each holder keeps at least `min_slots` slots. The first victim is always allowed. Further victims are allowed
         while the tokens that all of them lose stay within the allowance, or within those of `pending` if it has more.
@@ -203,21 +209,21 @@ class _PreemptionPlan:
         return True
 
 
-def _aged(request: Request, now: float) -> bool:
-    return now - request.arrived >= QUANTUM
+def _is_overdue(request: Request, now: float) -> bool:
+    return now - request.queued_at >= QUANTUM
 
 
 def _capped(queue: CallerQueue, share: int, begin: int, now: float) -> Iterator[StartTurn]:
     """Return turns in three rounds.
 
-    First comes one sample each of up to `begin` late requests without a running sample, then each request up to its
+    First comes one sample each of up to `begin` overdue requests without a running sample, then each request up to its
     share, then the rest.
     """
     given: Counter[int] = Counter()
     firsts, within, beyond = list[StartTurn](), list[StartTurn](), list[StartTurn]()
     for pending in islice(queue, MAX_COMPARED):
         request, left = pending.request, len(pending.samples)
-        first = int(len(firsts) < begin and _aged(request, now))
+        first = int(len(firsts) < begin and _is_overdue(request, now))
         for turns, most in ((firsts, first), (within, share), (beyond, left)):
             count = min(left, most if turns is beyond else max(0, most - request.running - given[request.rid]))
             if count:

@@ -44,14 +44,14 @@ class Demand(NamedTuple):
 class Samples(NamedTuple):
     """Samples whose remaining lengths are to be predicted: int64 [n] each.
 
-    min_length  tokens that a sample has at least when it ends
+    certain_length  tokens that a sample has at least when it ends
     shared      pages that are counted elsewhere
     """
 
     length: Int64
     prompt: Int64
     limit: Int64
-    min_length: Int64
+    certain_length: Int64
     shared: Int64
 
 
@@ -66,7 +66,7 @@ class ForecastAdmission:
         self.stagger = StaggeredAdmission()
         self.watermark = PageWatermark()
 
-    def account(self, computed: int, recomputed: int) -> None:
+    def observe(self, computed: int, recomputed: int) -> None:
         """Update the watermark with the tokens computed so far, and those of them that were computed twice."""
         running = self.table.length[self.table.in_state(State.DECODE)]
         each = float(running.mean()) if len(running) else 1.0
@@ -133,12 +133,12 @@ class ForecastAdmission:
 
         return pages
 
-    def _stream(self, capacity: int, step: float) -> bool:
-        """Return whether samples that start in `step` must leave pages for later ones like those that wait."""
+    def _stream(self, capacity: int, cycle: float) -> bool:
+        """Return whether samples that start in `cycle` must leave pages for later ones like those that wait."""
         if not self.stagger.active:
             return False
-        if self.stagger.outdated(step):
-            self.stagger.compute_curve(step, *self._typical(), self.paging.page_size)
+        if self.stagger.outdated(cycle):
+            self.stagger.compute_curve(cycle, *self._typical(), self.paging.page_size)
         return self.stagger.fits_stream(capacity)
 
     def _capacity(self, freed: int, priority: int | None = None) -> int:
@@ -161,9 +161,9 @@ class ForecastAdmission:
         """Return the running samples, and the forks of prefilling leaders that are still to come."""
         table = self.table
         length = np.maximum(table.length[slots], table.target[slots]).astype(np.int64)
-        columns = table.prompt_len, table.limit, table.min_length
-        prompt, limit, min_length = (column[slots].astype(np.int64) for column in columns)
-        samples = Samples(length, prompt, limit, min_length, shared)
+        columns = table.prompt_len, table.limit, table.certain_length
+        prompt, limit, certain_length = (column[slots].astype(np.int64) for column in columns)
+        samples = Samples(length, prompt, limit, certain_length, shared)
         if reserved:
             each, shared_by_each = self._with_forks(slots, reserved, length, shared)
             samples = Samples(*(np.repeat(column, each) for column in samples))._replace(shared=shared_by_each)
@@ -181,9 +181,9 @@ class ForecastAdmission:
 
     def _remaining(self, samples: Samples, shares: Float64) -> Int64:
         """Return the remaining tokens of each sample at a quantile of its own, `shares`; at least its known minimum."""
-        length, prompt, limit, min_length, _ = samples
+        length, prompt, limit, certain_length, _ = samples
         remaining = self.lengths.remaining(length - prompt, limit - prompt, shares)
-        surely: Int64 = np.maximum(remaining, min_length - length)
+        surely: Int64 = np.maximum(remaining, certain_length - length)
         return surely
 
     def _typical(self) -> tuple[Int64, Int64, Int64]:
@@ -255,7 +255,7 @@ class ForecastAdmission:
 def _known(pending: Pending) -> tuple[int, int, int, int]:
     """Return the first four columns of `Samples` for each of these samples."""
     request = pending.request
-    return len(pending.tokens), len(request.prompt), request.limit, request.min_length
+    return len(pending.tokens), len(request.prompt), request.limit, request.certain_length
 
 
 def _shares(first: int, count: int) -> Float64:

@@ -81,17 +81,17 @@ class StaggeredAdmission:
         """Update `active`: `used` of `capacity` pages are in use; `waits`: there are samples that wait for pages."""
         self.active = waits and (self.active or used >= FULL_SHARE * capacity)
 
-    def outdated(self, step: float) -> bool:
-        """Return whether `step`, which only grows, needs a new curve."""
-        return self._computed_at is None or step - self._computed_at >= CURVE_STEPS
+    def outdated(self, cycle: float) -> bool:
+        """Return whether `cycle`, which only grows, needs a new curve."""
+        return self._computed_at is None or cycle - self._computed_at >= CURVE_STEPS
 
-    def compute_curve(self, step: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
+    def compute_curve(self, cycle: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
         """Compute the curve of a stream of samples like these; int64 [n] each, as in `forecast`, at least one."""
         knots = np.linspace(0, max(1, int(remaining.max())), KNOTS).astype(np.int64)
         held = usage(length, remaining, shared, page_size, knots).astype(np.float64)
         area = np.append(0.0, np.cumsum((held[1:] + held[:-1]) / 2 * np.diff(knots)))
         self._each = float((-(-(length + remaining) // page_size) - shared).mean())
-        self._computed_at, self._knots, self._share = step, knots.astype(np.float64), area / max(area[-1], 1.0)
+        self._computed_at, self._knots, self._share = cycle, knots.astype(np.float64), area / max(area[-1], 1.0)
 
     def fits_stream(self, capacity: int) -> bool:
         """Return whether the curve's samples are small enough, relative to `capacity`, to leave pages for others.

@@ -32,7 +32,7 @@ class AdmissionPolicy(Protocol):
         """
         ...
 
-    def account(self, computed: int, recomputed: int) -> None:
+    def observe(self, computed: int, recomputed: int) -> None:
         """Learn from the tokens computed so far, and from those of them that preemption had computed twice."""
         ...
 
@@ -54,7 +54,7 @@ class WatermarkAdmission:
     def __init__(self, starter: SequenceStarter) -> None:
         self._starter = starter
 
-    def account(self, computed: int, recomputed: int) -> None:
+    def observe(self, computed: int, recomputed: int) -> None:
         """Learn nothing."""
 
     def refresh(self) -> None:

@@ -166,7 +166,8 @@ class SequenceStarter:
         self._put_back(pending)
         if not samples:
             return NOBODY
-        assert self.paging.room_for(len(samples))
+        enough = self.paging.evict_until_free(len(samples))
+        assert enough
         slots = self.retained_prompts.start(retained, samples, step)
         request.unsampled -= len(samples)
         if not request.unsampled:
@@ -198,7 +199,8 @@ class SequenceStarter:
         self._put_back(Pending(request, samples, request.prompt))
         if not taken:
             return NOBODY
-        assert self.paging.room_for(cost * len(taken))
+        enough = self.paging.evict_until_free(cost * len(taken))
+        assert enough
         forks = self.table.claim(request, taken, request.prompt)
         self.paging.fork(leader, forks)
         return forks

@@ -66,8 +66,8 @@ class Paging:
         depth: Int64 = np.where(tree.single_lock[node], 0, tree.depth[node]).astype(np.int64)
         return np.minimum(depth, table.num_shared[slots], dtype=np.int64)
 
-    def room_for(self, count: int) -> bool:
-        """Make `count` pages free, if possible by evicting the least recently used ones; return whether they are."""
+    def evict_until_free(self, count: int) -> bool:
+        """Evict the least recently used cached pages until `count` pages are free; return whether they are."""
         short = count - self.allocator.free
         if short > 0:
             self.allocator.release(self.tree.evict(short))

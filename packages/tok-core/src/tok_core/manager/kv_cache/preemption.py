@@ -25,6 +25,7 @@ class PreemptionPolicy(Protocol):
 class LeastWorkLost:
     """Preempts the lowest class first, and within it the sequence that loses the least work; of equals, the youngest.
 
+    The lowest class is the one of the greatest `priority`.
     The work lost is the tokens in pages that no other sequence holds. Sequences without a page of their own come last.
     """
 
@@ -34,7 +35,7 @@ class LeastWorkLost:
     def choose(self, slots: Int64) -> int:
         """Return the first by `rank` of candidates that are narrowed down in this order:
 
-        1. sequences of the lowest class;
+        1. sequences of the lowest class, which has the greatest `priority`;
         2. sequences of callers that hold at least the mean number of slots;
         3. without sequences that were started because they had waited too long, if others are left;
         4. without sequences preempted before, while a younger one is left that was not.
@@ -45,8 +46,8 @@ class LeastWorkLost:
         _, owner, held = np.unique(table.account[slots], return_inverse=True, return_counts=True)
         if len(held) > 1:
             slots = slots[held[owner] >= held.mean()]
-        if not table.granted[slots].all():
-            slots = slots[~table.granted[slots]]
+        if not table.overdue[slots].all():
+            slots = slots[~table.overdue[slots]]
         order, before = table.order[slots], table.preempted[slots]
         slots = slots[~before | (order > order[~before].max(initial=-1))]
         return int(self.rank(slots)[0][0])

@@ -23,10 +23,11 @@ from tok_core.messages import EMPTY, Int32, Int64
 class RetainedPrompt(NamedTuple):
     """Prompt that is kept in the cache.
 
-    node    id of the tree node, locked, that ends with `pages`, int32 [k]
-    tail    page that holds the remaining tokens, int32 [1]; [0] if there are none
-    source  page, like `tail`, from which the tail is copied at the start of step `ready`
-    ready   first step that may use the retained prompt
+    node    id of the locked tree node that ends with the last of `pages`
+    pages   full pages of the prompt, int32 [k]
+    tail    page that holds the remaining tokens, int32 [1]; empty if there are none
+    source  page, like `tail`, from which the tail is copied at the start of step `ready`, the
+          first that may use the retained prompt
     """
 
     request: Request
@@ -60,7 +61,7 @@ class RetainedPrompts:
         paging.tree.lock(match.node)
         tail = source = EMPTY
         if rest:
-            if not paging.room_for(1):
+            if not paging.evict_until_free(1):
                 paging.tree.unlock(match.node)
                 return
             tail, source = paging.allocator.allocate(1), paging.table.pages[leader, depth : depth + 1].copy()
@@ -102,7 +103,7 @@ class RetainedPrompts:
         below  evict only prompts of classes lower than this one
         """
         requests = (retained.request for retained in self._retained.values())
-        last = max(requests, key=lambda one: (one.params.priority, one.arrival), default=None)
+        last = max(requests, key=lambda one: (one.params.priority, one.serial), default=None)
         if last is None or (below is not None and last.params.priority <= below):
             return False
         self.drop(last.rid)

@@ -27,11 +27,11 @@ MAX_GROUPING_CHOICES = 1 << 17
 class GroupingRule(Protocol):
     """Rule that decides which decode rows read a common prefix together."""
 
-    def find(self, tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64) -> Groups:
+    def choose(self, tree: PrefixTree, slots: Int64, node_ids: Int32 | Int64) -> Groups:
         """Return the groups of n decode rows.
 
-        node_ids  int [n], the deepest tree node of each row's pages
         slots     int64 [n], the slot of each row; a group's pages are read through the page table of its first row
+        node_ids  int [n], the deepest tree node of each row's pages
         """
         ...
 
@@ -54,7 +54,7 @@ NOBODY: Int64 = np.empty((3, 0), np.int64)
 
 
 class Grouping:
-    """Groups of the sequences that hold nodes of one tree; found again only when rows were added, removed or moved.
+    """Groups of the sequences that hold nodes of one tree; chosen again only when rows were added, removed or moved.
 
     Rows that sit out a step leave their groups for that step. The remaining rows still share the same pages, since a
     decoding sequence changes no page but its last one.
@@ -63,23 +63,17 @@ class Grouping:
     def __init__(self, tree: PrefixTree, rule: GroupingRule) -> None:
         self._tree = tree
         self._rule = rule
-        self._known = NOBODY  # slots, nodes and epochs for which `_groups` were found
+        self._known = NOBODY  # slots, nodes and epochs for which `_groups` were chosen
         self._groups = Groups(np.empty(0, np.int64), [], 0)
 
-    def find(
-        self,
-        slots: Int64,
-        node_ids: Int32,
-        epochs: Int64,
-        sitting_out: Int64 = NOBODY,
-    ) -> Groups:
-        """Return the groups of decode rows; the very same object as before if nothing has changed.
+    def groups_of(self, slots: Int64, node_ids: Int32, epochs: Int64, sitting_out: Int64 = NOBODY) -> Groups:
+        """Return the groups of decode rows. They are chosen again only if rows were added, removed or moved.
 
         slots        int64 [n], slots of the rows
         node_ids     int32 [n], the deepest tree node of each row's pages, on which the row has a lock
         epochs       int64 [n], the epoch of each slot, which identifies its owner
-        sitting_out  int64 [3, m], slots, nodes and epochs of sequences that sit out only this step. Groups are found
-                     with them and then used without them, so no groups are searched when they sit out or return
+        sitting_out  int64 [3, m], slots, nodes and epochs of sequences that sit out only this step. Groups are chosen
+                     with them and then used without them, so none are chosen when they sit out or return
 
         Changes of the tree between two calls do not matter. A lock keeps the path above it. If a node on that path is
         split, no sequence holds its upper part before one of these rows does, and then the rows have changed.
@@ -89,12 +83,12 @@ class Grouping:
             now = np.concatenate((now, sitting_out), axis=1)
             now = now[:, np.argsort(now[0])]
         if not np.array_equal(self._known, now):
-            self._groups = self._rule.find(self._tree, now[1], now[0])
+            self._groups = self._rule.choose(self._tree, now[0], now[1])
             self._known = now
         return self._without_departed(slots, epochs) if sitting_out.size else self._groups
 
     def _without_departed(self, slots: Int64, epochs: Int64) -> Groups:
-        """Return the groups found last, without rows that have left; rows without a group come last."""
+        """Return the groups chosen last, without rows that have left; rows without a group come last."""
         known, _, owner = self._known[:, self._groups.order]
         place = np.full(int(max(known.max(initial=0), slots.max(initial=0))) + 1, -1)
         place[slots] = np.arange(len(slots))
@@ -120,7 +114,7 @@ class MostPagesSaved:
     def __init__(self, costs: CascadeCosts = COSTS) -> None:
         self._costs = costs
 
-    def find(self, tree: PrefixTree, node_ids: Int32 | Int64, slots: Int64) -> Groups:
+    def choose(self, tree: PrefixTree, slots: Int64, node_ids: Int32 | Int64) -> Groups:
         """See `GroupingRule`."""
         branches = find_branch_points(tree, np.bincount(node_ids))
         chain = _best_chains(branches, self._costs)

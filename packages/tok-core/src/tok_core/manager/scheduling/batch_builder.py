@@ -39,8 +39,8 @@ class BatchBuilder:
         self.grammars = grammars
         self.faults = faults
         self.eos_ids = eos_ids
-        self.fresh: list[int] = []  # slots whose present owner the worker does not know
-        self.fresh_length: list[int] = []  # positions that each of these has in the cache before the step
+        self.announced: list[int] = []  # slots whose present owner this step makes known to the worker
+        self.announced_length: list[int] = []  # positions that each of these has in the cache before the step
         self.chunks: list[tuple[int, int, int]] = []  # slot, start, count
         self.sampling_slots: list[int] = []  # slots that sample from a chunk's logits
         self.sampling_chunks: list[int] = []  # index of the chunk for each of these
@@ -82,8 +82,8 @@ class BatchBuilder:
 
     def _announce(self, slots: list[int], length: int) -> None:
         self.table.announced[slots] = True
-        self.fresh += slots
-        self.fresh_length += [length] * len(slots)
+        self.announced += slots
+        self.announced_length += [length] * len(slots)
 
     def build(self, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         """Return the StepInput; the table's lengths must already be those after the step.
@@ -102,7 +102,7 @@ class BatchBuilder:
         """Write each request alone to find those that raise, and reset their parameters; return whether any does."""
         table = self.table
         sampling = np.concatenate((decode, np.array(self.sampling_slots, np.int64)))
-        slots = np.concatenate((sampling, self.busy, np.array(self.fresh, np.int64)))
+        slots = np.concatenate((sampling, self.busy, np.array(self.announced, np.int64)))
         for rid in np.unique(table.rid[slots]).tolist():
             try:
                 self._write_alone(rid, sampling)
@@ -120,10 +120,10 @@ class BatchBuilder:
         table = self.table
         own = sampling[table.rid[sampling] == rid]
         self.grammars.masks(own[table.guided[own]].astype(np.int32))
-        fresh = [(slot, length) for slot, length in zip(self.fresh, self.fresh_length, strict=True)]
-        fresh = [one for one in fresh if table.rid[one[0]] == rid]
-        if fresh:
-            slots, lengths = zip(*fresh, strict=True)
+        announced = [(slot, length) for slot, length in zip(self.announced, self.announced_length, strict=True)]
+        announced = [one for one in announced if table.rid[one[0]] == rid]
+        if announced:
+            slots, lengths = zip(*announced, strict=True)
             self._new_slots(list(slots), list(lengths))
         requested_prompt_outputs(
             table, self.chunks, [index for index in self.asking if table.rid[self.chunks[index][0]] == rid]
@@ -144,7 +144,7 @@ class BatchBuilder:
         return StepInput(
             step=self.step,
             sampled_upto=sampled_upto,
-            new=self._new_slots(self.fresh, self.fresh_length) if self.fresh else None,
+            new=self._new_slots(self.announced, self.announced_length) if self.announced else None,
             page_slot=changes.page_slot,
             page_index=changes.page_index,
             page_id=changes.page_id,
@@ -172,11 +172,13 @@ class BatchBuilder:
             top_row=_rows(table.top_logprobs[sample_slot]),
         )
 
-    def _new_slots(self, fresh: list[int], length: list[int]) -> NewSlots:
+    def _new_slots(self, announced: list[int], length: list[int]) -> NewSlots:
         """Return the parameters of new slots, read once per request, however many of its samples are new."""
-        table, slots = self.table, array(fresh)
+        table, slots = self.table, array(announced)
         rids, first, owner = np.unique(table.rid[slots], return_index=True, return_inverse=True)
-        params = [PLAIN if rid in self._faulty else self._params(fresh[i]) for rid, i in zip(rids, first, strict=True)]
+        params = [
+            PLAIN if rid in self._faulty else self._params(announced[i]) for rid, i in zip(rids, first, strict=True)
+        ]
         return NewSlots(
             slot=slots,
             length=array(length),
@@ -185,12 +187,12 @@ class BatchBuilder:
             prompt_len=table.prompt_len[slots],
             sample=table.sample[slots],
             sampling={name: _column(params, name, column)[owner] for name, column in DEVICE_COLUMNS.items()},
-            **self._bias_columns(fresh, params, owner),
+            **self._bias_columns(announced, params, owner),
         )
 
-    def _bias_columns(self, fresh: list[int], params: list[SamplingParams], owner: Int64) -> dict[str, np.ndarray]:
+    def _bias_columns(self, announced: list[int], params: list[SamplingParams], owner: Int64) -> dict[str, np.ndarray]:
         biased = np.array([bool(one.logit_bias or one.min_tokens) for one in params])
-        entries = [self._biases(fresh[i], params[owner[i]]) for i in biased[owner].nonzero()[0]]
+        entries = [self._biases(announced[i], params[owner[i]]) for i in biased[owner].nonzero()[0]]
         slot, token, value, until = list(zip(*chain.from_iterable(entries), strict=True)) or [(), (), (), ()]
         return {
             "bias_slot": array(slot),
@@ -203,7 +205,7 @@ class BatchBuilder:
         """Return bias table entries: logit_bias at all positions, and −inf for ending tokens until min_tokens."""
         entries = [(slot, token, value, NEVER) for token, value in (params.logit_bias or {}).items()]
         if params.min_tokens:
-            until = int(self.table.min_total[slot])
+            until = int(self.table.unstopped_length[slot])
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
             entries += [(slot, token, float("-inf"), until) for token in sorted(ends)]
         return entries

@@ -86,7 +86,7 @@ class Reclaimer:
         """
         if count > self._paging.allocator.free:
             self.settle()
-        return self._paging.room_for(count)
+        return self._paging.evict_until_free(count)
 
     def make_room_above(self, count: int, priority: int, spared: Int64) -> None:
         """Free `count` pages, if possible, by evicting retained prompts and preempting slots of classes below this one.
@@ -107,17 +107,17 @@ class Reclaimer:
         ranked: list[int] = self._preemption.rank(running[~np.isin(running, spared)])[0].tolist()
         return ranked
 
-    def preempt_one(self, slots: Int64) -> None:
-        """Preempt one of `slots` for lack of pages, as the policy chooses."""
-        self.preempt(self._preemption.choose(slots))
+    def preempt_one_for_pages(self, slots: Int64) -> None:
+        """Preempt the one of `slots` that the policy chooses because no pages are left."""
+        self.preempt_for_pages(self._preemption.choose(slots))
 
-    def preempt(self, slot: int) -> None:
-        """Preempt a sequence for lack of pages; requeue it at once, or when its last scheduled token is back."""
+    def preempt_for_pages(self, slot: int) -> None:
+        """Preempt a sequence because no pages are left."""
         self.shortages += 1
         request = self._table.requests[slot]
         assert request is not None
         request.preempted.add(int(self._table.sample[slot]))
-        self._vacate(slot)
+        self._preempt(slot)
 
     def preempt_for_slots(self, slots: Iterable[int]) -> None:
         """Preempt sequences whose slots other samples are to get."""
@@ -125,9 +125,10 @@ class Reclaimer:
             request = self._table.requests[slot]
             assert request is not None
             request.displaced.add(int(self._table.sample[slot]))
-            self._vacate(slot)
+            self._preempt(slot)
 
-    def _vacate(self, slot: int) -> None:
+    def _preempt(self, slot: int) -> None:
+        """Release a sequence's pages; requeue it at once, or when its last scheduled token is back."""
         self.preemptions += 1
         table = self._table
         known = table.known[slot] > table.length[slot] and not table.held[slot]  # held: its grammar may append tokens

@@ -14,8 +14,9 @@ from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.kv_cache import LeastWorkLost, Paging
 from tok_core.manager.prefix_groups import Grouping, Groups, MostPagesSaved
 from tok_core.manager.requests import Pending, Request
+from tok_core.manager.scheduling.admitter import Admitter
 from tok_core.manager.scheduling.batch_builder import BatchBuilder, Changes
-from tok_core.manager.scheduling.prefill import Admitter, ChunkedPrefill
+from tok_core.manager.scheduling.prefill import ChunkedPrefill
 from tok_core.manager.scheduling.reclaimer import Reclaimer
 from tok_core.manager.scheduling.steps_in_flight import Microbatches, TokenBudget
 from tok_core.manager.sequences import State
@@ -117,25 +118,25 @@ class Scheduler:
         table, shortages = self.table, self.reclaimer.shortages
         self.microbatches.balance()
         if first and self.waiting:
-            self.reclaimer.preempt_for_slots(self.fair_shares.look(self.computed_tokens))
+            self.reclaimer.preempt_for_slots(self.fair_shares.check(self.computed_tokens))
         decode = self._grow_decoders()
         epoch = table.epoch[decode]
         builder = BatchBuilder(table, self.info.eos_token_ids, self.grammars, self.faults, self.steps + 1)
-        budget = self._add_prefills(builder, decode, shortages, first=first)
+        budget, rows_to_skip = self._fill_step(builder, decode, shortages, first=first)
         decode = decode[(table.state[decode] == State.DECODE) & (table.epoch[decode] == epoch)]
-        if (over := min(-budget, len(decode) + builder.tokens - self.token_budget.tokens)) > 0:
+        if (over := min(rows_to_skip, len(decode) + builder.tokens - self.token_budget.tokens)) > 0:
             decode = self._without(decode, over)
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
             return None
-        self.token_budget.observe(exhausted=budget <= 0)
+        self.token_budget.observe(exhausted=budget == 0)
         return self._build(builder, decode)
 
-    def _add_prefills(self, builder: BatchBuilder, decode: Int64, shortages: int, *, first: bool) -> int:
-        """Add prefill chunks and new samples to the step, in order of class, and return the token budget left.
+    def _fill_step(self, builder: BatchBuilder, decode: Int64, shortages: int, *, first: bool) -> tuple[int, int]:
+        """Add prefill chunks and new samples to the step, in order of class.
 
-        A budget below 0 means that as many rows of `decode` skip this step. `shortages`: those before this step; if
-        sequences of this step were preempted for lack of pages, no sample starts.
+        Return the token budget left, and how many rows of `decode` have to skip this step. `shortages`: those before
+        this step; if sequences of this step were preempted for lack of pages, no sample starts.
         """
         table, admitter = self.table, self.admitter
         budget = max(0, self.token_budget.tokens - len(decode))
@@ -146,24 +147,30 @@ class Scheduler:
             self.reclaimer.settle()
             if admitting and table.free_slots:
                 self.admission.refresh()
-        above = self.waiting.min_open_priority if admitting else None  # highest class that waits and was not admitted
-        if above is not None and self.fair_shares.due and len(prefilling) and above <= table.priority[prefilling[0]]:
-            budget = admitter.admit_due(builder, decode, budget)  # otherwise long prompts would fill every step
+        waiting_class = self.waiting.min_waiting_priority if admitting else None  # highest class not admitted yet
+        if (
+            waiting_class is not None
+            and self.fair_shares.overdue
+            and len(prefilling)
+            and waiting_class <= table.priority[prefilling[0]]
+        ):
+            budget = admitter.admit_overdue(builder, decode, budget)  # otherwise long prompts would fill every step
         for slot, owner in zip(prefilling.tolist(), owners.tolist(), strict=True):
-            if above is not None and above < table.priority[slot]:
-                above, budget = None, admitter.admit_above(builder, decode, budget, table.priority[slot])
+            if waiting_class is not None and waiting_class < table.priority[slot]:
+                waiting_class, budget = None, admitter.admit_above(builder, decode, budget, table.priority[slot])
             if table.state[slot] == State.PREFILL and table.epoch[slot] == owner:
                 try:
-                    room = budget + self.prefill.rows_behind(slot, decode, budget)
+                    room = budget + self.prefill.displaceable_rows(slot, decode, budget)
                     budget -= self.prefill.schedule(builder, slot, room, preempting=True) if room > 0 else 0
                 except Exception as error:
                     self.faults.add(int(table.rid[slot]), error)
                     budget = min(budget, 0)  # unknown: the failed prefill may have used some of it
-        if above is not None and (lowest := self.accounts.lowest_running()) is not None and above < lowest:
+        lowest = None if waiting_class is None else self.accounts.lowest_running()
+        if waiting_class is not None and lowest is not None and waiting_class < lowest:
             budget = admitter.admit_above(builder, decode, budget, lowest)
-        if admitting and (shortages == self.reclaimer.shortages or self.fair_shares.due):
+        if admitting and (shortages == self.reclaimer.shortages or self.fair_shares.overdue):
             budget = admitter.admit(builder, decode, budget, self.computed_tokens)
-        return budget
+        return max(budget, 0), max(-budget, 0)
 
     def _build(self, builder: BatchBuilder, decode: Int64) -> StepInput:
         """Group the decode rows, advance each by one position, and return the step."""
@@ -200,12 +207,12 @@ class Scheduler:
             running = table.active()
             if len(running) == 1:  # the other pages belong to sequences in DRAIN, whose last tokens are in flight
                 return np.compress(~full, slots)
-            self.reclaimer.preempt_one(running)
+            self.reclaimer.preempt_one_for_pages(running)
 
     def _without(self, decode: Int64, count: int) -> Int64:
-        """Return `decode` without the `count` rows of lowest rank: by class, then granted slots first, then by age."""
+        """Return `decode` without the `count` rows of lowest rank: by class, then overdue slots first, then by age."""
         table = self.table
-        ranked = np.lexsort((table.order[decode], ~table.granted[decode], table.priority[decode]))
+        ranked = np.lexsort((table.order[decode], ~table.overdue[decode], table.priority[decode]))
         rows: Int64 = np.sort(decode[ranked[: max(0, len(decode) - count)]])
         return rows
 
@@ -217,6 +224,6 @@ class Scheduler:
         grouping = self.groupings[self.microbatches.turn]
         sitting_out = self.microbatches.sitting_out(decode)
         around = np.array((sitting_out, table.node[sitting_out], table.epoch[sitting_out]), np.int64)
-        groups = grouping.find(decode, table.node[decode], table.epoch[decode], around)
+        groups = grouping.groups_of(decode, table.node[decode], table.epoch[decode], around)
         self.group_rows += groups.rows
         return groups

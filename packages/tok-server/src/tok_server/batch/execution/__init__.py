@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tok_server.batch.execution.all_lines import for_each_line
 from tok_server.batch.execution.batch_run import BatchRun
 from tok_server.batch.execution.budget import Budget
 from tok_server.batch.execution.gate import EngineGate
@@ -12,7 +13,6 @@ from tok_server.batch.execution.line_runner import (
     LineSource,
     sample_budget,
 )
-from tok_server.batch.execution.outcome import for_each_line
 from tok_server.batch.execution.poison_isolation import PoisonIsolation
 from tok_server.batch.execution.shielding import uninterrupted
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from typing import IO, NamedTuple
 
 from tok_client.types import UNSET, FileObject
+from tok_server.batch.execution.all_lines import for_each_line
 from tok_server.batch.execution.line_runner import LineSource
-from tok_server.batch.execution.outcome import for_each_line
 from tok_server.batch.storage import Answers, DataDirectory, StoredJob, Totals, states
 from tok_server.wire import new_id
 

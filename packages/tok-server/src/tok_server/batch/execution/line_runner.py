@@ -1,4 +1,4 @@
-"""Run: process the lines of one batch, and store each answer as soon as it is ready.
+"""LineRunner: process the lines of one batch, and store each answer as soon as it is ready.
 
     reader thread: lines → parsed bodies ─► event loop: engine
     store thread: answers committed, in groups ◄─ reader thread: answers encoded ◄─┘

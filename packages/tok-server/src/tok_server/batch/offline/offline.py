@@ -81,14 +81,14 @@ class OfflineBatch:
         self._store = ThreadPoolExecutor(1, "tok-batch-store")
         self._reader = ThreadPoolExecutor(1, "tok-batch-reader")
         self._digest = ""
-        self._run: LineRunner | None = None
+        self._line_runner: LineRunner | None = None
         self.lines = 0
         self._ended = False
 
     @property
     def totals(self) -> Totals:
         """Return the totals of the answers so far."""
-        return Totals() if self._run is None else self._run.totals
+        return Totals() if self._line_runner is None else self._line_runner.totals
 
     def __enter__(self) -> Self:
         if not self._file.is_file():
@@ -138,16 +138,16 @@ class OfflineBatch:
                 await self._run_in(self._store, lambda: self._import_successful(answers))
             budget = Budget(sample_budget(engine.info.max_running))
             served = ServedModel(engine, self._model, formats)
-            self._run = LineRunner(
+            self._line_runner = LineRunner(
                 source, answers, BatchResources(served, budget, gate, self._store, self._reader, self._reader)
             )
-            await self._run.run()
+            await self._line_runner.run()
             await self._run_in(self._store, lambda: self._write(source, answers))
         finally:
             gate.close()
             await self._run_in(self._store, answers.close)
         await self._run_in(self._store, lambda: remove_database(self.partial))
-        return self._run.totals
+        return self._line_runner.totals
 
     def _open_answers(self) -> Answers:
         """Return the answers so far.

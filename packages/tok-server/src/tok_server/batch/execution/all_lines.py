@@ -1,4 +1,4 @@
-"""Write a batch's answers in the order of its lines, each line once."""
+"""Go through all lines of a batch in order: each with its answer, or with an error if it has none."""
 
 from __future__ import annotations
 
