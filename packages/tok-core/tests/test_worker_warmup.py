@@ -101,7 +101,7 @@ def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_chunk(
         return draw_one(*arguments)
 
     monkeypatch.setattr(sampling, "_sample_rows", noted)
-    monkeypatch.setattr(sampling, "CHUNK", 8)
+    monkeypatch.setattr(sampling, "MAX_GATHERED_ROWS", 8)
     words = -(-runner.model.config.vocab_size // 32)
     step = dummy_step(decode=20, masked=20, words=words, filtered=20, penalised=20, top_logprobs=2)
     assert len(run_dummy_step(runner, step).token) == 20
