@@ -179,6 +179,7 @@ def test_lm_eval_scores_choices_and_answers(url: str, directory: Path) -> None:
 
 
 def test_langchain_chats_streams_calls_tools_and_parses(url: str, solution: str) -> None:
+    from langchain_core.exceptions import ContextOverflowError
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(model=NAME, base_url=f"{url}/v1", api_key="none", temperature=0, max_retries=0, timeout=240)  # type: ignore[arg-type,unused-ignore]
@@ -201,6 +202,8 @@ def test_langchain_chats_streams_calls_tools_and_parses(url: str, solution: str)
     assert (call["name"], set(call["args"])) == ("Weather", {"city"})
     for method in ("json_schema", "function_calling"):
         assert isinstance(model.with_structured_output(Purchase, method=method).invoke(QUESTION), Purchase)
+    with pytest.raises(ContextOverflowError):
+        model.invoke(QUESTION * 100)
 
 
 def test_litellm_completes_streams_parses_calls_and_embeds(url: str, solution: str) -> None:
@@ -218,3 +221,4 @@ def test_litellm_completes_streams_parses_calls_and_embeds(url: str, solution: s
     assert found["after"]
     assert found["text"]
     assert [len(vector) for vector in found["vectors"]] == [192, 192]
+    assert found["refused"].startswith("ContextWindowExceededError")

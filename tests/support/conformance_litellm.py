@@ -35,6 +35,10 @@ def main(url: str, question: str, response_format: dict[str, Any], tool: dict[st
     after = litellm.completion(**{**asked, "messages": goes_on}, tools=[tool], max_tokens=5)
     text = litellm.text_completion(model=f"text-completion-openai/{NAME}", prompt="Question:", max_tokens=4, **told)
     vectors = litellm.embedding(model=f"openai/{NAME}", input=["a", "b"], **told)
+    try:
+        refused = str(litellm.completion(**{**asked, "messages": [{"role": "user", "content": question * 100}]}))
+    except litellm.ContextWindowExceededError as error:  # on which LiteLLM falls back to a model with a longer context
+        refused = f"{type(error).__name__}: {error}"
     found = {
         "whole": whole.choices[0].message.content,
         "tokens": whole.usage.completion_tokens,
@@ -44,6 +48,7 @@ def main(url: str, question: str, response_format: dict[str, Any], tool: dict[st
         "calls": [one.choices[0].message.tool_calls[0].function.model_dump() for one in (called, calling)],
         "after": after.choices[0].message.content,
         "text": text.choices[0].text,
+        "refused": refused,
         "vectors": [one["embedding"] for one in vectors.data],
     }
     print(json.dumps(found))

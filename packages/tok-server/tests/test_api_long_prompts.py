@@ -54,8 +54,23 @@ def test_prompt_of_megabytes_is_refused_without_being_tokenized(
         answer = long_context_server.call("POST", f"/v1/{path}", fields)
         assert answer.status == 400
         assert answer.error()["param"] == param
-        assert str(LENGTH) in str(answer.error()["message"])
+        assert answer.error()["code"] == "context_length_exceeded"
+        assert f"maximum context length is {LENGTH} tokens" in str(answer.error()["message"])
     assert sum(tokenised) < 1024
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "prompt"])
+def test_request_beyond_the_context_length_is_refused_with_its_code(long_context_server: Server, field: str) -> None:
+    fields = {"prompt": "Hi", "max_tokens": LENGTH} if field == "max_tokens" else {"prompt": [1] * (LENGTH + 1)}
+    answer = long_context_server.complete(**fields)
+    assert answer.status == 400
+    assert {**answer.error(), "message": ""} == {
+        "message": "",
+        "type": "invalid_request_error",
+        "param": field,
+        "code": "context_length_exceeded",
+    }
+    assert f"This model's maximum context length is {LENGTH} tokens" in str(answer.error()["message"])
 
 
 def test_long_text_of_short_tokens_is_refused_after_tokenizing_a_part(
@@ -64,7 +79,7 @@ def test_long_text_of_short_tokens_is_refused_after_tokenizing_a_part(
     length = 100_000  # of a large model: a check of bytes alone would accept the text
     text = "a " * (2 * MIB)
     assert len(text) < max_prompt_bytes(tokenizer, length)
-    with pytest.raises(ApiError, match="prompt is a text of 4194304 bytes"):
+    with pytest.raises(ApiError, match="prompt has 4194304 bytes"):
         check_prompt_size(text, tokenizer, length, "prompt")
     assert sum(tokenised) < len(text) / 4
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tok_core.config import EngineConfig
 from tok_core.errors import (
+    ContextLengthExceeded,
     EngineClosed,
     EngineDead,
     EngineError,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncEngine",
     "Completion",
+    "ContextLengthExceeded",
     "Delta",
     "EmbeddingOutput",
     "Engine",

@@ -2,6 +2,7 @@
 
 TokError
 ├── InvalidField (ValueError)   one named field of a configuration or a request has a value that is not allowed
+│   └── ContextLengthExceeded   prompt and answer together exceed the model's length
 ├── ModelError                  a model directory cannot be served: unknown architecture, missing or misshapen tensors
 └── EngineError                 the engine cannot go on with a request
     ├── RequestFailed           the request cannot be computed, now or later; other requests are not affected
@@ -32,6 +33,30 @@ class InvalidField(TokError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
+
+    def renamed(self, field: str) -> InvalidField:
+        """Return the same error about `field`, a caller's name for the field."""
+        return InvalidField(field, self.value, self.allowed)
+
+
+class ContextLengthExceeded(InvalidField):
+    """Prompt and answer together exceed the model's length.
+
+    max_model_len  the model's length in tokens
+    value          `max_tokens` or `min_tokens`; for a prompt, its number of tokens as text ("49 tokens")
+    """
+
+    def __init__(self, field: str, value: int | str, allowed: str, max_model_len: int) -> None:
+        super().__init__(field, value, allowed)
+        verb = "has" if isinstance(value, str) else "is"
+        # Clients look for these words of OpenAI's API, to send the request to a model with a longer context.
+        limit = f"This model's maximum context length is {max_model_len} tokens"
+        self.args = (f"{field} {verb} {value}; allowed: {allowed}. {limit}.",)
+        self.max_model_len = max_model_len
+
+    def renamed(self, field: str) -> ContextLengthExceeded:
+        """Return the same error about `field`."""
+        return ContextLengthExceeded(field, self.value, self.allowed, self.max_model_len)  # type: ignore[arg-type]
 
 
 class ModelError(TokError):

@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
         return command(options)
     except InvalidField as error:
         flag = error.field if error.field == "model" else "--" + error.field.replace("_", "-")
-        named = InvalidField(flag, error.value, error.allowed)
+        named = error.renamed(flag)
         return _fail(options.command, str(named), 2)
     except TokError as error:
         return _fail(options.command, str(error), 1)

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from tok_core.errors import InvalidField
+from tok_core.errors import ContextLengthExceeded, InvalidField
 from tok_core.messages import EngineInfo, Int32
 from tok_core.sampling_params import SamplingParams
 
@@ -23,12 +23,11 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
     room = info.max_model_len - len(ids)
     if room < least_room(params):
         most, why = info.max_model_len - least_room(params), ", so that one can follow" * least_room(params)
-        raise InvalidField("prompt", f"{len(ids)} tokens", f"at most {most}{why}")
+        raise ContextLengthExceeded("prompt", f"{len(ids)} tokens", f"at most {most}{why}", info.max_model_len)
     tokens = _tokens(ids, info.vocab_size)
-    if params.max_tokens is not None and params.max_tokens > room:
-        raise InvalidField("max_tokens", params.max_tokens, f"at most {room} after this prompt")
-    if params.min_tokens > room:
-        raise InvalidField("min_tokens", params.min_tokens, f"at most {room} after this prompt")
+    for field, count in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
+        if count is not None and count > room:
+            raise ContextLengthExceeded(field, count, f"at most {room} after this prompt", info.max_model_len)
     if params.grammar is not None and not has_tokenizer:
         raise InvalidField("grammar", params.grammar.kind, "nothing (the model has no tokenizer)")
     if params.grammar is not None and not any(token < info.vocab_size for token in info.eos_token_ids):

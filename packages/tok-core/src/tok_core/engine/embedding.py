@@ -141,7 +141,7 @@ class Embedder:
             ids = self._core.encode(prompt)
             return ids, self._core.check(ids, self._params)
         except InvalidField as error:
-            raise InvalidField(f"prompts[{index}]", error.value, error.allowed) from None
+            raise error.renamed(f"prompts[{index}]") from None
 
     def _add(self, request: EmbedRequest) -> None:
         self._requests.append(request)

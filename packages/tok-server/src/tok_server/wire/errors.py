@@ -13,11 +13,12 @@ import msgspec
 from aiohttp import web
 
 from tok_client.types import ErrorBody, ErrorResponse
-from tok_core import EngineError, InvalidField, RequestFailed
+from tok_core import ContextLengthExceeded, EngineError, InvalidField, RequestFailed
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 NOT_SERVED = 501
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class ApiError(Exception):
@@ -63,7 +64,8 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
 
 def invalid_field(error: InvalidField, name: str) -> ApiError:
     """Return the error as ApiError (400) about the field `name`."""
-    return invalid(name, str(InvalidField(name, error.value, error.allowed)))
+    code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, ContextLengthExceeded) else None
+    return invalid(name, str(error.renamed(name)), code)
 
 
 def unsupported(path: str, message: str) -> ApiError:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from tok_core import AsyncEngine, InvalidField
+from tok_core import AsyncEngine, ContextLengthExceeded, InvalidField
 from tok_core.text import Tokenizer
-from tok_server.wire import ApiError, invalid
+from tok_server.wire import ApiError, invalid, invalid_field
 
 # A factor and bytes of slack: normalisers may shrink a text (decomposed letters, runs of spaces).
 SIZE_FACTOR, SIZE_EXTRA_BYTES = 4, 1024
@@ -58,9 +58,9 @@ def check_prompt_size(text: str, tokenizer: Tokenizer, max_model_len: int, field
     """
     size, max_bytes = len(text.encode(errors="replace")), max_prompt_bytes(tokenizer, max_model_len)
     if size > max_bytes:
-        raise _too_long(field, size, f"at most {max_bytes} bytes (the model's length is {max_model_len} tokens)")
+        raise _too_long(field, size, f"at most {max_bytes} bytes", max_model_len)
     if len(text) > LIKELY_CHARS_PER_TOKEN * max_model_len and _is_far_too_long(text, tokenizer, max_model_len):
-        raise _too_long(field, size, f"texts of fewer than {max_model_len} tokens (the model's length)")
+        raise _too_long(field, size, f"texts of fewer than {max_model_len} tokens", max_model_len)
 
 
 def max_prompt_bytes(tokenizer: Tokenizer, max_model_len: int) -> int:
@@ -83,5 +83,5 @@ def _is_far_too_long(text: str, tokenizer: Tokenizer, max_model_len: int) -> boo
     return False
 
 
-def _too_long(field: str, size: int, allowed: str) -> ApiError:
-    return invalid(field, f"{field} is a text of {size} bytes; allowed: {allowed}")
+def _too_long(field: str, size: int, allowed: str, max_model_len: int) -> ApiError:
+    return invalid_field(ContextLengthExceeded(field, f"{size} bytes", allowed, max_model_len), field)
