@@ -230,7 +230,7 @@ def test_models_endpoint_lists_the_model_and_finds_it_by_name(server: Server) ->
     listed: dict[str, Any] = server.call("GET", "/v1/models").json()
     assert listed["object"] == "list"
     (model,) = listed["data"]
-    assert model["id"] == "tiny"
+    assert (model["id"], model["max_model_len"]) == ("tiny", server.engine.info.max_model_len)
     assert server.call("GET", "/v1/models/tiny").json() == model
     missing = server.call("GET", "/v1/models/owner/name")
     assert missing.status == 404

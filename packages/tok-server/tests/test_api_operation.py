@@ -75,7 +75,7 @@ def test_request_with_the_api_key_is_served(keyed_server: Server) -> None:
 
 def test_health_reports_ready(server: Server) -> None:
     answer = server.call("GET", "/health")
-    assert answer.status == 200
+    assert (answer.status, answer.body) == (200, server.call("GET", "/ping").body)
     assert answer.json() == {"status": "ready", "detail": "", "replicas": [{"state": "ready", "detail": ""}]}
 
 

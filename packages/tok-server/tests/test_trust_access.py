@@ -84,10 +84,11 @@ def test_tenant_name_depends_only_on_the_key() -> None:
 def test_admin_key_opens_admin_paths_only() -> None:
     keys = ApiKeys(("a",), "b")
     assert keys.check("/admin/x", {"Authorization": "Bearer b"}) == NO_KEY
-    assert keys.check("/v1/x", {"Authorization": "bearer a"}) == 0
+    for headers in ({"Authorization": "bearer a"}, {"x-api-key": "a"}, {"Authorization": "Basic x", "api-key": "a"}):
+        assert keys.check("/v1/x", headers) == 0
     for path, sent, status in (("/admin/x", "a", 401), ("/admin/x", "", 401), ("/v1/x", "b", 401)):
         with pytest.raises(ApiError) as refused:
-            keys.check(path, {"Authorization": f"Bearer {sent}"})
+            keys.check(path, {"Authorization": f"Bearer {sent}", "x-api-key": "a" if path == "/v1/x" else "b"})
         assert refused.value.status == status
     with pytest.raises(ApiError, match="--admin-key") as closed:
         ApiKeys().check("/admin/x", {})

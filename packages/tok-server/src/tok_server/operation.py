@@ -143,6 +143,7 @@ def _replica_number(request: web.Request, count: int) -> int:
 
 OPERATOR_OPERATIONS = (
     Operation("GET", "/health", health, answers={200: json_of(HealthReport), 503: json_of(HealthReport)}),
+    Operation("GET", "/ping", health, answers={200: json_of(HealthReport), 503: json_of(HealthReport)}),
     Operation("GET", "/ready", ready, answers={200: json_of(ReadyReport), 503: json_of(ReadyReport)}),
     Operation("GET", "/version", version_of_server, answers={200: json_of(VersionReport)}),
     Operation("GET", "/metrics", metrics, answers={200: raw("text/plain")}),

@@ -9,13 +9,17 @@ from tok_client.types.chat_messages import Message, Tool
 
 
 class Model(Wire, frozen=True, kw_only=True):
-    """One model. `created` is in seconds since 1970."""
+    """One model. `created` is in seconds since 1970.
+
+    max_model_len  maximum number of tokens of prompt and answer together; OpenAI's reference has no such field
+    """
 
     id: str
     object: str = "model"
     created: int = 0
     owned_by: str = ""
     shutdown_date: Maybe[str] = UNSET
+    max_model_len: Maybe[int] = UNSET
 
 
 class ModelList(Wire, frozen=True, kw_only=True):

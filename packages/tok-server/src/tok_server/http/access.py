@@ -1,7 +1,7 @@
 """Check who may use the server: clients with an API key, under the server's own host names, from allowed web pages.
 
-If API keys are set, every path needs one except /health, /ready and the dashboard's page. /admin/ always needs the
-admin key. The page by itself reveals nothing about the server: its data, /dashboard/events, needs a key.
+If API keys are set, every path needs one except /health, /ping, /ready and the dashboard's page. /admin/ always needs
+the admin key. The page by itself reveals nothing about the server: its data, /dashboard/events, needs a key.
 
 A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server's answers for
 the page's own origin. Requests for other names than the server's own are therefore refused.
@@ -23,6 +23,7 @@ from aiohttp import web
 from tok_server.wire import ApiError
 
 ADMIN_PREFIX = "/admin/"
+KEY_HEADERS = ("x-api-key", "api-key")  # of the clients of Anthropic and Azure, instead of a bearer token
 NO_KEY = -1
 """Number of the key of a request that needs none."""
 
@@ -50,13 +51,13 @@ def tenant_cache_salt(tenant: str, cache_salt: str | None, *, share_prefixes: bo
 
 
 class ApiKeys:
-    """The API keys, and the admin key, that clients may send as bearer token."""
+    """The API keys, and the admin key, that clients may send as bearer token or in one of KEY_HEADERS."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_key: str | None = None) -> None:
         self._api_keys = [key.encode() for key in api_keys]
         self._tenants = [hashlib.sha256(b"tok tenant\0" + key).hexdigest()[:32] for key in self._api_keys]
         self._admin_key = None if admin_key is None else admin_key.encode()
-        self._public_paths = {"/health", "/ready"}
+        self._public_paths = {"/health", "/ping", "/ready"}
 
     def add_public_paths(self, paths: Iterable[str]) -> None:
         """Serve these paths without a key."""
@@ -91,12 +92,14 @@ class ApiKeys:
 def _find_key(keys: Sequence[bytes], headers: Mapping[str, str]) -> int | None:
     """Return the number of the key that was sent. Comparing takes constant time, against timing attacks."""
     scheme, _, credentials = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        credentials = next((headers[name] for name in KEY_HEADERS if name in headers), "")
     sent = credentials.strip().encode(errors="surrogateescape")
     matched = None
     for number, key in enumerate(keys):
         if hmac.compare_digest(sent, key):
             matched = number
-    return matched if scheme.lower() == "bearer" else None
+    return matched
 
 
 def _unauthorised(message: str) -> ApiError:

@@ -29,7 +29,8 @@ async def retrieve(request: web.Request) -> web.Response:
 
 
 def _model(context: Context) -> Model:
-    return Model(id=context.settings.model_name, created=context.created, owned_by="tok")
+    max_model_len = context.engine.info.max_model_len
+    return Model(id=context.settings.model_name, created=context.created, owned_by="tok", max_model_len=max_model_len)
 
 
 OPERATIONS = (

@@ -141,6 +141,6 @@ def _of_http(error: web.HTTPException) -> ApiError:
             message = f"method {error.method} is not allowed for this URL; allowed: {allowed}"
             return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
         case web.HTTPNotFound():
-            return ApiError(404, "this URL does not exist", code="not_found")
+            return ApiError(404, "this URL does not exist; the API's URLs begin with /v1/", code="not_found")
         case _:
             return ApiError(error.status, error.text or error.reason)
