@@ -93,10 +93,10 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        from tok_core.text.meter import metered
+        from tok_core.text.sandbox import limited
 
         try:
-            with metered():
+            with limited():
                 return self._templates[name](given)
         except Exception as error:  # the template is third-party code, run on the client's data
             allowed = f"messages that the model's chat template accepts; it says: {_short(error)}"
@@ -133,11 +133,10 @@ def _environment() -> Environment:
     from jinja2.ext import loopcontrols
 
     from tok_core.text.generation_tag import GenerationTag
-    from tok_core.text.metered import MeteredEnvironment
+    from tok_core.text.sandbox import LimitedEnvironment
 
-    environment = MeteredEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
     environment.filters["tojson"] = _tojson
-    environment.meter_filters("tojson")
     environment.globals["raise_exception"] = _refuse
     return environment
 

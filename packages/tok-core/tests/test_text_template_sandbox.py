@@ -1,19 +1,16 @@
-"""Hostile chat templates reach no Python internals, take bounded time and memory, and get a short error."""
+"""Chat templates reach no Python internals; no request makes them take long or write much."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
-import psutil
 import pytest
 
 from tok_core.errors import InvalidField, ModelError
-from tok_core.text import ChatTemplate, meter
+from tok_core.text import ChatTemplate, sandbox
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
-MAX_MEMORY_BYTES = 2 << 30  # bytes that a template may take for a moment
 
 
 def render(source: str, messages: Sequence[Mapping[str, object]] | None = None, **roles: str) -> str:
@@ -61,7 +58,7 @@ def test_hostile_template_cannot_reach_python_internals(source: str) -> None:
         text = render(source)
     except (InvalidField, ModelError):  # and nothing else
         return
-    for trace in ("class", "builtin", "object at", "function", "root:", "uid=", "module", "os.", "Meter", "code"):
+    for trace in ("class", "builtin", "object at", "function", "root:", "uid=", "module", "os.", "Limits", "code"):
         assert trace not in text, text
 
 
@@ -80,104 +77,56 @@ def test_template_cannot_modify_the_messages(source: str) -> None:
     assert MESSAGES == [{"role": "user", "content": "hello there"}]
 
 
-DOUBLING = "{% set ns = namespace(x=FIRST) %}{% for i in range(60) %}{% set ns.x = NEXT %}{% endfor %}{{ ns.x }}"
-
-
-def doubled(first: str, following: str) -> str:
-    return DOUBLING.replace("FIRST", first).replace("NEXT", following)
-
-
-BOMBS = {
+LOOPS = {
     "long range": "{% for i in range(10**9) %}x{% endfor %}",
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "nested loops that write nothing": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loops that test": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "loops that test": "{% for i in range(99999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}",
     "loops that compare": "{% set b = 'ab' * 10**6 %}{% for i in range(99999) %}{{ 'c' in b }}{% endfor %}",
-    "text times a number": "{{ 'a' * 10**9 }}",
-    "number times text": "{{ 10**9 * 'a' }}",
-    "list times a number": "{{ [0] * 10**9 }}",
-    "power": "{{ 10**(10**9) }}",
-    "power of powers": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "+": doubled("'ab'", "ns.x + ns.x"),
-    "~": doubled("'ab'", "ns.x ~ ns.x"),
-    "list +": doubled("[1]", "ns.x + ns.x"),
-    "lists within lists": doubled("[1]", "[ns.x, ns.x]"),
-    "dicts within dicts": doubled("{}", "{'a': ns.x, 'b': ns.x}"),
-    "lists as JSON": doubled("[1]", "[ns.x, ns.x]").replace("{{ ns.x }}", "{{ ns.x|tojson }}"),
-    "lists as text": doubled("[1]", "[ns.x, ns.x]").replace("{{ ns.x }}", "{{ ns.x|string|length }}"),
-    "lists in a format": doubled("[1]", "[ns.x, ns.x]").replace("{{ ns.x }}", "{{ '%s' % ns.x }}"),
-    "lists in a method": doubled("[1]", "[ns.x, ns.x]").replace("{{ ns.x }}", "{{ '{}'.format(ns.x) }}"),
-    "blocks of text": "{% set a %}xxxxxxxx{% endset %}"
-    + "{% set b %}{{ a }}{{ a }}{% endset %}{% set a %}{{ b }}{{ b }}{% endset %}" * 20,
-    "slices kept": "{% set b = 'ab' * 10**6 %}{% set ns = namespace(l=[]) %}"
-    "{% for i in range(99999) %}{% set ns.l = ns.l + [b[1:]] %}{% endfor %}",
-    "static text": "{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
     "macro": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
     "macro that ends late": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "recursive loop": "{% for x in [[1,1],[1,1]] recursive %}{{ loop([[1,1],[1,1]]) }}{% endfor %}",
     "block": "{% block b %}{{ self.b() }}{{ self.b() }}{% endblock %}",
-    "replace": "{% set b = 'a' * 10**6 %}{{ b.replace('a', b) }}",
-    "replace of nothing": "{% set b = 'a' * 10**6 %}{{ b|replace('', b) }}",
-    "join": "{% set b = 'a' * 10**6 %}{{ range(99999)|join(b) }}",
-    "join of a method": "{% set b = 'a' * 10**6 %}{{ b.join(b) }}",
-    "split": "{{ ('\u4e00x' * 3 * 10**7).split('x')|length }}",
-    "list of a text": "{{ ('\u4e00x' * 3 * 10**7)|list|length }}",
-    "width": "{{ '%1000000000d' % 1 }}",
-    "computed width": "{{ '%*d' % (10**9, 1) }}",
-    "width of a filter": "{{ '%1000000000d'|format(1) }}",
-    "width of a method": "{{ '{:>1000000000}'.format(1) }}",
-    "computed width of a method": "{{ '{:>{w}}'.format(1, w=10**9) }}",
-    "many in a format": "{% set b = 'a' * 10**6 %}{{ ('{0}' * 10000).format(b) }}",
-    "ljust": "{{ 'a'.ljust(10**9) }}",
-    "zfill": "{{ 'a'.zfill(10**9) }}",
-    "expandtabs": "{{ '\t'.expandtabs(10**9) }}",
-    "center": "{{ 'a'|center(10**9) }}",
-    "indent": "{% set b = '\n' * 10**6 %}{{ b|indent(10**6) }}",
-    "indent of JSON": "{{ [1, [2]]|tojson(indent=10**9) }}",
-    "separators of JSON": "{% set b = 'a' * 10**6 %}{{ (range(9999)|list)|tojson(separators=(b, b)) }}",
-    "batch": "{{ [1]|batch(10**9, 0)|list }}",
-    "slice": "{{ [1]|slice(10**9)|list }}",
-    "sum": "{{ [[1]]|sum(start=[]) }}",
-    "lipsum": "{{ lipsum(10**6) }}",
-    "bytes": "{{ (1).to_bytes(10**9, 'big') }}",
     "what it says": "{{ raise_exception('a' * 10**7) }}",
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_expensive_template_is_rejected_soon_with_a_short_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "MAX_RENDER_SECONDS", 0.3)
-    before, began = psutil.Process().memory_info().rss, time.thread_time()
-    watch = Watch()
-    with watch, pytest.raises((InvalidField, ModelError)) as refused:
-        render(BOMBS[name])
+@pytest.mark.parametrize("name", LOOPS)
+def test_endless_template_is_rejected_soon_with_a_short_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_RENDER_SECONDS", 0.3)
+    began = time.thread_time()
+    with pytest.raises(InvalidField) as refused:
+        render(LOOPS[name])
     assert len(str(refused.value)) < 2000
     assert time.thread_time() - began < 5
-    assert watch.peak - before < MAX_MEMORY_BYTES
 
 
-class Watch:
-    """Sampler of the process's peak memory inside a `with` block."""
+# After published templates; without limits, the first one takes minutes and the second one writes 14 GB.
+JOINED_PARTS = (
+    "{% macro spoken(text) %}{% set ns = namespace(text='') %}{% for part in text.split('<end>') %}"
+    "{% set ns.text = ns.text + part %}{% endfor %}{{ ns.text }}{% endmacro %}"
+    "{% for m in messages %}{{ spoken(m.content) }}{% endfor %}"
+)
+TOOLS_BESIDE_LAST = (
+    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m == users[-1] %}{{ tools | tojson }}{% endif %}{{ m.content }}{% endfor %}"
+)
 
-    def __init__(self) -> None:
-        self.peak = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
+def test_request_of_many_parts_that_a_template_joins_takes_bounded_time() -> None:
+    messages = [{"role": "user", "content": "🙂" + "xx<end>" * 1_000_000}]
+    began = time.thread_time()
+    with pytest.raises(InvalidField, match="takes more than 2 s of a CPU"):
+        render(JOINED_PARTS, messages)
+    assert time.thread_time() - began < 2 * sandbox.MAX_RENDER_SECONDS
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
-    def _run(self) -> None:
-        process = psutil.Process()
-        while True:
-            self.peak = max(self.peak, process.memory_info().rss)
-            if self._stop.wait(0.02):
-                return
+def test_request_whose_equal_messages_repeat_the_tools_writes_bounded_text() -> None:
+    messages, tools = [{"role": "user", "content": "x"}] * 13_000, [{"name": "x" * (1 << 20)}]
+    template = ChatTemplate({"default": TOOLS_BESIDE_LAST}, {})
+    assert len(template.render(messages[:10], tools=tools)) > 10 << 20
+    with pytest.raises(InvalidField, match="writes more than 67,108,864 characters"):
+        template.render(messages, tools=tools)
 
 
 def test_usual_template_renders_long_conversations() -> None:
