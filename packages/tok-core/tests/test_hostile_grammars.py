@@ -42,8 +42,6 @@ KNOWN = (
     Grammar(kind="json_schema", value=json.dumps(WIDE)),
     Grammar(kind="ebnf", value=f"root ::= {REPEATED}\n"),
     Grammar(kind="ebnf", value=f"root ::= {AMBIGUOUS}"),
-    Grammar(kind="ebnf", value=f'root ::= "!" | [^!] {AMBIGUOUS}'),  # the probe takes the harmless branch
-    Grammar(kind="ebnf", value=f'root ::= "!" | [^!] {REPEATED}\n'),
 )
 SMALL = Grammar(kind="regex", value="[a-d]{400}")
 
@@ -68,7 +66,7 @@ class Service:
         self.manager, self.ports = make_manager(info)
         self.ports.worker = GuidedWorker(info)
         task = GrammarLimits(
-            str(directory), VOCABULARY, (begin + 1,), cpu_seconds=1, token_seconds=0.5, sequence_seconds=1.0
+            str(directory), VOCABULARY, (begin + 1,), cpu_seconds=1, token_seconds=0.25, sequence_seconds=0.5
         )
         self.workers = WorkerProcesses(task)
         self.manager.grammars.pool.workers = self.workers

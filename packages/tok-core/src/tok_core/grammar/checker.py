@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from tok_core.errors import EngineError, InvalidField, TokError
-from tok_core.grammar.probe import too_wide
 from tok_core.sampling_params import Grammar
 
 if TYPE_CHECKING:
@@ -265,16 +264,11 @@ def _closed() -> EngineError:
 def verdict(compiler: Compiler, grammar: Grammar, task: GrammarLimits) -> tuple[str, Compiled | None]:
     """Return what is allowed instead of the grammar and None, or "" and the compiled grammar."""
     try:
-        compiled = compiler.compile(grammar)
+        return "", compiler.compile(grammar)
     except InvalidField as error:
         return error.allowed, None
     except MemoryError:
         return task.too_much, None
-    try:
-        wide = too_wide(compiled)
-    except RuntimeError:  # out of memory
-        wide = True
-    return (task.too_slow, None) if wide else ("", compiled)
 
 
 def refuse(grammar: Grammar, found: str) -> None:
