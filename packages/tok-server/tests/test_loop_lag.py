@@ -94,6 +94,9 @@ def bodies() -> Iterator[tuple[str, bytes]]:
         yield chance.choice(list(VALID)), b'{"zeta":%b,%b}' % (value, VALID["/v1/completions"])
         if name in ("keys", "objects by key", "too many keys"):
             yield "/v1/chat/completions", b"%b,%b}" % (value[:-1], VALID["/v1/chat/completions"])
+        if name in ("empty objects", "too many objects"):
+            path = "/v1/chat/completions"  # the field takes any JSON
+            yield path, b'{%b,"chat_template_kwargs":{"a":%b}}' % (VALID[path], value)
 
 
 @pytest.fixture(scope="module")
