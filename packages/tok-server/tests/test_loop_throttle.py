@@ -1,4 +1,4 @@
-"""The server's event loop: LoopThrottle, deadlines with one timer, short pauses, and the choice of the loop."""
+"""The server's event loop: LoopThrottle, deadlines, short pauses, and the choice of the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from support.patience import PATIENCE
 from tok_server.http.event_loop import SWITCH_INTERVAL_SECONDS, new_event_loop, run, shorten_pauses
-from tok_server.http.request_limits import Deadlines, LoopThrottle
+from tok_server.http.request_limits import Deadline, LoopThrottle
 from tok_server.wire.errors import ApiError
 
 LONG = 3600.0
@@ -58,9 +58,9 @@ def test_cancelled_waiter_uses_up_no_turn_of_loop_throttle() -> None:
     assert asyncio.run(begin()) == [0, 3, 4]
 
 
-async def _keep(deadlines: Deadlines, started: float, work: float) -> str:
+async def _keep(started: float, work: float) -> str:
     try:
-        with deadlines.start(started):
+        with Deadline(started, LONG):
             await asyncio.sleep(work)
     except ApiError as error:
         return f"{error.status}, {error.limit}"
@@ -69,11 +69,11 @@ async def _keep(deadlines: Deadlines, started: float, work: float) -> str:
 
 def test_each_request_has_its_own_deadline_in_any_order() -> None:
     async def several() -> list[str]:
-        deadlines, now = Deadlines(LONG), time.monotonic()
+        now = time.monotonic()
         soon, nearly, over = now - LONG + PATIENCE, now - LONG + 0.05, now - LONG - 1
         found = await asyncio.gather(
-            *(_keep(deadlines, now, 0.0), _keep(deadlines, nearly, PATIENCE), _keep(deadlines, now, 0.2)),
-            *(_keep(deadlines, over, PATIENCE), _keep(deadlines, soon, 0.0), _keep(deadlines, nearly - 0.04, PATIENCE)),
+            *(_keep(now, 0.0), _keep(nearly, PATIENCE), _keep(now, 0.2)),
+            *(_keep(over, PATIENCE), _keep(soon, 0.0), _keep(nearly - 0.04, PATIENCE)),
         )
         return list(found)
 
@@ -82,9 +82,12 @@ def test_each_request_has_its_own_deadline_in_any_order() -> None:
 
 
 def test_cancelled_request_does_not_raise_request_timeout() -> None:
+    async def hold() -> None:
+        with Deadline(time.monotonic(), 0.001):
+            await asyncio.sleep(60)
+
     async def cancelled() -> None:
-        deadlines = Deadlines(0.001)
-        task = asyncio.create_task(_hold(deadlines))
+        task = asyncio.create_task(hold())
         await asyncio.sleep(0)
         time.sleep(0.005)
         task.cancel()  # before the loop looks at the deadline
@@ -94,32 +97,13 @@ def test_cancelled_request_does_not_raise_request_timeout() -> None:
         asyncio.run(cancelled())
 
 
-async def _hold(deadlines: Deadlines) -> None:
-    with deadlines.start(time.monotonic()):
-        await asyncio.sleep(60)
-
-
 def test_deadline_passes_other_errors_unchanged() -> None:
     async def failing() -> None:
-        with Deadlines(LONG).start(time.monotonic()):
+        with Deadline(time.monotonic(), LONG):
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
         asyncio.run(failing())
-
-
-def test_open_deadlines_share_one_timer() -> None:
-    async def timers() -> int:
-        loop, deadlines, now = asyncio.get_running_loop(), Deadlines(LONG), time.monotonic()
-        calls = []
-        later = loop.call_later
-        loop.call_later = lambda *words, **more: calls.append(words) or later(*words, **more)  # type: ignore[method-assign,func-returns-value]
-        for number in range(100):
-            with deadlines.start(now + number):
-                pass
-        return len(calls)
-
-    assert asyncio.run(timers()) == 1
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tok_core import AsyncEngine
 from tok_server.http.access import AllowedHosts, ApiKeys, Origins
-from tok_server.http.request_limits import Deadlines, LoopThrottle, RateLimits
+from tok_server.http.request_limits import LoopThrottle, RateLimits
 from tok_server.observability import Latencies, Metrics, Telemetry
 from tok_server.settings import Settings
 from tok_server.wire import limited, unavailable
@@ -37,7 +37,6 @@ class Context:
     body_bytes           bytes of the open requests' bodies
     warned_fields        unknown fields that the log has mentioned already
     keys, origins, hosts, rate_limits    checks of API key, web origin, host name and rate limits
-    deadlines            time limits of open requests
     throttle             limit of requests that begin in one turn of the event loop
     background_requests  returns how many of the engine's requests belong to batches, for which no client waits
     telemetry            exporter of request spans
@@ -60,7 +59,6 @@ class Context:
     origins: Origins = field(init=False)
     hosts: AllowedHosts = field(init=False)
     rate_limits: RateLimits = field(init=False)
-    deadlines: Deadlines = field(init=False)
     throttle: LoopThrottle = field(default_factory=LoopThrottle)
     background_requests: Callable[[], int] = lambda: 0
     telemetry: Telemetry | None = None
@@ -72,7 +70,6 @@ class Context:
         self.keys = ApiKeys(settings.api_keys, settings.admin_key)
         self.origins = Origins(settings.allow_origins)
         self.hosts = AllowedHosts(settings.host, settings.allowed_hosts)
-        self.deadlines = Deadlines(settings.request_timeout)
         self.rate_limits = RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens)
         if settings.otlp_endpoint is not None:
             self.telemetry = Telemetry(settings.otlp_endpoint, settings.model_name)

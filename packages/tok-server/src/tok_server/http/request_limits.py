@@ -17,48 +17,6 @@ MINUTE = 60.0
 MAX_REQUESTS_PER_TURN = 16  # each takes about 0.2 ms. Fewer would reach the engine in smaller groups, at a higher cost
 
 
-class Deadlines:
-    """Deadlines of all requests of one event loop. `seconds`: time limit of each request."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._open: set[Deadline] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._fires_at = 0.0  # when the timer fires, by `time.monotonic`
-
-    def start(self, started: float) -> Deadline:
-        """Return a context manager that raises ApiError (504) once the request's time is over.
-
-        started  start of the request, by `time.monotonic`
-        """
-        return Deadline(self, started + self.seconds)
-
-    def add(self, deadline: Deadline) -> None:
-        """Start to watch a deadline."""
-        self._open.add(deadline)
-        if self._timer is None or deadline.when < self._fires_at:
-            self._schedule(deadline.when)
-
-    def remove(self, deadline: Deadline) -> None:
-        """Stop watching a deadline."""
-        self._open.discard(deadline)
-
-    def _schedule(self, when: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._fires_at = when
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._fire)
-
-    def _fire(self) -> None:
-        self._timer = None
-        now = time.monotonic()
-        for deadline in [one for one in self._open if one.when <= now]:
-            self._open.discard(deadline)
-            deadline.expire()
-        if self._open:
-            self._schedule(min(one.when for one in self._open))
-
-
 class TaskLimit(ABC):
     """Context manager that cancels the task inside it when `expire` is called, and then raises `_error()`."""
 
@@ -89,27 +47,28 @@ class TaskLimit(ABC):
 
 
 class Deadline(TaskLimit):
-    """Time limit of a task: until `when`, by `time.monotonic`."""
+    """Time limit of a task: `seconds` after `started`, by `time.monotonic`. The error is ApiError (504)."""
 
-    __slots__ = ("_deadlines", "when")
+    __slots__ = ("_seconds", "_started", "_timer")
 
-    def __init__(self, deadlines: Deadlines, when: float) -> None:
-        self._deadlines = deadlines
-        self.when = when
+    def __init__(self, started: float, seconds: float) -> None:
+        self._started = started
+        self._seconds = seconds
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._deadlines.add(self)
+        left = self._started + self._seconds - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self.expire)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._deadlines.remove(self)
+        self._timer.cancel()
         super().__exit__(kind, error, trace)
 
     def _error(self) -> ApiError:
-        seconds = self._deadlines.seconds
-        return limited("request_timeout", 504, f"the request was not answered within {seconds:g} seconds")
+        message = f"the request was not answered within {self._seconds:g} seconds"
+        return limited("request_timeout", 504, message)
 
 
 class UnreadLimit(TaskLimit):

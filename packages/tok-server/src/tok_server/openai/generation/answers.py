@@ -96,7 +96,7 @@ async def answer(
 
 def request_deadline(request: web.Request, context: Context) -> Deadline:
     """Return a context manager that raises ApiError (504) once the request has exceeded its time limit."""
-    return context.deadlines.start(request[COUNTS].started)
+    return Deadline(request[COUNTS].started, context.settings.request_timeout)
 
 
 def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
