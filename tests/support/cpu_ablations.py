@@ -226,12 +226,11 @@ def unstreamed() -> None:
 def server(case: str) -> None:
     """Serve `tok bench server --scenario whole`, as it is, or without one mechanism."""
     from tok_server.bench.server.server import run_server
-    from tok_server.http import pauses
     from tok_server.openai.generation import answers
 
     cases: dict[str, tuple[object, str, object]] = {
         "as_it_is": (os, "name", os.name),
-        "settle": (pauses, "settle", lambda: None),
+        "settle": (event_loop, "settle", lambda: None),
         "uvloop": (event_loop, "new_event_loop", asyncio.new_event_loop),
         "on_loop": (answers, "MAX_LOOP_BYTES", -1),
     }
@@ -280,7 +279,7 @@ async def lag_of_burst(count: int) -> float:
 
 def burst() -> None:
     """Send 256 and 2,000 requests at once, with and without `LoopThrottle`."""
-    from tok_server.limits import LoopThrottle
+    from tok_server.http.request_limits import LoopThrottle
 
     async def at_once(throttle: LoopThrottle) -> None: ...
 
