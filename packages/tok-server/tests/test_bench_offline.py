@@ -26,11 +26,10 @@ from tok_server.bench.tracing import tracing
 from tok_server.bench.watch import throttled
 from tok_server.bench.workloads import offline
 from tok_server.bench.workloads.counters import REQUIRED_COUNTERS, with_counters
-from tok_server.bench.workloads.offline import measure, warm_up
+from tok_server.bench.workloads.offline import measure, warm_up, without_tokenizer
 from tok_server.bench.workloads.plot import plot_results
 from tok_server.bench.workloads.result import Result, Timeline, percentile, table
 from tok_server.bench.workloads.timeline import timeline
-from tok_server.bench.workloads.without_tokenizer import without_tokenizer
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest
 from tok_server.cli import main as tok
 from tok_server.cli import make_parser

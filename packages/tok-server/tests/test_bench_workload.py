@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 
 from tok_core import InvalidField
-from tok_server.bench.workloads.random_ids import HIGH, LOW, random_ids
 from tok_server.bench.workloads.timeline import timeline, timeline_of_requests
-from tok_server.bench.workloads.workload import WorkloadError, WorkloadRequest, read_workload, warm_up_requests
+from tok_server.bench.workloads.workload import (
+    HIGH,
+    LOW,
+    WorkloadError,
+    WorkloadRequest,
+    random_ids,
+    read_workload,
+    warm_up_requests,
+)
 
 LINES = """{"meta": {"name": "mine", "temperature": 0.5, "top_p": 0.9}}
 {"i": 0, "ids": [1, 2, 3], "text": "abc", "n": 4, "max_tokens": 64}

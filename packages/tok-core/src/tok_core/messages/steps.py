@@ -104,9 +104,10 @@ class StepInput(msgspec.Struct):
     2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
        `(page_slot, page_index) = page_id`.
     3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
-    4. Compute. A decode row feeds its slot's last token at position `length`; prefill chunks feed `prefill_token`
-       (concatenated) from positions `prefill_start` on. `levels[0]` has the prefix groups that begin at position 0. A
-       group of `levels[k + 1]` lies within a group of `levels[k]`, and its positions begin where those end.
+    4. Compute. Each slot of `decode_slot` feeds its last token at position `length`; chunk c feeds `prefill_count[c]`
+       tokens of `prefill_token` (concatenated) to `prefill_slot[c]`, from position `prefill_start[c]` on. `levels[0]`
+       has the prefix groups that begin at position 0. A group of `levels[k + 1]` lies within a group of `levels[k]`,
+       and its positions begin where those end.
     5. Sample. For each of the R rows, the logits of sequence `sample_row` of the step yield the next token of slot
        `sample_slot`. Several slots may sample from one sequence: that is a fork.
 

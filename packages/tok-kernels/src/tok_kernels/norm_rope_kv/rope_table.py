@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -157,7 +158,11 @@ def _frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: RopeSc
         return frequency_F / scaling.factor
     if isinstance(scaling, YarnScaling):
         return _yarn(exponent_F, head_dim, base, scaling)
-    return frequency_F if scaling is None else _llama3(frequency_F, scaling)
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(frequency_F, scaling)
+    if scaling is not None:
+        assert_never(scaling)
+    return frequency_F
 
 
 @lru_cache(maxsize=8)

@@ -46,7 +46,8 @@ class Admitter:
     def admit(self, builder: BatchBuilder, decode: Int64, budget: int, computed: int) -> int:
         """Start waiting samples in order while budget, slots and the policy allow; return the budget left.
 
-        Samples that have waited too long start whatever the policy says, and take precedence over rows of `decode`.
+        Samples that have waited too long may start beyond what the policy allows, if slots and pages are free. They
+        take precedence over rows of `decode`.
         `computed`: tokens computed before this step.
         """
         overdue = self._fair_shares.overdue

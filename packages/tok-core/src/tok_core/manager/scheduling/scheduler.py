@@ -188,8 +188,9 @@ class Scheduler:
         return step
 
     def _grow_decoders(self) -> Int64:
-        """Allocate a page for each decoding slot of this turn whose last page is full, preempting others if needed.
+        """Allocate a page for each decoding slot of this turn whose last page is full.
 
+        If pages are short, evict cached pages, then retained prompts, then preempt sequences, these slots included.
         Return the decoding slots of this turn that have space in the cache for their next token.
         """
         table = self.table

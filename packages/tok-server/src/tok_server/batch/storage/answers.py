@@ -1,6 +1,6 @@
 """Answers: the answered lines of one batch, each once, in an SQLite file of their own.
 
-The file is deleted once all lines are answered and the output is written. Finished batches therefore cost the database
+The file is deleted once the batch's output is written. Finished batches therefore cost the database
 of all batches nothing. A crash of the machine may lose the last commits (synchronous is NORMAL). Their lines are
 answered again: no output file has been written yet.
 """

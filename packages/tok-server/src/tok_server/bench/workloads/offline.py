@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,8 @@ from tok_core import Engine, EngineConfig, RequestOutput, SamplingParams
 from tok_core.config import RankCoordinates
 from tok_core.engine import Prompt
 from tok_core.messages import EngineInfo
+from tok_core.model_config import resolve
+from tok_core.runtime import ScratchDirectory
 from tok_server.bench.busy import DeviceTime, trace_device_time
 from tok_server.bench.gpu import first_gpu
 from tok_server.bench.tracing import run_traced, tracing
@@ -20,13 +23,13 @@ from tok_server.bench.watch import ShowProgress, call_periodically, progress_bar
 from tok_server.bench.workloads.counters import Counters, counter_growth, with_counters
 from tok_server.bench.workloads.result import Result, percentile, ratio
 from tok_server.bench.workloads.timeline import timeline
-from tok_server.bench.workloads.without_tokenizer import without_tokenizer
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_up_requests
 
 OBSERVE_SECONDS = 0.02
 PROGRESS_SECONDS = 0.25
 WARM_UP_TOKENS = 16
 SETTLE_SECONDS = 10.0
+LINKED_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 
 
 def run_offline(
@@ -66,6 +69,31 @@ def _model_view(config: EngineConfig, text: bool) -> Iterator[EngineConfig]:
     view = nullcontext(config.model) if text else without_tokenizer(config.model, config.data_dir)
     with view as model:
         yield msgspec.structs.replace(config, model=model)
+
+
+@contextmanager
+def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
+    """Yield a directory of links to the files of `model` (a directory or a hub id) without the tokenizer.
+
+    Engine warnings, such as the one about the missing tokenizer, are not logged meanwhile. Errors: ModelError.
+    """
+    path = resolve(model, data_dir)
+    log = logging.getLogger("tok_core")
+    level = log.level
+    scratch = ScratchDirectory("bench")
+    try:
+        view = Path(scratch.name) / (path.resolve().name or "model")
+        view.mkdir()
+        for pattern in LINKED_FILES:
+            for file in path.glob(pattern):
+                (view / file.name).symlink_to(file.resolve())
+        log.setLevel(logging.ERROR)
+        try:
+            yield str(view)
+        finally:
+            log.setLevel(level)
+    finally:
+        scratch.cleanup()
 
 
 def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: range) -> Iterator[Result]:

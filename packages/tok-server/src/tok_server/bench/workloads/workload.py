@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from tok_core import InvalidField, TokError
-from tok_server.bench.workloads.random_ids import random_ids
 
 WORKLOAD_NAMES = ("monkeys", "sharegpt", "decode")
+LOW, HIGH = 16, 127_900
+"""Ids lie in [LOW, HIGH). None of them is special in a vocabulary of 128 256."""
+
+_MASK = (1 << 64) - 1
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 class WorkloadError(TokError):
@@ -185,3 +191,17 @@ def _request(location: str, line: _Line, n: int | None, max_tokens: int | None) 
     ids = line.ids if line.ids is not None else random_ids(*line.rand)  # type: ignore[misc]
     length = line.max_tokens if max_tokens is None else min(line.max_tokens, max_tokens)
     return WorkloadRequest(ids, n or line.n, length, line.ignore_eos)
+
+
+def random_ids(seed: int, length: int) -> list[int]:
+    """Return ids LOW + mix((seed · 2³² + j + 1) · γ) mod (HIGH − LOW) for j from 0, in 64-bit arithmetic.
+
+    γ and mix are those of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
+    """
+    first = np.uint64(((seed << 32) + 1) & _MASK)
+    z = (np.arange(length, dtype=np.uint64) + first) * _GAMMA  # arrays wrap around silently
+    for shift, factor in _MIX:
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    ids: list[int] = (z % np.uint64(HIGH - LOW) + np.uint64(LOW)).tolist()
+    return ids
