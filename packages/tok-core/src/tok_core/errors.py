@@ -46,6 +46,8 @@ class ContextLengthExceeded(InvalidField):
     value          `max_tokens` or `min_tokens`; for a prompt, its number of tokens as text ("49 tokens")
     """
 
+    value: int | str
+
     def __init__(self, field: str, value: int | str, allowed: str, max_model_len: int) -> None:
         super().__init__(field, value, allowed)
         verb = "has" if isinstance(value, str) else "is"
@@ -56,7 +58,7 @@ class ContextLengthExceeded(InvalidField):
 
     def renamed(self, field: str) -> ContextLengthExceeded:
         """Return the same error about `field`."""
-        return ContextLengthExceeded(field, self.value, self.allowed, self.max_model_len)  # type: ignore[arg-type]
+        return ContextLengthExceeded(field, self.value, self.allowed, self.max_model_len)
 
 
 class ModelError(TokError):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tok_core.errors import InvalidField
 from tok_core.messages import Int32, Int64
 from tok_core.sampling_params import SamplingParams
-from tok_core.text import MAX_BORDER_BYTES, WORD, CompletingTokens, EndingIndex, PieceBytes, Words
+from tok_core.text import MAX_SPANNING_BYTES, WORD, CompletingTokens, EndingIndex, PieceBytes, Words
 
 Bools = NDArray[np.bool_]
 
@@ -46,8 +46,8 @@ class TokenRows(NamedTuple):
 class StopStringPrefilter:
     """Last bytes of the stop strings of each set, compared with the bytes around the start of each new token.
 
-    A stop string that ends within a token and begins before it spans the token's start, its border. With k bytes behind
-    the border, the string's last eight bytes are the last 8 − k bytes before the token and the token's first k bytes.
+    A stop string that ends within a token and begins before it spans the token's start. With k bytes in the token,
+    the string's last eight bytes are the last 8 − k bytes before the token and the token's first k bytes.
     Together they are one number of 64 bits, which is compared with the text for each possible k.
 
         stop string "</answer>", text "… </ans", new token "wer>." and k = 4: "/ans" + "wer>" against "/answer>"
@@ -55,7 +55,7 @@ class StopStringPrefilter:
     For strings of up to eight bytes this decides. Of longer strings that pass, the rest still has to be searched.
 
     ends   uint64 [strings, S] up to eight last bytes of each, the very last as the lowest; `masks`: the bits they use
-    width  int64 [S] number of a set's strings of two bytes or more; shorter ones cannot span a border
+    width  int64 [S] number of a set's strings of two bytes or more; shorter ones cannot span the start of a token
     reach  int64 [S] number of bytes before a new token that are compared
     """
 
@@ -102,7 +102,7 @@ class StopStringPrefilter:
         token = rows.tokens[rows.slot, np.maximum(at, 0)]
         size = self._pieces.sizes.take(token)
         # Tokens further back only affect the highest of the eight bytes, which no comparison needs.
-        shift = 8 * np.minimum(size.cumsum(0) - size, MAX_BORDER_BYTES).astype(np.uint64)
+        shift = 8 * np.minimum(size.cumsum(0) - size, MAX_SPANNING_BYTES).astype(np.uint64)
         text: Words = np.bitwise_or.reduce(self._pieces.tails.take(token) * (at >= rows.first) << shift, axis=0)
         unknown: Bools = (size.sum(0) < reach) & (rows.last - longest > rows.first)
         if self._hidden is not None:  # the text without hidden bytes has to be searched, too
@@ -280,7 +280,7 @@ class StopSets:
             row[self._eos_ids] |= END
         row[list(key.token_ids)] |= STOP_ID
         for tokens in map(self._completing_tokens, key.strings):
-            row[tokens.border] |= MAYBE_STRING
+            row[tokens.spanning] |= MAYBE_STRING
             row[tokens.within] |= MAYBE_STRING | WITHIN
         self._ids[key] = set_id
         self._sets[set_id] = key

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a module is built: backend, device, dtype, shard plan, weight formats and the module's name.
+    """Build options of a module: backend, device, dtype, shard plan, weight formats and name.
 
     tensor        connects the ranks of a stage; None: the stage has one
     quantization  weight format of each linear layer

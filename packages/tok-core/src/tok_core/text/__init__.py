@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tok_core.text.detokenise import Detokeniser
-from tok_core.text.endings import MAX_BORDER_BYTES, CompletingTokens, EndingIndex
+from tok_core.text.endings import MAX_SPANNING_BYTES, CompletingTokens, EndingIndex
 from tok_core.text.loading import load_text
 from tok_core.text.piece_bytes import WORD, PieceBytes, Words
 from tok_core.text.template import ChatTemplate
 from tok_core.text.tokenizer import Tokenizer
 
 __all__ = [
-    "MAX_BORDER_BYTES",
+    "MAX_SPANNING_BYTES",
     "WORD",
     "ChatTemplate",
     "CompletingTokens",

@@ -14,19 +14,19 @@ import numpy.typing as npt
 
 from tok_core.text.piece_bytes import WORD, Ints, PieceBytes
 
-MAX_BORDER_BYTES: Final = WORD - 1  # bytes
+MAX_SPANNING_BYTES: Final = WORD - 1  # of a string, in the token that completes it: one byte before is compared, too
 NO_IDS: Final[Ints] = np.zeros(0, np.int64)  # no ids
 
 
 class CompletingTokens(NamedTuple):
     """Ids of the tokens in which an occurrence of a string can end; unordered, some repeated.
 
-    within  the piece contains the string, or begins with more than its last SHORT bytes
-    border  the piece begins with at most SHORT of the string's last bytes; the other bytes precede the token
+    within    the piece contains the string, or begins with more than its last MAX_SPANNING_BYTES bytes
+    spanning  the piece begins with at most MAX_SPANNING_BYTES of the string's last bytes; the others precede the token
     """
 
     within: Ints
-    border: Ints
+    spanning: Ints
 
 
 class EndingIndex:
@@ -48,11 +48,11 @@ class EndingIndex:
 
     def completing(self, stop: bytes) -> CompletingTokens:
         """Return the tokens that can complete `stop`, which has at least one byte. Exact."""
-        within, border = [self._holding(stop)], [NO_IDS]
+        within, spanning = [self._holding(stop)], [NO_IDS]
         for count in range(1, min(len(stop) - 1, self._pieces.longest) + 1):
             ids = self._beginning_with(stop[len(stop) - count :])
-            (border if count <= MAX_BORDER_BYTES else within).append(ids)
-        return CompletingTokens(np.concatenate(within), np.concatenate(border))
+            (spanning if count <= MAX_SPANNING_BYTES else within).append(ids)
+        return CompletingTokens(np.concatenate(within), np.concatenate(spanning))
 
     def _holding(self, stop: bytes) -> Ints:
         """Return the ids of the pieces that contain `stop`."""

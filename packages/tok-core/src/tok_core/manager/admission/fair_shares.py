@@ -124,7 +124,7 @@ class FairShares:
         for queue in queues:
             self.overdue += self._first_starts(queue, plan, now)
         self._allowance -= plan.lost
-        return plan.victims
+        return plan.to_preempt
 
     def _level_accounts(self, accounts: list[Account], queues: list[CallerQueue], plan: _PreemptionPlan) -> None:
         """Free slots for samples of callers that have waited and hold less than their share."""
@@ -139,7 +139,7 @@ class FairShares:
             if account.checks > CHECKS_PER_QUANTUM and starts > 0:
                 holders = plan.holders(self._table.account)
                 got = sum(
-                    plan.add_victims(holders, max(share, account.running + 1), queue.first) for _ in range(starts)
+                    plan.add_preemptions(holders, max(share, account.running + 1), queue.first) for _ in range(starts)
                 )
                 self.overdue += got > 0
 
@@ -153,15 +153,15 @@ class FairShares:
             one for one in islice(queue, MAX_COMPARED) if not one.request.running and _is_overdue(one.request, now)
         ]
         holders = plan.holders(table.rid, account.id) if overdue else {}
-        return sum(plan.add_victims(holders, 1, one) for one in overdue[:most])
+        return sum(plan.add_preemptions(holders, 1, one) for one in overdue[:most])
 
 
 class _PreemptionPlan:
-    """Free slots and pages as they will be once `victims` of one class are preempted, and the tokens lost by that."""
+    """Slots `to_preempt`, all of one class; the free slots and pages that this gives, and the tokens that it loses."""
 
     def __init__(self, paging: Paging, preemption: PreemptionPolicy, priority: int, allowance: float) -> None:
         table = paging.table
-        self.victims: list[int] = []
+        self.to_preempt: list[int] = []
         self.lost = 0
         self.free = table.free_slots + table.ended + int(np.count_nonzero(table.state == State.PREEMPTED))
         self._pages = paging.available
@@ -177,17 +177,17 @@ class _PreemptionPlan:
         slots = slots[table.priority[slots] == self._priority]
         if account is not None:
             slots = slots[table.account[slots] == account]
-        ranked, lost = self._preemption.rank(slots[~np.isin(slots, self.victims)])
+        ranked, lost = self._preemption.rank(slots[~np.isin(slots, self.to_preempt)])
         found: dict[int, list[tuple[int, int]]] = {}
         ranked, lost = ranked[::-1], lost[::-1]
         for one, slot, tokens in zip(owner[ranked].tolist(), ranked.tolist(), lost.tolist(), strict=True):
             found.setdefault(one, []).append((slot, tokens))
         return found
 
-    def add_victims(self, holders: dict[int, list[tuple[int, int]]], min_slots: int, pending: Pending) -> bool:
-        """Add victims until one more sample can start, and return whether it can.
+    def add_preemptions(self, holders: dict[int, list[tuple[int, int]]], min_slots: int, pending: Pending) -> bool:
+        """Add slots to preempt until one more sample can start; return whether it can.
 
-        Each holder keeps at least `min_slots` slots. The first victim is always allowed. Further victims are allowed
+        Each holder keeps at least `min_slots` slots. The first preemption is always allowed. Further ones are allowed
         while the tokens that all of them lose stay within the allowance, or within those of `pending` if it has more.
         """
         size = self._table.page_size
@@ -197,10 +197,10 @@ class _PreemptionPlan:
             if len(held) <= min_slots:
                 return False
             slot, tokens = held[-1]
-            if self.victims and self.lost + tokens > max(self._allowance, len(pending.tokens)):
+            if self.to_preempt and self.lost + tokens > max(self._allowance, len(pending.tokens)):
                 return False
             held.pop()
-            self.victims.append(slot)
+            self.to_preempt.append(slot)
             self.lost += tokens
             self.free += 1
             self._pages += -(-tokens // size)

@@ -130,7 +130,7 @@ class Admitter:
                 overdue = self._fair_shares.overdue = max(0, overdue - started)
             allowed, budget = allowed - started, budget - tokens
             if not started or (len(slots) and not tokens):
-                break  # no pages: a later step goes on
+                break  # no pages: a later step continues
         return budget
 
     def _start_one(
