@@ -109,8 +109,8 @@ def test_stacked_layer_with_some_matrices_ignored_is_refused() -> None:
     with pytest.raises(ModelError) as refused:
         quantization.method_of(names)
     assert str(refused.value) == (
-        f"quantization_config ignores {names[1]} but not {names[0]}, {names[2]}; allowed: all or none of them, since "
-        "they are computed as one layer"
+        f"quantization_config gives {names[1]} another weight format than {names[0]}, {names[2]}; allowed: one format, "
+        "since they are computed as one layer"
     )
     both = [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up")]
     assert isinstance(quantization.method_of(both), DenseMethod)

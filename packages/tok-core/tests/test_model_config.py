@@ -240,10 +240,6 @@ def test_qwen3_config_without_head_dim_is_rejected(tmp_path: Path) -> None:
         ({"eos_token_id": 512}, "eos_token_id is 512; allowed: token ids from 0 to 511"),
         ({"eos_token_id": [1, "</s>"]}, "eos_token_id is"),
         ({"bos_token_id": -1}, "bos_token_id is -1"),
-        (
-            {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config: quantised by 'awq'; supported: float32",
-        ),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; allowed: a JSON object"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

@@ -74,10 +74,6 @@ def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
         raise ModelError(f"{path}: has no config.json")
     config = Fields.of_file(path / "config.json")
     family = _family(config)
-    quantised = config.section("quantization_config")
-    if quantised is not None:
-        method = quantised.values.get("quant_method", "unknown")
-        raise ModelError(f"{quantised.origin}: quantised by {method!r}; supported: {', '.join(DTYPES)}")
     check_keys(config, family, ignored)
     vocab_size, num_layers = config.integer("vocab_size"), config.integer("num_hidden_layers")
     if num_layers > MAX_LAYERS:

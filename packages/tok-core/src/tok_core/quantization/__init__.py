@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tok_core.quantization.checkpoint_format import read_quantization
 from tok_core.quantization.dense import DenseMethod
 from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.quantization_config import QuantizationConfig
@@ -16,4 +17,5 @@ __all__ = [
     "QuantizationConfig",
     "StoredTensor",
     "WeightTarget",
+    "read_quantization",
 ]

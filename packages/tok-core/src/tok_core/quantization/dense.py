@@ -14,6 +14,9 @@ from tok_core.quantization.weight_target import WeightTarget
 class DenseMethod(LinearMethod):
     """Unquantised weights: one parameter `weight`, `[F, K]`."""
 
+    def __str__(self) -> str:
+        return "dense"
+
     def create(self, layer: LinearLayer, make: MakeParameter) -> None:
         rows = sum(part.count for part in layer.parts.values())
         layer.register_parameter("weight", make(rows, layer.inputs.count, dtype=layer.dtype))

@@ -40,14 +40,19 @@ class LinearLayer(Protocol):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None: ...
 
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
 
 class LinearMethod(ABC):
     """How a linear layer stores its weight, fills it from a checkpoint, shards it, and multiplies by it.
 
     A method holds no state: parameters belong to the layer, and no other code reads them. By default a method
     multiplies by `dense_weight`; one with GEMMs of its own overrides `apply`, `matmul` and `matmul_into`.
+    `redundant` lists ends of names ("weight_shape") of tensors that a checkpoint may hold for a layer and nobody needs.
     Axes: T tokens, K inputs of this rank, F outputs of this rank (all stacked matrices), G outputs after the gate.
     """
+
+    redundant: tuple[str, ...] = ()
 
     @abstractmethod
     def create(self, layer: LinearLayer, make: MakeParameter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tok_core.errors import ModelError
@@ -15,29 +15,40 @@ from tok_core.quantization.linear_method import LinearMethod
 class QuantizationConfig:
     """Methods of a model's linear layers, by their names in its checkpoint ("model.layers.3.mlp.down_proj").
 
-    method   of all linear layers that are not ignored
+    method   of all linear layers that the other fields do not name
     ignored  layers that stay dense. An entry is a name, consecutive components of names ("lm_head", "layers.3.mlp"),
              or "re:" and a regular expression that matches from the start of a name
+    special  further entries, and the method of the layers that they match; the first one that matches counts
     """
 
     method: LinearMethod = DENSE
     ignored: tuple[str, ...] = ()
+    special: tuple[tuple[str, LinearMethod], ...] = ()
+
+    def __str__(self) -> str:
+        dense = [f"dense: {', '.join(self.ignored)}"] if self.ignored else []
+        return "; ".join([str(self.method), *(f"{method}: {entry}" for entry, method in self.special), *dense])
 
     def method_of(self, names: Sequence[str]) -> LinearMethod:
-        """Return the method of a layer that stacks the matrices `names`. Raise ModelError if only some are ignored."""
-        ignored = [name for name in names if self._ignores(name)]
-        if not ignored:
-            return self.method
-        if len(ignored) < len(names):
-            others = ", ".join(name for name in names if name not in ignored)
+        """Return the method of a layer that stacks the matrices `names`. Raise ModelError if they have several."""
+        methods = [self._method_of(name) for name in names]
+        others = [name for name, method in zip(names, methods, strict=True) if method != methods[0]]
+        if others:
+            alike = ", ".join(name for name in names if name not in others)
             raise ModelError(
-                f"quantization_config ignores {', '.join(ignored)} but not {others}; allowed: all or none of them, "
-                "since they are computed as one layer"
+                f"quantization_config gives {', '.join(others)} another weight format than {alike}; allowed: one "
+                "format, since they are computed as one layer"
             )
-        return DENSE
+        return methods[0]
 
-    def _ignores(self, name: str) -> bool:
-        return any(
-            bool(re.match(entry.removeprefix("re:"), name)) if entry.startswith("re:") else f".{entry}." in f".{name}."
-            for entry in self.ignored
-        )
+    def _method_of(self, name: str) -> LinearMethod:
+        if _matches(self.ignored, name):
+            return DENSE
+        return next((method for entry, method in self.special if _matches([entry], name)), self.method)
+
+
+def _matches(entries: Iterable[str], name: str) -> bool:
+    return any(
+        bool(re.match(entry.removeprefix("re:"), name)) if entry.startswith("re:") else f".{entry}." in f".{name}."
+        for entry in entries
+    )

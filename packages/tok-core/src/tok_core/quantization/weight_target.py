@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,16 +29,22 @@ class WeightTarget:
     """Parameter view to fill, and the `parts` of the checkpoint's tensor that fill it: one slice for each axis.
 
     stored_dtypes  dtypes that the checkpoint's tensor may have, as safetensors names them
+    convert        makes the view's layout of the part; None: the part has it
     """
 
     view: Tensor
     parts: tuple[Slice, ...]
     stored_dtypes: tuple[str, ...] = FLOATS
+    convert: Callable[[Tensor], Tensor] | None = None
 
     @property
     def shape(self) -> list[int]:
         """Return the shape of the checkpoint's tensor."""
         return [part.size for part in self.parts]
+
+    def takes(self, shape: list[int]) -> bool:
+        """Return whether a tensor of this shape can be the checkpoint's; a scalar may be stored as a vector of one."""
+        return shape == self.shape or (self.shape == [] and shape == [1])
 
     @property
     def is_whole(self) -> bool:
@@ -49,8 +56,13 @@ class WeightTarget:
         return stored[tuple(slice(part.start, part.stop) for part in self.parts)]
 
     def fill(self, own: Tensor) -> bool:
-        """Copy the part `own` into `view`, cast to its dtype; return whether all finite values stay finite."""
+        """Copy the part `own` into `view`, converted and cast; return whether all finite values stay finite."""
+        own = own if self.convert is None else self.convert(own)
         self.view.copy_(own)
-        if own.dtype == self.view.dtype or torch.finfo(self.view.dtype).max >= torch.finfo(own.dtype).max:
+        if (
+            own.dtype == self.view.dtype
+            or not own.is_floating_point()
+            or torch.finfo(self.view.dtype).max >= torch.finfo(own.dtype).max
+        ):
             return True
         return bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())

@@ -37,6 +37,7 @@ def _supported_models() -> str:
 
 def _show(path: Path) -> int:
     from tok_core.model_config.model_config import read_config
+    from tok_core.quantization import read_quantization
 
     if not path.is_dir():
         raise ModelError(f"model {str(path)!r}: is not a directory; allowed: a model directory")
@@ -50,6 +51,7 @@ def _show(path: Path) -> int:
         "vocabulary": config.vocab_size,
         "context": config.max_positions,
         "stored as": str(config.dtype).removeprefix("torch."),
+        "linear layers": str(read_quantization(path)),
         "end tokens": ", ".join(map(str, config.eos_token_ids)) or "none",
         "files": _size(path),
         "weights": weights or f"{NONE} ({problem})",

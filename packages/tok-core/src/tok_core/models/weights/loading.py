@@ -17,8 +17,9 @@ from torch import Tensor
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
+from tok_core.models.layers import Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
-from tok_core.models.weights.targets import EMBEDDING, HEAD, targets
+from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, targets
 from tok_core.quantization import StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
@@ -178,17 +179,24 @@ class _SkippedTensors:
     """Set of tensor names that a checkpoint may hold although this worker's model does not.
 
     The set has all tensors of other pipeline stages' modules, whose names those stages check, and redundant tensors:
-    rotary frequencies, and the LM head of a tied model.
+    rotary frequencies, the LM head of a tied model, and those that weight formats repeat.
     """
 
     def __init__(self, model: CausalLM, model_targets: Mapping[str, WeightTarget]) -> None:
         self._layers = range(model.config.num_layers)
         self._tied = model.config.tied
         self._own = {_module(name) for name in model_targets}
+        self._redundant = {
+            f"{prefix}{name}.{end}"
+            for prefix, module in modules(model)
+            if isinstance(module, Linear)
+            for name in module.parts
+            for end in module.method.redundant
+        }
         self._of_layer = {found[2] for module in self._own if (found := _LAYER.fullmatch(module))}
 
     def __contains__(self, name: str) -> bool:
-        if name.endswith("rotary_emb.inv_freq") or (self._tied and name == HEAD):
+        if name.endswith("rotary_emb.inv_freq") or name in self._redundant or (self._tied and name == HEAD):
             return True
         module = _module(name)
         if module in self._own:
@@ -206,7 +214,7 @@ def _module(name: str) -> str:
 
 def _checked(file: Path, name: str, stored: StoredTensor, target: WeightTarget) -> WeightTarget:
     expected = target.shape
-    if stored.get_shape() != expected:
+    if not target.takes(stored.get_shape()):
         raise ModelError(f"{file}: tensor {name} has shape {stored.get_shape()}; expected {expected}")
     if stored.get_dtype() not in target.stored_dtypes:
         allowed = ", ".join(target.stored_dtypes)

@@ -16,6 +16,7 @@ from tok_core.messages import EngineInfo, Rendezvous
 from tok_core.model_config import Fields, ModelConfig, read_config, short_prompt
 from tok_core.models import CausalLM, as_stored, build, dummy, load
 from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, join
+from tok_core.quantization import QuantizationConfig, read_quantization
 from tok_core.runtime import HEARTBEAT
 from tok_core.sampling_params import SamplingParams
 from tok_core.worker.runner import Runner
@@ -155,8 +156,11 @@ def _load_model(
     tensor = None
     if peers.tensor is not None:
         tensor = TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
+    quantization = read_quantization(path)
+    if peers.coordinates.number == 0 and quantization != QuantizationConfig():
+        log.info("linear layers are %s; each is dequantised before it is used", quantization)
     try:
-        model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor)
+        model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor, quantization)
     except torch.OutOfMemoryError as error:
         raise EngineError(f"the weights of {config.model} do not fit on {peers.device}: {error}") from None
     if config.load_format == "dummy":

@@ -1,0 +1,160 @@
+"""PackedMethod: integer weights of 4 or 8 bits, packed in words of 32.
+
+Axes: F rows of this rank, K columns of this rank, G groups of columns, W words of a row.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tok_core.errors import ModelError
+from tok_core.parallel import Slice
+from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
+from tok_core.quantization.scales import column_groups, for_columns, in_groups
+from tok_core.quantization.weight_target import WeightTarget
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class PackedMethod(LinearMethod):
+    """Unsigned integers q of `bits` bits, which stand for the weights `(q - zero_point) · scale`.
+
+    group        number of consecutive columns that share scale and zero point; None: all
+    zero_points  a checkpoint stores zero points; else all are half of q's range
+    ordered      each column names its group, so that a group's columns need not be consecutive
+
+    The parameter `weight_packed`, int32 `[F, W]`, holds the columns of a row in their order, lowest bits first.
+    """
+
+    bits: int = 4
+    group: int | None = 128
+    zero_points: bool = False
+    ordered: bool = False
+
+    def __str__(self) -> str:
+        shared = "a scale and a zero point" if self.zero_points else "a scale"
+        return f"int{self.bits} with {shared} for each " + (f"{self.group} columns" if self.group else "row")
+
+    @abstractmethod
+    def part_targets(
+        self, layer: LinearLayer, rows: Slice, packed_FW: Tensor, scale_FG: Tensor, zero_FG: Tensor | None
+    ) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the ends of the names of one matrix's tensors, and what each fills."""
+
+    @abstractmethod
+    def stored(self, q_FK: Tensor, scale_FG: Tensor, zero_FG: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint, by the ends of their names, for int32 q and zero points."""
+
+    @property
+    def per_word(self) -> int:
+        """Number of weights in a word."""
+        return WORD_BITS // self.bits
+
+    def words(self, axis: Slice) -> Slice:
+        """Return the range of words that hold the entries of `axis`, packed along it."""
+        return Slice(axis.start // self.per_word, -(-axis.stop // self.per_word), -(-axis.size // self.per_word))
+
+    def unpacked(self, words: Tensor, axis: Slice, order: Sequence[int] | None = None) -> Tensor:
+        """Unpack the words of `self.words(axis)` along the last axis, and return the entries of `axis`.
+
+        order  place in a word of each of its entries; None: lowest bits first
+        """
+        values = unpack(words, self.bits)
+        if order is not None:
+            values = torch.unflatten(values, -1, (-1, self.per_word))[..., order].flatten(-2)
+        first = axis.start % self.per_word
+        return values[..., first : first + axis.count]
+
+    def groups(self, layer: LinearLayer) -> Slice:
+        """Return the range of groups whose scales a rank needs: those of its columns, or all if columns name them."""
+        if self.ordered:
+            return Slice.whole(-(-layer.inputs.size // (self.group or layer.inputs.size)))
+        return column_groups(layer.inputs, self.group, ", ".join(layer.parts))
+
+    def create(self, layer: LinearLayer, make: MakeParameter) -> None:
+        columns, names = layer.inputs, ", ".join(layer.parts)
+        if columns.start % self.per_word or columns.stop % self.per_word:
+            raise ModelError(
+                f"{names}: this worker has columns {columns.start} to {columns.stop} of {columns.size}; allowed: "
+                f"multiples of {self.per_word}, as many as are packed in a word"
+            )
+        rows, groups = sum(part.count for part in layer.parts.values()), self.groups(layer).count
+        layer.register_parameter("weight_packed", make(rows, self.words(columns).count, dtype=torch.int32))
+        layer.register_parameter("weight_scale", make(rows, groups, dtype=torch.float32))
+        if self.zero_points:
+            layer.register_parameter("weight_zero_point", make(rows, groups, dtype=torch.uint8))
+        if self.ordered:
+            layer.register_parameter("group_of_column", make(len(layer.parts), columns.count, dtype=torch.int32))
+
+    def targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
+        counts = [rows.count for rows in layer.parts.values()]
+        packed, scales = (torch.split(layer.get_parameter(name), counts) for name in ("weight_packed", "weight_scale"))
+        zeros: tuple[Tensor | None, ...] = (None,) * len(counts)
+        if self.zero_points:
+            zeros = torch.split(layer.get_parameter("weight_zero_point"), counts)
+        for (name, rows), packed_FW, scale_FG, zero_FG in zip(layer.parts.items(), packed, scales, zeros, strict=True):
+            for end, target in self.part_targets(layer, rows, packed_FW, scale_FG, zero_FG):
+                yield f"{name}.{end}", target
+        if self.ordered:
+            for name, group_K in zip(layer.parts, layer.get_parameter("group_of_column"), strict=True):
+                yield f"{name}.g_idx", WeightTarget(group_K, (layer.inputs,), ("I32",))
+
+    def dense_weight(self, layer: LinearLayer) -> Tensor:
+        q_FK = unpack(layer.get_parameter("weight_packed"), self.bits)
+        zeros = layer.get_parameter("weight_zero_point").int() if self.zero_points else None
+        zero = self.middle if zeros is None else self._of_columns(layer, zeros)
+        return ((q_FK - zero) * self._of_columns(layer, layer.get_parameter("weight_scale"))).to(layer.dtype)
+
+    def _of_columns(self, layer: LinearLayer, values_FG: Tensor) -> Tensor:
+        """Return the value that each column has, of the values of its groups."""
+        if not self.ordered:
+            return for_columns(values_FG, self.group, layer.inputs.count)
+        parts = torch.split(values_FG, [rows.count for rows in layer.parts.values()])
+        groups = layer.get_parameter("group_of_column")
+        return torch.cat([part[:, of_column] for part, of_column in zip(parts, groups, strict=True)])
+
+    @property
+    def middle(self) -> int:
+        """The zero point that stands for none."""
+        return 1 << (self.bits - 1)
+
+    def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
+        """Round to the nearest; zero points, if a checkpoint stores them, let each group use the whole range."""
+        limit, groups_FGK = (1 << self.bits) - 1, in_groups(weight_FK.float(), self.group)
+        if self.zero_points:
+            low_FG, high_FG = groups_FGK.amin(2).clamp(max=0), groups_FGK.amax(2).clamp(min=0)
+            scale_FG = (high_FG - low_FG) / limit
+        else:
+            scale_FG = groups_FGK.abs().amax(2) * 2 / limit
+        scale_FG = torch.where(scale_FG == 0, 1, scale_FG)
+        zero_FG = torch.full_like(scale_FG, self.middle)
+        if self.zero_points:
+            zero_FG = (-low_FG / scale_FG).round()
+        columns = weight_FK.shape[1]
+        scale, zero = (for_columns(values, self.group, columns) for values in (scale_FG, zero_FG))
+        q_FK = (weight_FK.float() / scale + zero).round().clamp(0, limit)
+        tensors = self.stored(q_FK.int(), scale_FG, zero_FG.int())
+        if self.ordered:
+            tensors["g_idx"] = torch.arange(columns, dtype=torch.int32) // (self.group or columns)
+        return tensors
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Pack unsigned int32 values along the last axis into int32 words, lowest bits first; zeros fill the last word."""
+    per_word = WORD_BITS // bits
+    padded = torch.unflatten(functional.pad(values, (0, -values.shape[-1] % per_word)), -1, (-1, per_word))
+    shift = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=values.device)
+    return (padded << shift).sum(-1, dtype=torch.int32)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 words along the last axis into unsigned int32 values."""
+    shift = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shift) & ((1 << bits) - 1)).flatten(-2)

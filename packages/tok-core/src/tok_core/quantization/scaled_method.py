@@ -1,0 +1,93 @@
+"""ScaledMethod: weights of 8 bits with float32 scales, for each row, matrix or block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tok_core.parallel import Slice
+from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
+from tok_core.quantization.scales import blocks_of, column_groups, for_columns, in_groups
+from tok_core.quantization.weight_target import WeightTarget
+
+STORED_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}  # as safetensors names them
+MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+@dataclass(frozen=True)
+class ScaledMethod(LinearMethod):
+    """Weights in float8 (e4m3) or int8, with a float32 scale for each row and group of columns.
+
+    block       rows and columns of the blocks that share a scale in a checkpoint; None: each row has one
+    per_matrix  a checkpoint has one scale for each matrix, which all its rows share
+    scale_name  end of the names of scales in a checkpoint
+    redundant   scales of inputs: inputs are not rounded here
+    """
+
+    dtype: torch.dtype
+    block: tuple[int, int] | None = None
+    per_matrix: bool = False
+    scale_name: str = "weight_scale"
+    redundant: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        sharing = (
+            "matrix" if self.per_matrix else "row" if self.block is None else "block of {} × {}".format(*self.block)
+        )
+        return f"{'float8' if self.dtype.is_floating_point else 'int8'} with a scale for each {sharing}"
+
+    def create(self, layer: LinearLayer, make: MakeParameter) -> None:
+        rows = sum(part.count for part in layer.parts.values())
+        layer.register_parameter("weight", make(rows, layer.inputs.count, dtype=self.dtype))
+        layer.register_parameter("weight_scale", make(rows, self._groups(layer).count, dtype=torch.float32))
+
+    def targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
+        counts = [rows.count for rows in layer.parts.values()]
+        weights, scales = (torch.split(layer.get_parameter(name), counts) for name in ("weight", "weight_scale"))
+        for (name, rows), weight, scale in zip(layer.parts.items(), weights, scales, strict=True):
+            yield f"{name}.weight", WeightTarget(weight, (rows, layer.inputs), (STORED_DTYPES[self.dtype],))
+            yield f"{name}.{self.scale_name}", self._scale_target(layer, rows, scale)
+
+    def _scale_target(self, layer: LinearLayer, rows: Slice, scale_FG: Tensor) -> WeightTarget:
+        if self.per_matrix:
+            return WeightTarget(scale_FG, ())
+        if self.block is None:
+            return WeightTarget(scale_FG, (rows, Slice.whole(1)))
+        size = self.block[0]
+        first = rows.start % size  # of the first block's rows, the first that this rank holds
+
+        def of_rows(own: Tensor) -> Tensor:
+            return own.repeat_interleave(size, 0)[first : first + rows.count]
+
+        return WeightTarget(scale_FG, (blocks_of(rows, size), self._groups(layer)), convert=of_rows)
+
+    def dense_weight(self, layer: LinearLayer) -> Tensor:
+        scale = for_columns(layer.get_parameter("weight_scale"), self._columns, layer.inputs.count)
+        return (layer.weight.float() * scale).to(layer.dtype)
+
+    def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
+        """Round to the nearest, with scales by which each group's largest value becomes the largest of the dtype."""
+        limit, (rows, columns) = MAX_VALUES[self.dtype], weight_FK.shape
+        stored = in_groups(weight_FK.float().abs(), self._columns).amax(2) / limit
+        if self.per_matrix:
+            stored = stored.amax()
+        elif self.block is not None:
+            stored = in_groups(stored.t(), self.block[0]).amax(2).t()
+        stored = torch.where(stored == 0, 1, stored)
+        scale_FG = stored.expand(rows, 1) if self.per_matrix else stored
+        if self.block is not None:
+            scale_FG = stored.repeat_interleave(self.block[0], 0)[:rows]
+        divided_FK = (weight_FK.float() / for_columns(scale_FG, self._columns, columns)).clamp(-limit, limit)
+        rounded_FK = divided_FK if self.dtype.is_floating_point else divided_FK.round()
+        return {"weight": rounded_FK.to(self.dtype), self.scale_name: stored}
+
+    @property
+    def _columns(self) -> int | None:
+        """Number of columns that share a scale; None: all."""
+        return None if self.block is None else self.block[1]
+
+    def _groups(self, layer: LinearLayer) -> Slice:
+        return column_groups(layer.inputs, self._columns, ", ".join(layer.parts))

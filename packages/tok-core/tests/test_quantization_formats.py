@@ -1,0 +1,195 @@
+"""Checkpoints in the weight formats of other libraries compute what their dequantised weights compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.engines import cpu_engine
+from support.parallel_models import CPU, PROMPT, chained_logits, compute, greedy, logits_of, model_of, tokens_of
+from support.quantized_models import GROUP, SCHEMES, write_quantized
+from support.ranks import run_ranks
+from support.tiny_models import make_model
+from tok_core import ModelError, SamplingParams
+from tok_core.config import all_coordinates
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, Linear, build, dummy
+from tok_core.quantization import DenseMethod, QuantizationConfig, read_quantization
+from tok_core.quantization.packed_layouts import PackQuantizedMethod
+from tok_core.quantization.scaled_method import ScaledMethod
+from tok_kernels import choose
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantised_checkpoint_has_the_logits_of_its_dequantised_weights(scheme: str, tmp_path: Path) -> None:
+    path, dense = write_quantized("qwen2" if "int" in scheme else "llama-untied", tmp_path, scheme)
+    model = model_of(path, quantization=read_quantization(path))
+    assert all(map(np.array_equal, logits_of(model), logits_of(model_of(dense))))
+
+
+def linears(model: CausalLM) -> dict[str, Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_rank_holds_its_part_of_the_dequantised_weights(scheme: str, tmp_path: Path) -> None:
+    path, dense = write_quantized("llama-untied", tmp_path, scheme)
+    for coordinates in all_coordinates(1, 2):
+        quantised = linears(model_of(path, coordinates, quantization=read_quantization(path)))
+        for name, linear in linears(model_of(dense, coordinates)).items():
+            assert torch.equal(quantised[name].method.dense_weight(quantised[name]), linear.weight), name
+
+
+def test_ranks_of_a_quantised_model_compute_what_the_dense_model_does(tmp_path: Path) -> None:
+    path, dense = write_quantized("llama-untied", tmp_path, "awq")
+    alone = model_of(dense)
+    expected, in_chunks, tokens = logits_of(alone), chained_logits([alone]), greedy(alone, tokens_of(PROMPT), 6)
+    for [of_rank] in run_ranks(all_coordinates(1, 2), compute, [path], (0, 1000), 6, read_quantization(path)):
+        logits, chained, chosen, _ = of_rank
+        assert chosen == tokens
+        for found, reference in [*((one, expected) for one in logits), *((one, in_chunks) for one in chained)]:
+            for a, b in zip(found, reference, strict=True):
+                assert np.abs(a - b).max(initial=0) <= 5e-5 * np.abs(b).max(initial=0)
+
+
+@pytest.mark.parametrize("scheme", ["fine-grained-fp8", "awq"])
+def test_quantised_engine_generates_what_the_dense_one_does(scheme: str, tmp_path: Path) -> None:
+    paths = write_quantized("llama-untied", tmp_path, scheme)
+    prompts = [tokens_of(30), tokens_of(30) + tokens_of(9, seed=4)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for path in paths:
+        with cpu_engine(path) as engine:
+            answers.append(
+                [sample.token_ids for output in engine.generate(prompts, params) for sample in output.outputs]
+            )
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dummy_weights_are_rounded_to_the_nearest_value_of_the_format(scheme: str, tmp_path: Path) -> None:
+    path, _ = write_quantized("llama-untied", tmp_path, scheme)
+    quantization = read_quantization(path)
+    quantised, dense = (
+        build(read_config(path), choose(CPU), CPU, torch.float32, quantization=one)
+        for one in (quantization, QuantizationConfig())
+    )
+    dummy(quantised)
+    dummy(dense)
+    layers = [linears(quantised), linears(dense)]
+    for name, linear in layers[0].items():
+        if name != "lm_head":
+            found, exact = (one[name].method.dense_weight(one[name]) for one in layers)
+            unit = linear.get_parameter("weight_scale").amax()
+            fp8 = isinstance(linear.method, ScaledMethod) and linear.method.dtype.is_floating_point
+            allowed = exact.abs() / 16 if fp8 else torch.tensor(0.0)  # float8 has three bits after the first
+            assert ((found - exact).abs() <= allowed + 0.501 * unit * (2**-9 if fp8 else 1)).all()
+
+
+def with_config(path: Path, changes: dict[str, object]) -> Path:
+    """Change keys of `quantization_config`, those of its only group if they are there."""
+    config = json.loads((path / "config.json").read_text())
+    quantization = config["quantization_config"]
+    group = quantization.get("config_groups", {}).get("group_0", {})
+    for key, value in changes.items():
+        parent, _, key = key.rpartition(".")
+        (group[parent] if parent else quantization)[key] = value
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        (
+            "awq",
+            {"quant_method": "exl2"},
+            "quant_method is 'exl2'; allowed: fp8, fbgemm_fp8, compressed-tensors, awq, gptq",
+        ),
+        ("awq", {"bits": 3}, "bits is 3; allowed: 4"),
+        ("awq", {"zero_point": False}, "zero_point is False; allowed: true"),
+        ("awq", {"version": "gemv"}, 'version is \'gemv\'; allowed: "gemm" or "GEMM"'),
+        ("awq", {"rotation": 2}, "rotation is not known; allowed: bits, format"),
+        ("gptq", {"bits": 3}, "bits is 3; allowed: 4, 8"),
+        ("gptq", {"lm_head": True}, "lm_head is True; allowed: false"),
+        ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic is {.*}; allowed: {}"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: gptq, gptq_v2"),
+        ("fp8-per-matrix", {"activation_scheme": "none"}, "activation_scheme is 'none'; allowed: dynamic, static"),
+        ("fine-grained-fp8", {"scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'; allowed: \"float\""),
+        (
+            "fine-grained-fp8",
+            {"weight_block_size": [128]},
+            r"weight_block_size is \[128\]; allowed: a list of two positive",
+        ),
+        ("int4", {"sparsity_config": {"format": "2:4"}}, r"sparsity_config is {.*}; allowed: {}"),
+        ("int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is {.*}; allowed: null"),
+        ("int4", {"config_groups": {}}, "config_groups is None; allowed: a JSON object with at least one group"),
+        ("int4", {"format": "marlin-24"}, "format is 'marlin-24'; allowed: float-quantized, int-quantized"),
+        ("int4", {"weights.num_bits": 2}, "num_bits is 2; allowed: 4, 8, with format pack-quantized"),
+        ("int4", {"weights.actorder": "group"}, 'actorder is \'group\'; allowed: false or "weight" or "static"'),
+        (
+            "int8",
+            {"weights.strategy": "group"},
+            "strategy is 'group'; allowed: tensor, channel, with format int-quantized",
+        ),
+        ("int8", {"weights.symmetric": False}, "symmetric is False; allowed: true, with format int-quantized"),
+        ("int8", {"input_activations.num_bits": 4}, "num_bits is 4; allowed: 8"),
+    ],
+)
+def test_format_that_is_not_computed_is_refused_by_the_name_of_its_key(
+    scheme: str, changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = with_config(write_quantized("llama", tmp_path, scheme)[0], changes)
+    with pytest.raises(ModelError, match=message):
+        read_quantization(path)
+
+
+def test_layers_of_two_groups_have_the_format_of_the_most_exact_target(tmp_path: Path) -> None:
+    path, _ = write_quantized("llama", tmp_path, "int4")
+    four = SCHEMES["int4"].config["config_groups"]["group_0"]  # type: ignore[index]
+    eight = SCHEMES["int8-rows-packed"].config["config_groups"]["group_0"]  # type: ignore[index]
+    three = SCHEMES["int4-zero-points"].config["config_groups"]["group_0"]  # type: ignore[index]
+    groups = {
+        "a": four,
+        "b": {**eight, "targets": [r"re:.*\.down_proj$"]},
+        "c": {**three, "targets": ["model.layers.1.mlp.down_proj"]},
+    }
+    found = read_quantization(with_config(path, {"config_groups": groups, "ignore": ["lm_head", r"re:.*layers\.2\."]}))
+    methods = [found.method_of([f"model.layers.{layer}.mlp.down_proj"]) for layer in range(3)]
+    assert methods[:2] == [PackQuantizedMethod(8, None), PackQuantizedMethod(4, GROUP, zero_points=True)]
+    assert isinstance(methods[2], DenseMethod)
+    assert found.method_of(["model.layers.0.mlp.gate_proj"]) == PackQuantizedMethod(4, GROUP)
+    assert str(found) == (
+        "int4 with a scale for each 32 columns; int4 with a scale and a zero point for each 32 columns: "
+        r"model.layers.1.mlp.down_proj; int8 with a scale for each row: re:.*\.down_proj$; "
+        r"dense: lm_head, re:.*layers\.2\."
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ("fine-grained-fp8", r"o_proj: groups of 32 columns share a scale, .* cuts the 64 columns at 0 and 16"),
+        ("awq", "o_proj: groups of 32 columns share a scale"),
+    ],
+)
+def test_ranks_that_cut_a_group_of_columns_are_refused(scheme: str, message: str, tmp_path: Path) -> None:
+    path, _ = write_quantized("llama", tmp_path, scheme)
+    with pytest.raises(ModelError, match=message):
+        build(
+            read_config(path),
+            choose(CPU),
+            CPU,
+            torch.float32,
+            next(all_coordinates(1, 4)),
+            None,
+            read_quantization(path),
+        )
+
+
+def test_dense_checkpoint_has_no_quantised_layers(tmp_path: Path) -> None:
+    assert read_quantization(make_model("llama", tmp_path / "dense")) == QuantizationConfig()
