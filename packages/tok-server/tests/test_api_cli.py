@@ -60,6 +60,7 @@ SERVE_FLAGS = {
     "--restart-window": 300.0,
     "--eos-probability": None,
     "--api-key": None,
+    "--served-model-name": None,
     "--data-dir": None,
     "--log-level": "info",
     "--api-key-file": None,
@@ -136,7 +137,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--restart-window": 1.5, "--eos-probability": 0.25,
     }  # fmt: skip
     words = [*(str(word) for pair in given.items() for word in pair), "--no-prefix-groups", "--no-cuda-graphs"]
-    words += ["--ignore-config-keys", "one,two", "--share-prefixes"]
+    words += ["--ignore-config-keys", "one,two", "--share-prefixes", "--served-model-name", "a", "b", "a"]
     options = make_parser().parse_args(["serve", "m/n", *words])
     config, settings = engine_config(options), server_settings(options)
     for flag, value in given.items():
@@ -144,8 +145,10 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
     assert (config.prefix_groups, config.cuda_graphs, settings.share_prefixes) == (False, False, True)
     assert config.ignore_config_keys == ("one", "two")
+    assert (settings.model_name, settings.model_names) == ("a", ("a", "b"))
     left = {
         "--ignore-config-keys",
+        "--served-model-name",
         "--share-prefixes",
         "--log-level",
         "--log-format",

@@ -128,7 +128,7 @@ def test_openai_client_reads_the_embeddings(server: Server, tiny_model: Path, en
 
 def test_batch_line_gives_the_same_embeddings_as_the_request(server: Server) -> None:
     body = json.dumps({"model": NAME, "input": TEXTS, "pooling": "mean"}).encode()
-    asked = ENDPOINTS["/v1/embeddings"](body, ServedModel(server.engine, NAME, server.context.settings.formats))
+    asked = ENDPOINTS["/v1/embeddings"](body, ServedModel(server.engine, (NAME,), server.context.settings.formats))
     assert asked.samples == len(TEXTS)
     write = asyncio.run(asked.compute())
     assert near(json.loads(write()), embed(server, input=TEXTS, pooling="mean").json(), 1e-5)

@@ -171,7 +171,7 @@ def test_batch_line_of_any_priority_runs_in_the_background(own: int, wanted: int
 async def test_batch_line_cannot_ask_for_a_priority_closed_to_clients(
     engine: AsyncEngine, min_priority: int | None, refused: bool
 ) -> None:
-    served = ServedModel(engine, NAME, Formats(), min_priority=min_priority)
+    served = ServedModel(engine, (NAME,), Formats(), min_priority=min_priority)
     with pytest.raises(ApiError, match="priority") if refused else nullcontext():
         ENDPOINTS["/v1/completions"](b'{"prompt": [1, 2], "priority": -5}', served)
 
@@ -294,7 +294,7 @@ async def test_run_that_cannot_store_answers_returns_its_whole_budget(engine: As
     with ThreadPoolExecutor(1) as store, ThreadPoolExecutor(1) as reader:
         answers = store.submit(Full, tmp_path / "answers", "batch").result()
         answers.budget, answers.lines = budget, 700
-        means = BatchResources(ServedModel(engine, NAME, Formats()), budget, gate, store, reader, reader)
+        means = BatchResources(ServedModel(engine, (NAME,), Formats()), budget, gate, store, reader, reader)
         with pytest.raises(sqlite3.DatabaseError):
             await LineRunner(LineSource(tmp_path / "in", 700), answers, means).run()
         store.submit(answers.close).result()
@@ -316,7 +316,7 @@ async def test_line_that_awaits_a_cancelled_future_gets_an_error(engine: AsyncEn
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(Answers, tmp_path / "answers", "batch").result()
         gate = EngineGate(engine, until_closed=True)
-        means = BatchResources(ServedModel(engine, NAME, Formats()), Budget(1), gate, pool, pool, pool)
+        means = BatchResources(ServedModel(engine, (NAME,), Formats()), Budget(1), gate, pool, pool, pool)
         run = LineRunner(LineSource(tmp_path / "in", 1), answers, means)
         found = await run._compute(_ParsedLine(0, "one", Cancelling()), Cancelling())
         pool.submit(answers.close).result()
@@ -379,7 +379,7 @@ async def test_cancelled_batch_with_missing_input_fails(engine: AsyncEngine, tmp
 
 
 async def test_background_requests_are_counted_as_the_engine_counts_them(engine: AsyncEngine, tmp_path: Path) -> None:
-    served, most = ServedModel(engine, NAME, Formats()), 0
+    served, most = ServedModel(engine, (NAME,), Formats()), 0
     service = BatchService(tmp_path, served, BatchLimits(file=1 << 20, line=1 << 12))
     await service.open()
     lines = [completion_line(number, n=8, prompt=[[1], [2]], max_tokens=9, ignore_eos=True) for number in range(4)]

@@ -105,10 +105,10 @@ def output(tokens: int, n: int, top: int) -> RequestOutput:
 def test_pieces_are_under_1_mib_and_free_written_logprobs(server: Server, path: str) -> None:
     if path == "chat":
         body = {"messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True, "top_logprobs": 5}
-        serializer: AnswerSerializer = chat.parse(json.dumps(body).encode(), server.engine, "tiny")[1]
+        serializer: AnswerSerializer = chat.parse(json.dumps(body).encode(), server.engine, ("tiny",))[1]
     else:
         body = {"prompt": "a", "n": 2, "logprobs": 5, "max_tokens": 50}
-        serializer = completions.parse(json.dumps(body).encode(), server.engine, "tiny")[1]
+        serializer = completions.parse(json.dumps(body).encode(), server.engine, ("tiny",))[1]
     outputs = [output(20_000, 2, 5)]
     expected = msgspec.json.decode(serializer.encode_answer(outputs))
     pieces, found, longest = serializer.encode_pieces(outputs), [], 0

@@ -144,7 +144,7 @@ def test_batch_line_may_have_stop_when(server: Server) -> None:
     condition = CONDITIONS[0]
     fields = {**DRAWN, "model": NAME, "logit_bias": ending_soon(server), "stop_when": condition}
     asked = ENDPOINTS["/v1/completions"](
-        json.dumps(fields).encode(), ServedModel(server.engine, NAME, server.context.settings.formats)
+        json.dumps(fields).encode(), ServedModel(server.engine, (NAME,), server.context.settings.formats)
     )
     body = json.loads(asyncio.run(asked.compute())())
     check(condition, body["choices"], body["stop_when"])

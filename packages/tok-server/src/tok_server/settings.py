@@ -113,7 +113,8 @@ SECONDS = ("header_timeout", "body_timeout", "write_timeout", "idle_timeout", "r
 class Settings(Limits, frozen=True, kw_only=True):
     """All start options of the server, including its limits. Validated when constructed (`InvalidField`).
 
-    model_name       the name under which the model is served
+    model_name       the name under which the model is served, which responses show
+    model_aliases    further names that requests may use
     host, port       address to listen on; port 0: any free one
     api_keys         keys, one of which clients must send as bearer token; none: every client is served
     share_prefixes   whether prompts of different API keys share cached prefixes
@@ -129,6 +130,7 @@ class Settings(Limits, frozen=True, kw_only=True):
     """
 
     model_name: str
+    model_aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 10210
     api_keys: tuple[str, ...] = ()
@@ -144,8 +146,8 @@ class Settings(Limits, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.model_name:
-            raise InvalidField("model_name", self.model_name, "a name of at least one character")
+        if "" in self.model_names:
+            raise InvalidField("served_model_name", "", "names of at least one character")
         if not self.host:
             raise InvalidField("host", self.host, "an address or a host name")
         if not 0 <= self.port <= 65_535:
@@ -158,6 +160,11 @@ class Settings(Limits, frozen=True, kw_only=True):
                 raise InvalidField("admin_key", "***", "a key that is not an API key")
         if self.tls_key is not None and self.tls_cert is None:
             raise InvalidField("tls_key", self.tls_key, "only together with --tls-cert")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Return all names of the model, each once; responses show the first."""
+        return tuple(dict.fromkeys((self.model_name, *self.model_aliases)))
 
 
 def _check_key(field: str, key: str) -> None:

@@ -63,6 +63,12 @@ def add_server(group: argparse._ActionsContainer) -> None:
         group, "--api-key", "KEY", f"API key that clients must send; may be repeated (also: ${API_KEYS_VARIABLE})"
     )
     group.add_argument("--api-key-file", metavar="FILE", help="file with API keys, one per line")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model; answers show the first, requests may use any (default: its directory or hub id)",
+    )
     text = "share cached prefixes between API keys; cached_tokens then reveals what other keys have sent"
     group.add_argument("--share-prefixes", action="store_true", help=text)
     group.add_argument(
@@ -127,10 +133,15 @@ def _parser_of(kind: object) -> Callable[[str], object]:
 
 
 def make_settings(options: argparse.Namespace, model_name: str) -> Settings:
-    """Return the settings from the flags of `tok serve` and the environment. Errors: InvalidField."""
+    """Return the settings from the flags of `tok serve` and the environment. Errors: InvalidField.
+
+    model_name  name of the model unless --served-model-name gives others
+    """
+    name, *aliases = options.served_model_name or (model_name,)
     same_names = ("host", "port", "data_dir", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
     return Settings(
-        model_name=model_name,
+        model_name=name,
+        model_aliases=tuple(aliases),
         api_keys=_api_keys(options),
         admin_key=options.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None,
         allow_origins=tuple(options.allow_origin or ()),

@@ -87,7 +87,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    parse_body = partial(parse, body, context.engine, context.settings.model_name)
+    parse_body = partial(parse, body, context.engine, context.settings.model_names)
     job = parse_body() if has_few_token_ids("input", body) else await context.run_in_thread(parse_body)
     context.admit(request[COUNTS].tenant)  # while this request was parsed, others may have been submitted
     counts = request[COUNTS]
@@ -104,10 +104,10 @@ async def create(request: web.Request) -> web.StreamResponse:
     return web.Response(body=answer, content_type="application/json", headers=headers)
 
 
-def parse(body: bytes, engine: AsyncEngine, model: str) -> EmbeddingJob:
+def parse(body: bytes, engine: AsyncEngine, names: tuple[str, ...]) -> EmbeddingJob:
     """Parse the body into a job with inputs as token ids. Slow for long inputs. Errors: ApiError."""
     request, ignored = parse_request(body, EmbeddingRequest, ())
-    check_model(value_or_none(request.model), model)
+    model = check_model(value_or_none(request.model), names)
     inputs = request.inputs()
     if len(inputs) > MAX_INPUTS:
         raise invalid("input", f"input holds {len(inputs)} inputs; allowed: at most {MAX_INPUTS}")

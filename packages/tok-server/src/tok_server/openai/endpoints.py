@@ -62,7 +62,7 @@ class BackgroundPriority:
 class ServedModel:
     """The served model, and how background requests to it are read and limited.
 
-    model                the name under which it is served
+    names                its names; answers show the first
     formats              how it writes tool calls and reasoning
     max_n                largest number of samples per prompt
     share_prefixes       whether tenants share cached prefixes
@@ -72,7 +72,7 @@ class ServedModel:
     """
 
     engine: AsyncEngine
-    model: str
+    names: tuple[str, ...]
     formats: Formats
     max_n: int = Limits().max_n
     share_prefixes: bool = False
@@ -165,7 +165,7 @@ Prepare = Callable[[bytes, ServedModel], EndpointTask]
 
 def _generation(parse: Parse) -> Prepare:
     def prepare(body: bytes, served: ServedModel) -> EndpointTask:
-        return GenerationTask(*parse(body, served.engine, served.model, served.formats), served)
+        return GenerationTask(*parse(body, served.engine, served.names, served.formats), served)
 
     return prepare
 
@@ -174,6 +174,6 @@ ENDPOINTS: Mapping[str, Prepare] = {
     "/v1/chat/completions": _generation(chat.parse),
     "/v1/completions": _generation(completions.parse),
     "/v1/responses": _generation(responses.parse),
-    "/v1/embeddings": lambda body, served: EmbeddingTask(embeddings.parse(body, served.engine, served.model), served),
+    "/v1/embeddings": lambda body, served: EmbeddingTask(embeddings.parse(body, served.engine, served.names), served),
 }
 """URL -> function that parses a body sent there. Slow: call it in a thread. Errors: ApiError."""

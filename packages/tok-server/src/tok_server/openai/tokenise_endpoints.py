@@ -50,7 +50,7 @@ async def _respond(
 
 def _tokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[int, TokenizeResponse]:
     request, _ = parse_request(body, TokenizeRequest, ())
-    check_model(value_or_none(request.model), settings.model_name)
+    check_model(value_or_none(request.model), settings.model_names)
     tokenizer = _tokenizer(engine)
     prompt, special = value_or_none(request.prompt), value_or_none(request.add_special_tokens)
     field = "messages" if prompt is None else "prompt"
@@ -81,7 +81,7 @@ def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
 
 def _detokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[int, DetokenizeResponse]:
     request, _ = parse_request(body, DetokenizeRequest, ())
-    check_model(value_or_none(request.model), settings.model_name)
+    check_model(value_or_none(request.model), settings.model_names)
     tokenizer, size = _tokenizer(engine), engine.info.vocab_size
     max_tokens = MAX_MODEL_LENGTHS * engine.info.max_model_len
     if len(request.tokens) > max_tokens:

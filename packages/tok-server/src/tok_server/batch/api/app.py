@@ -29,7 +29,7 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
     context = app[CONTEXT]
     served = ServedModel(
         engine,
-        settings.model_name,
+        settings.model_names,
         settings.formats,
         settings.max_n,
         settings.share_prefixes,

@@ -137,7 +137,7 @@ class OfflineBatch:
             if self._retry and self._output.exists():
                 await self._run_in(self._store, lambda: self._import_successful(answers))
             budget = Budget(sample_budget(engine.info.max_running))
-            served = ServedModel(engine, self._model, formats)
+            served = ServedModel(engine, (self._model,), formats)
             self._line_runner = LineRunner(
                 source, answers, BatchResources(served, budget, gate, self._store, self._reader, self._reader)
             )

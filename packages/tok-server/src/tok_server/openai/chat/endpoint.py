@@ -35,7 +35,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 def parse(
-    body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO
+    body: bytes, engine: AsyncEngine, names: tuple[str, ...], formats: Formats = AUTO
 ) -> tuple[GenerationJob, ChatSerializer]:
     """Parse the body into a job with the messages as token ids, and its serializer. Slow for long prompts.
 
@@ -44,15 +44,19 @@ def parse(
     Errors: ApiError.
     """
     request, ignored = parse_request(body, ChatCompletionRequest, CHAT)
-    job = make_chat_job(request, engine, model, formats, ignored)
+    job = make_chat_job(request, engine, names, formats, ignored)
     return job, ChatSerializer(job, TokenTexts(engine.tokenizer))
 
 
 def make_chat_job(
-    request: ChatCompletionRequest, engine: AsyncEngine, model: str, formats: Formats, ignored: tuple[str, ...] = ()
+    request: ChatCompletionRequest,
+    engine: AsyncEngine,
+    names: tuple[str, ...],
+    formats: Formats,
+    ignored: tuple[str, ...] = (),
 ) -> GenerationJob:
     """Return the job of a decoded request. Errors: as `parse`."""
-    check_model(value_or_none(request.model), model)
+    model = check_model(value_or_none(request.model), names)
     has_max_completion_tokens = value_or_none(request.max_completion_tokens) is not None
     field_names = {
         "prompt": "messages",

@@ -40,11 +40,11 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 def parse(
-    body: bytes, engine: AsyncEngine, model: str, _: Formats = AUTO
+    body: bytes, engine: AsyncEngine, names: tuple[str, ...], _: Formats = AUTO
 ) -> tuple[GenerationJob, CompletionSerializer]:
     """Parse the body into a job with prompts as token ids, and its serializer. Slow for text. Errors: ApiError."""
     request, ignored = parse_request(body, CompletionRequest, COMPLETION)
-    check_model(value_or_none(request.model), model)
+    model = check_model(value_or_none(request.model), names)
     max_tokens = value_or_none(request.max_tokens)
     chosen_format = requested_format(request)
     field_names = {} if chosen_format is None else {"grammar": chosen_format.field}

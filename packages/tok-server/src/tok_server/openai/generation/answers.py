@@ -44,8 +44,8 @@ MAX_LOOP_BYTES = 1 << 16  # estimated bytes up to which the event loop encodes a
 MIN_PIECEWISE_BYTES = 1 << 20  # estimated bytes beyond which an answer is written in pieces
 TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # estimated bytes of each in an answer
 
-Parse = Callable[[bytes, AsyncEngine, str, Formats], tuple[GenerationJob, AnswerSerializer]]
-"""Parser of an endpoint's bodies, given the engine, the model's name and its formats. Errors: ApiError."""
+Parse = Callable[[bytes, AsyncEngine, tuple[str, ...], Formats], tuple[GenerationJob, AnswerSerializer]]
+"""Parser of an endpoint's bodies, given the engine, the model's names and its formats. Errors: ApiError."""
 
 
 async def answer_request(
@@ -55,7 +55,7 @@ async def answer_request(
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    parse_body = partial(parse, body, context.engine, context.settings.model_name, context.settings.formats)
+    parse_body = partial(parse, body, context.engine, context.settings.model_names, context.settings.formats)
     job, serializer = parse_body() if is_quick(body) else await context.run_in_thread(parse_body)
     return await answer(request, context, job, serializer)
 

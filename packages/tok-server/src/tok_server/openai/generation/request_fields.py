@@ -209,11 +209,12 @@ def _nested_unknown_fields(path: str, value: object, raw_value: object) -> Itera
                 yield f"{path}.{name}"
 
 
-def check_model(requested: str | None, served: str) -> None:
-    """Raise ApiError (404) if the request names another model than the served one."""
-    if requested is not None and requested != served:
-        message = f"model is {requested[:200]!r}; allowed: {served!r}"
+def check_model(requested: str | None, names: tuple[str, ...]) -> str:
+    """Return the first of `names`, for the answer. Raise ApiError (404) if `requested` is not among them."""
+    if requested is not None and requested not in names:
+        message = f"model is {requested[:200]!r}; allowed: {', '.join(map(repr, names))}"
         raise ApiError(404, message, param="model", code="model_not_found")
+    return names[0]
 
 
 def cache_salt_of(request: Request | EmbeddingRequest) -> str | None:

@@ -28,12 +28,12 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 def parse(
-    body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO
+    body: bytes, engine: AsyncEngine, names: tuple[str, ...], formats: Formats = AUTO
 ) -> tuple[GenerationJob, ResponseSerializer]:
     """Parse the body into a job and its serializer. Slow for long inputs. Errors: ApiError."""
     request, ignored = parse_request(body, ResponseRequest, RESPONSE)
     try:
-        job = chat.make_chat_job(as_chat(request), engine, model, formats, ignored)
+        job = chat.make_chat_job(as_chat(request), engine, names, formats, ignored)
     except ApiError as error:
         raise with_response_field_names(error) from error.__cause__
     field_names = {name: response_field_name(field) for name, field in job.field_names.items()}
