@@ -76,21 +76,21 @@ def test_eos_probability_changes_only_coordinate_0_of_dummy_weights(kind: str, t
 
 def test_eos_probability_for_a_model_without_eos_ids_is_rejected(tmp_path: Path) -> None:
     config = dataclasses.replace(read_config(make_model("llama", tmp_path)), eos_token_ids=())
-    with pytest.raises(InvalidField, match=r"eos_probability is 0\.5; allowed: nothing \(the model has no end id"):
+    with pytest.raises(InvalidField, match=r"eos_probability is 0\.5; allowed: none, because the model has no end id"):
         dummy(build(config, choose(CPU), CPU, torch.float32), eos_probability=0.5)
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"eos_probability": 0.5}, "eos_probability is 0.5; allowed: nothing unless load_format is dummy"),
+        ({"eos_probability": 0.5}, "eos_probability is 0.5; allowed: only if load_format is dummy"),
         ({"load_format": "dummy", "eos_probability": 0.0}, "eos_probability is 0.0; allowed: above 0, below 1"),
         ({"load_format": "dummy", "eos_probability": 1.0}, "eos_probability is 1.0; allowed: above 0, below 1"),
         (
             {"load_format": "dummy", "eos_probability": 0.5, "eos_temperature": 0.0},
             "eos_temperature is 0.0; allowed: finite numbers above 0",
         ),
-        ({"load_format": "dummy", "eos_temperature": 1.0}, "eos_temperature is 1.0; allowed: nothing without"),
+        ({"load_format": "dummy", "eos_temperature": 1.0}, "eos_temperature is 1.0; allowed: only together with"),
     ],
 )
 def test_invalid_eos_probability_settings_are_named(given: dict[str, float], told: str) -> None:

@@ -284,9 +284,9 @@ def test_invalid_ray_options_and_missing_ray_are_rejected(path: Path, monkeypatc
     for address in ("ray://head:10001", "head", "", "head:port", 6379):
         with pytest.raises(InvalidField, match="HOST:PORT"):
             EngineConfig(model=str(path), ray=address)  # type: ignore[arg-type]
-    with pytest.raises(InvalidField, match=r"trace is 'steps\.json'; allowed: nothing with ray"):
+    with pytest.raises(InvalidField, match=r"trace is 'steps\.json'; allowed: only without ray"):
         EngineConfig(model=str(path), ray="auto", trace="steps.json")
-    with pytest.raises(InvalidField, match="nothing within one process"):
+    with pytest.raises(InvalidField, match="none within one process"):
         Engine(EngineConfig(model=str(path), ray="auto"), in_process=True)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InvalidField, match=r"pip install 'tok-server\[ray\]'"):

@@ -297,3 +297,18 @@ def test_the_list_of_unknown_fields_is_bounded(server: Server) -> None:
     answer = server.chat(messages=[message], max_tokens=1)
     assert answer.status == 200, answer.body
     assert len(answer.headers["x-tok-ignored"].split(",")) == 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids has 65 ids; allowed: at most 64"),
+        ({"stop": ["a"] * 17}, "stop has 17 strings; allowed: at most 16"),
+    ],
+)
+def test_value_with_too_many_parts_is_reported_by_its_size(
+    server: Server, fields: dict[str, object], message: str
+) -> None:
+    answer = server.call("POST", "/v1/completions", {"prompt": "a", **fields})
+    assert answer.status == 400
+    assert answer.error()["message"] == message

@@ -371,7 +371,7 @@ def help_of(parser: argparse.ArgumentParser, kind: str) -> str:
         (["--workload", "{file}", "--page-size", "3"], "--page-size is 3; allowed: powers of two"),
         (
             ["--workload", "{file}", "--eos-probability", "0.5"],
-            "--eos-probability is 0.5; allowed: nothing unless load_format is dummy",
+            "--eos-probability is 0.5; allowed: only if load_format is dummy",
         ),
         (
             ["--workload", "{file}", "--load-format", "dummy", "--eos-probability", "0.5", "--temperature", "0"],

@@ -144,13 +144,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.async_tp_threshold is not None:
             _at_least("async_tp_threshold", self.async_tp_threshold, 0)
             if self.tp == 1:
-                raise InvalidField("async_tp_threshold", self.async_tp_threshold, "nothing unless tp is above 1")
+                raise InvalidField("async_tp_threshold", self.async_tp_threshold, "only if tp is above 1")
         if self.run_ahead is not None:
             _between("run_ahead", self.run_ahead, 1, MAX_STEPS_AHEAD)
         _at_least("max_restarts", self.max_restarts, 0)
         _at_least("seed", self.seed, 0)
         if self.seed and self.load_format != "dummy":
-            raise InvalidField("seed", self.seed, "nothing unless load_format is dummy (requests have their own)")
+            raise InvalidField("seed", self.seed, "only if load_format is dummy (each request has its own seed)")
         for field in ("restart_window", "step_timeout", "start_timeout"):
             value = getattr(self, field)
             if not _is_number(value) or not value > 0:
@@ -164,7 +164,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.ray, str) or not (self.ray == "auto" or _HOST_AND_PORT.fullmatch(self.ray)):
             raise InvalidField("ray", self.ray, "auto, or HOST:PORT of a cluster's head")
         if self.trace is not None:
-            raise InvalidField("trace", self.trace, "nothing with ray, whose hosts have files of their own")
+            raise InvalidField("trace", self.trace, "only without ray, whose hosts have files of their own")
 
     def _check_eos(self) -> None:
         probability, temperature = self.eos_probability, self.eos_temperature
@@ -172,10 +172,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("eos_temperature", temperature, "finite numbers above 0")
         if probability is None:
             if temperature != EOS_TEMPERATURE:
-                raise InvalidField("eos_temperature", temperature, "nothing without eos_probability")
+                raise InvalidField("eos_temperature", temperature, "only together with eos_probability")
             return
         if self.load_format != "dummy":
-            raise InvalidField("eos_probability", probability, "nothing unless load_format is dummy")
+            raise InvalidField("eos_probability", probability, "only if load_format is dummy")
         if not _is_number(probability) or not 0 < probability < 1:
             raise InvalidField("eos_probability", probability, "above 0, below 1")
 
@@ -186,7 +186,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _at_least("trace_steps", self.trace_steps, 1)
         for field, unset in (("trace_from", TRACE_WARM_UP + 1), ("trace_steps", TRACE_STEPS)):
             if self.trace is None and getattr(self, field) != unset:
-                raise InvalidField(field, getattr(self, field), "nothing without trace")
+                raise InvalidField(field, getattr(self, field), "only together with trace")
 
 
 class RankCoordinates(msgspec.Struct, frozen=True):

@@ -17,11 +17,15 @@ class TokError(Exception):
     """Base of all errors of this package."""
 
 
+class Amount(str):
+    """How many parts a value has, in place of the value: "600 characters"."""
+
+
 class InvalidField(TokError, ValueError):
     """A field has a value that is not allowed.
 
     field    name of the field
-    value    its value
+    value    its value, or an `Amount`
     allowed  the values allowed, in words
     """
 
@@ -29,7 +33,8 @@ class InvalidField(TokError, ValueError):
         shown = repr(value)
         if len(shown) > 80:
             shown = shown[:77] + "..."
-        super().__init__(f"{field} is {shown}; allowed: {allowed}")
+        found = f"has {value}" if isinstance(value, Amount) else f"is {shown}"
+        super().__init__(f"{field} {found}; allowed: {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
@@ -43,17 +48,16 @@ class ContextLengthExceeded(InvalidField):
     """Prompt and answer together exceed the model's length.
 
     max_model_len  the model's length in tokens
-    value          `max_tokens` or `min_tokens`; for a prompt, its number of tokens as text ("49 tokens")
+    value          `max_tokens` or `min_tokens`; for a prompt, its size
     """
 
-    value: int | str
+    value: int | Amount
 
-    def __init__(self, field: str, value: int | str, allowed: str, max_model_len: int) -> None:
+    def __init__(self, field: str, value: int | Amount, allowed: str, max_model_len: int) -> None:
         super().__init__(field, value, allowed)
-        verb = "has" if isinstance(value, str) else "is"
         # Clients look for these words of OpenAI's API, to send the request to a model with a longer context.
         limit = f"This model's maximum context length is {max_model_len} tokens"
-        self.args = (f"{field} {verb} {value}; allowed: {allowed}. {limit}.",)
+        self.args = (f"{self}. {limit}.",)
         self.max_model_len = max_model_len
 
     def renamed(self, field: str) -> ContextLengthExceeded:

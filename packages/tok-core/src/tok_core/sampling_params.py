@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
-from tok_core.errors import InvalidField
+from tok_core.errors import Amount, InvalidField
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -54,14 +54,14 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         _text("grammar.prefix", self.prefix, MAX_WRAPPER_CHARS)
         _text("grammar.suffix", self.suffix, MAX_WRAPPER_CHARS)
         if self.kind == "json_object" and self.value:
-            raise InvalidField("grammar", self.value, 'nothing, where its kind is "json_object"')
+            raise InvalidField("grammar", self.value, 'an empty text for the kind "json_object"')
 
 
 def _text(field: str, value: object, max_chars: int) -> None:
     if type(value) is not str:  # a subclass cannot be sent to the manager
         raise InvalidField(field, value, "text")
     if len(value) > max_chars:
-        raise InvalidField(field, f"{len(value)} characters", f"at most {max_chars}")
+        raise InvalidField(field, Amount(f"{len(value)} characters"), f"at most {max_chars}")
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise InvalidField(field, value, "valid Unicode, without lone surrogates")
 
@@ -208,14 +208,14 @@ def _biases(field: str, value: object) -> None:
         _TOKEN(field, token)
         _BIAS(field, bias)
     if len(value) > MAX_BIASES:
-        raise InvalidField(field, f"{len(value)} entries", f"at most {MAX_BIASES}")
+        raise InvalidField(field, Amount(f"{len(value)} entries"), f"at most {MAX_BIASES}")
 
 
 def _stop_ids(field: str, value: object) -> None:
     if not isinstance(value, tuple | list):
         raise InvalidField(field, value, "a tuple of token ids")
     if len(value) > MAX_STOP_IDS:
-        raise InvalidField(field, f"{len(value)} ids", f"at most {MAX_STOP_IDS}")
+        raise InvalidField(field, Amount(f"{len(value)} ids"), f"at most {MAX_STOP_IDS}")
     for token in value:
         _TOKEN(field, token)
 
@@ -224,7 +224,7 @@ def _stops(field: str, value: object) -> None:
     if not isinstance(value, tuple | list):
         raise InvalidField(field, value, "a tuple of strings")
     if len(value) > MAX_STOP_STRINGS:
-        raise InvalidField(field, f"{len(value)} strings", f"at most {MAX_STOP_STRINGS}")
+        raise InvalidField(field, Amount(f"{len(value)} strings"), f"at most {MAX_STOP_STRINGS}")
     for text in value:
         # A subclass of str cannot be sent to the manager.
         if type(text) is not str or not 1 <= len(text) <= MAX_STOP_LENGTH:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
-from typing import cast
+from typing import Any, NoReturn, cast
 
 from tok_core import InvalidField, TokError
 from tok_server.flags import (
@@ -103,12 +104,52 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that prints examples as written and accepts no abbreviated flags."""
+    """Argument parser that prints examples as written, accepts no abbreviated flags and reports errors in one line."""
 
     def __init__(self, *args: object, **settings: object) -> None:
         settings.setdefault("formatter_class", _Formatter)
         settings.setdefault("allow_abbrev", False)
         super().__init__(*args, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 after one line."""
+        message = message.removeprefix("argument ")
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as the base class does, but exit at an unknown argument; name the flag that it resembles."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            shown = [
+                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+            ]
+            similar = get_close_matches(unknown[0].partition("=")[0], shown, 1, MIN_SIMILARITY)
+            kind = "flag" if unknown[0].startswith("-") else "argument"
+            self.error(f"unknown {kind} {unknown[0]}" + "".join(f"; did you mean {flag}?" for flag in similar))
+        return options, unknown
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            if (allowed := NUMBERS.get(action.type)) is None:
+                raise
+            raise argparse.ArgumentError(None, f"{_name(action)} is {text!r}; allowed: {allowed}") from error
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            similar = get_close_matches(str(value), map(str, action.choices), 1, MIN_SIMILARITY)
+            meant = "".join(f"; did you mean {word}?" for word in similar)
+            allowed = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(None, f"{_name(action)} is {value!r}; allowed: {allowed}{meant}")
+
+
+NUMBERS: dict[object, str] = {int: "integers", float: "numbers"}
+MIN_SIMILARITY = 0.7  # of a word to the flag or value that an error suggests
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
 
 
 if __name__ == "__main__":

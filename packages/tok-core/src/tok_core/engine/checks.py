@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from tok_core.errors import ContextLengthExceeded, InvalidField
+from tok_core.errors import Amount, ContextLengthExceeded, InvalidField
 from tok_core.messages import EngineInfo, Int32
 from tok_core.sampling_params import SamplingParams
 
@@ -23,17 +23,17 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
     room = info.max_model_len - len(ids)
     if room < least_room(params):
         most, why = info.max_model_len - least_room(params), ", so that one can follow" * least_room(params)
-        raise ContextLengthExceeded("prompt", f"{len(ids)} tokens", f"at most {most}{why}", info.max_model_len)
+        raise ContextLengthExceeded("prompt", Amount(f"{len(ids)} tokens"), f"at most {most}{why}", info.max_model_len)
     tokens = _tokens(ids, info.vocab_size)
     for field, count in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
         if count is not None and count > room:
             raise ContextLengthExceeded(field, count, f"at most {room} after this prompt", info.max_model_len)
     if params.grammar is not None and not has_tokenizer:
-        raise InvalidField("grammar", params.grammar.kind, "nothing (the model has no tokenizer)")
+        raise InvalidField("grammar", params.grammar.kind, "none, because the model has no tokenizer")
     if params.grammar is not None and not any(token < info.vocab_size for token in info.eos_token_ids):
-        raise InvalidField("grammar", params.grammar.kind, "nothing (the model has no token that ends a text)")
+        raise InvalidField("grammar", params.grammar.kind, "none, because the model has no token that ends a text")
     if params.stop and not has_tokenizer:
-        raise InvalidField("stop", params.stop, "nothing (the model has no tokenizer)")
+        raise InvalidField("stop", params.stop, "none, because the model has no tokenizer")
     for field, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
         for token in named:
             if token >= info.vocab_size:

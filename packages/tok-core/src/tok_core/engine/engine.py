@@ -20,7 +20,7 @@ from tok_core.engine.core import EngineCore
 from tok_core.engine.embedding import Embedder
 from tok_core.engine.open_requests import OpenRequest
 from tok_core.engine.request_stream import Mailbox, RequestStream
-from tok_core.errors import InvalidField
+from tok_core.errors import Amount, InvalidField
 from tok_core.grammar import refuse
 from tok_core.messages import EngineInfo
 from tok_core.outputs import Delta, EmbeddingOutput, Pooling, RequestOutput
@@ -315,7 +315,7 @@ def _one_each(params: Params | None, count: int) -> list[SamplingParams]:
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise InvalidField("params", params, "SamplingParams, or a list of them")
     if len(params) != count:
-        raise InvalidField("params", f"{len(params)} of them", f"one, or one for each of {count} prompts")
+        raise InvalidField("params", Amount(f"{len(params)} entries"), f"one for each of {count} prompts")
     return list(params)
 
 

@@ -95,7 +95,7 @@ class Compiler:
             reason = _BEFORE.sub("", str(error)).strip()[:500]
             raise InvalidField("grammar", grammar.value, f"rules that xgrammar understands ({reason})") from None
         if not compiled.first.any():
-            raise InvalidField("grammar", grammar.value, "what some text of this vocabulary satisfies")
+            raise InvalidField("grammar", grammar.value, "grammars that some text of the model's tokens satisfies")
         return compiled
 
 

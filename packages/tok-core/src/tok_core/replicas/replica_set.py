@@ -348,9 +348,9 @@ def _make_replica(config: EngineConfig, *, in_process: bool) -> MakeReplica:
     if config.ray is None:
         return ThreadReplica if in_process else ProcessReplica
     if in_process:
-        raise InvalidField("ray", config.ray, "nothing within one process")
+        raise InvalidField("ray", config.ray, "none within one process")
     if find_spec("ray") is None:
-        raise InvalidField("ray", config.ray, "nothing unless Ray is installed: pip install 'tok-server[ray]'")
+        raise InvalidField("ray", config.ray, "only if Ray is installed: pip install 'tok-server[ray]'")
     # Else Ray copies a project that runs under `uv run` to all hosts and runs it there. Ray reads this when imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     from tok_core.replicas.ray_replica import RayReplica

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tok_core import EngineConfig
 from tok_server.flags.server_flags import LIMITS, add_field_flags, add_formats, add_server, make_settings
+from tok_server.flags.vllm_flags import add_vllm_flags
 from tok_server.settings import Settings
 
 DEMO_NAME = "tok-demo"
@@ -108,6 +109,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_formats(server)
     add_field_flags(parser.add_argument_group("limits"), Settings, LIMITS)
     add_field_flags(parser.add_argument_group("engine"), EngineConfig, ENGINE_TEXTS)
+    add_vllm_flags(parser)
 
 
 def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] = ENGINE_FLAGS, **help: str) -> None:
@@ -119,7 +121,7 @@ def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] =
     serve = argparse.ArgumentParser(add_help=False)
     add_serve(serve)
     for action in serve._actions:
-        if action.dest in names:
+        if action.dest in names and action.default is not argparse.SUPPRESS:  # not another name by vLLM
             action.help = texts.get(action.dest, action.help)
             group._add_action(action)
 

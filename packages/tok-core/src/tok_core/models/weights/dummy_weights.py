@@ -74,7 +74,7 @@ def _end_id_columns(
     """
     ends = list(config.eos_token_ids)
     if not ends:
-        raise InvalidField("eos_probability", probability, "nothing (the model has no end id)")
+        raise InvalidField("eos_probability", probability, "none, because the model has no end id")
     size = config.hidden_size
     others = NOISE**2 / 3 * (size - 1) / size + config.rms_norm_eps
     # Rounded to the stored dtype: with tied weights `lift` is also the logit of every other id.

@@ -9,6 +9,7 @@ import re
 from functools import lru_cache
 
 from tok_core import AsyncEngine, ContextLengthExceeded, InvalidField
+from tok_core.errors import Amount
 from tok_core.text import Tokenizer
 from tok_server.wire import ApiError, invalid, invalid_field
 
@@ -84,4 +85,4 @@ def _is_far_too_long(text: str, tokenizer: Tokenizer, max_model_len: int) -> boo
 
 
 def _too_long(field: str, size: int, allowed: str, max_model_len: int) -> ApiError:
-    return invalid_field(ContextLengthExceeded(field, f"{size} bytes", allowed, max_model_len), field)
+    return invalid_field(ContextLengthExceeded(field, Amount(f"{size} bytes"), allowed, max_model_len), field)
