@@ -29,6 +29,14 @@ def _seeds_repeat() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_user_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep servers that tests start without --data-dir out of the user's data directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--random-files`."""
     parser.addoption("--random-files", type=int, metavar="SEED", help="run test files in the order that SEED gives")

@@ -62,6 +62,7 @@ SERVE_FLAGS = {
     "--api-key": None,
     "--served-model-name": None,
     "--data-dir": None,
+    "--no-batches": True,
     "--log-level": "info",
     "--api-key-file": None,
     "--share-prefixes": False,
@@ -156,6 +157,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--share-prefixes",
         "--log-level",
         "--log-format",
+        "--no-batches",
         "--no-prefix-groups",
         "--no-cuda-graphs",
     }  # asserted above or in other tests

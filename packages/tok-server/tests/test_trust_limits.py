@@ -26,7 +26,7 @@ from tok_core import InvalidField, SamplingParams
 from tok_core.sampling_params import MAX_N
 from tok_server import Settings
 from tok_server.cli import make_parser
-from tok_server.flags.server_flags import LIMITS, make_settings
+from tok_server.flags.server_flags import LIMITS, default_data_directory, make_settings
 from tok_server.http.connections import Connection, Listener
 from tok_server.settings import Limits
 
@@ -401,7 +401,8 @@ def test_request_above_request_timeout_is_aborted_with_an_error(tiny_model: Path
 
 def test_every_limit_has_a_flag_and_an_error_with_its_allowed_range() -> None:
     options = make_parser().parse_args(["serve", "m"])
-    assert make_settings(options, "m") == Settings(model_name="m")
+    data_dir = default_data_directory("m")
+    assert make_settings(options, "m") == Settings(model_name="m", data_dir=data_dir, require_data_dir=False)
     assert set(Limits.__struct_fields__) == set(LIMITS)
     for name in LIMITS:
         words = ["serve", "m", "--" + name.replace("_", "-"), "4096"]

@@ -125,6 +125,7 @@ class Settings(Limits, frozen=True, kw_only=True):
     tls_cert         PEM file with the server's certificate and its chain; None: plain HTTP
     tls_key          PEM file with the certificate's key; None: it is in `tls_cert`
     data_dir         directory of files and batches; None: the server has neither
+    require_data_dir whether the start fails if `data_dir` cannot be used; else the server then has no files and batches
     otlp_endpoint    URL of an OpenTelemetry collector that spans are sent to; None: no spans
     formats          how the model writes tool calls and reasoning
     """
@@ -141,6 +142,7 @@ class Settings(Limits, frozen=True, kw_only=True):
     tls_cert: str | None = None
     tls_key: str | None = None
     data_dir: str | None = None
+    require_data_dir: bool = True
     otlp_endpoint: str | None = None
     formats: Formats = Formats()
 

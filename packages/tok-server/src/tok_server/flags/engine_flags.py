@@ -104,8 +104,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--data-dir",
         metavar="DIR",
-        help="directory for models, files and batches (default: models in the Hugging Face cache, no batches)",
+        help="directory for models, files and batches (default: models in the Hugging Face cache, files and batches in "
+        "the user's data directory)",
     )
+    server.add_argument("--no-batches", dest="batches", action="store_false", help="keep no files and batches")
     add_formats(server)
     add_field_flags(parser.add_argument_group("limits"), Settings, LIMITS)
     add_field_flags(parser.add_argument_group("engine"), EngineConfig, ENGINE_TEXTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -21,6 +22,7 @@ API_KEYS_VARIABLE = "TOK_API_KEY"
 ADMIN_KEY_VARIABLE = "TOK_ADMIN_KEY"
 """Environment variable with the key for /admin/."""
 
+MAX_NAME_CHARS = 60  # characters of a model's name in a directory's name: at most 240 of 255 bytes
 LIMITS = {
     "max_connections": ("N", "maximum number of open connections"),
     "max_header": ("BYTES", "maximum size of the request line and of each header line"),
@@ -138,7 +140,7 @@ def make_settings(options: argparse.Namespace, model_name: str) -> Settings:
     model_name  name of the model unless --served-model-name gives others
     """
     name, *aliases = options.served_model_name or (model_name,)
-    same_names = ("host", "port", "data_dir", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
+    same_names = ("host", "port", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
     return Settings(
         model_name=name,
         model_aliases=tuple(aliases),
@@ -146,9 +148,23 @@ def make_settings(options: argparse.Namespace, model_name: str) -> Settings:
         admin_key=options.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None,
         allow_origins=tuple(options.allow_origin or ()),
         allowed_hosts=tuple(options.allowed_host or ()),
+        data_dir=(options.data_dir or default_data_directory(name)) if options.batches else None,
+        require_data_dir=options.data_dir is not None,
         formats=Formats(options.tool_call_parser, options.reasoning_parser),
         **{name: getattr(options, name) for name in same_names},
     )
+
+
+def default_data_directory(model_name: str) -> str | None:
+    """Return the directory in the user's data directory for the model's files and batches; None if there is no home.
+
+    Each model has its own, so that no model continues the batches of another.
+    """
+    home = "~/Library/Application Support" if sys.platform == "darwin" else "~/.local/share"
+    base = Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser(home))
+    if not base.is_absolute():
+        return None
+    return str(base / "tok" / f"batches--{model_name.replace(os.sep, '--')[:MAX_NAME_CHARS]}")
 
 
 def _repeatable_flag(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:

@@ -66,6 +66,7 @@ class BatchLimits:
 class BatchService:
     """Files and batches below one directory. Call `open` within an event loop, and `close` at the end.
 
+    off     reason why the directory could not be opened, set by the caller of `open`; None: it could
     ready   returns whether the engine has started
     paused  returns whether no further lines may begin
     """
@@ -83,6 +84,7 @@ class BatchService:
         self.limits = limits
         self.clock = clock or Clock()
         self.quota = Quota(limits.quota)
+        self.off: str | None = None
         self._directory = directory
         self._served = served
         self._ready = ready
