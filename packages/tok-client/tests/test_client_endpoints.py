@@ -266,3 +266,10 @@ async def test_map_writes_and_resumes_an_output_file(client: Client, async_clien
     assert sorted(one.index for one in rest) == list(range(20, 40))
     saved = {one.index: one.answer for one in read_answers(output, Completion)}
     assert saved == {one.index: one.result() for one in [*half, *rest]}
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_base_url_may_leave_out_v1(full_server: Server, path: str) -> None:
+    with Client(f"http://127.0.0.1:{full_server.port}{path}") as found:
+        assert [one.id for one in found.models.list().data] == [NAME]
+        assert found.health().status == "ready"

@@ -127,6 +127,12 @@ def test_bench_serve_prints_results_and_writes_a_plot(
     assert capsys.readouterr().out.startswith(f"w on {NAME}, http, mine\n  output tokens/s ")
 
 
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_url_may_leave_out_v1(path: str) -> None:
+    target = ServerTarget(f"http://host:1{path}")
+    assert (target.base, target.host) == ("http://host:1/v1", "http://host:1")
+
+
 def test_bench_serve_sends_the_api_key(tiny_model: Path) -> None:
     with serving(tiny_model, api_key="secret") as locked:
         (found,) = asyncio.run(run(ServerTarget(locked.url, api_key="secret")))

@@ -73,8 +73,9 @@ def keyed_server(tiny_model: Path) -> Iterator[Server]:
 
 
 def test_chat_without_the_api_key_names_the_flag(keyed_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", keyed_server.url]) == 1
-    assert "--api-key" in capsys.readouterr().err
+    for url in (keyed_server.url, keyed_server.url.removesuffix("/v1")):
+        assert main(["chat", "--url", url]) == 1
+        assert "--api-key" in capsys.readouterr().err
 
 
 class Session:

@@ -29,6 +29,7 @@ from tok_client.transport import Backoff, BlockingTransport, LoopThread, Transpo
 class AsyncClient(AsyncOperations):
     """A client of an OpenAI-compatible server, for one event loop.
 
+    base_url     URL of the API, such as "http://host:port/v1"; "/v1" may be left out after the host
     timeout      seconds without any response from the server (while connecting, or between bytes received) until
                  APITimeoutError
     max_retries  upper bound on the retries of a request. Broken connections and the statuses 408, 409, 429 and 500 and
@@ -73,6 +74,7 @@ class AsyncClient(AsyncOperations):
 class Client(Operations):
     """A client of an OpenAI-compatible server, for any number of threads.
 
+    base_url     URL of the API, such as "http://host:port/v1"; "/v1" may be left out after the host
     timeout      seconds without any response from the server (while connecting, or between bytes received) until
                  APITimeoutError
     max_retries  upper bound on the retries of a request. Broken connections and the statuses 408, 409, 429 and 500 and

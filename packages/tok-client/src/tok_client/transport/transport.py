@@ -11,6 +11,7 @@ from io import BytesIO
 from itertools import count
 from os import PathLike
 from typing import IO, TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from tok_client.decoders import decoder
@@ -41,7 +42,9 @@ class Transport:
             raise ValueError(f"base_url is {base_url!r}; allowed: URLs that begin with http:// or https://")
         if max_retries < 0:
             raise ValueError(f"max_retries is {max_retries}; allowed: integers from 0")
-        self._base_url = base_url.rstrip("/")
+        url = base_url.rstrip("/")
+        # A URL without a path is that of a server, whose API is below /v1.
+        self._base_url = url if urlsplit(url).path else f"{url}/v1"
         self._root = self._base_url.removesuffix("/v1")
         self._api_key = api_key
         self._timeout = check_timeout(timeout)

@@ -103,7 +103,7 @@ class RemoteChatBackend:
         try:
             self._client = tok_client.Client(options.url, api_key=options.api_key)
         except ValueError as error:
-            raise InvalidField("url", options.url, f"a base URL such as http://host:port/v1 ({error})") from error
+            raise InvalidField("url", options.url, f"a URL such as http://host:port ({error})") from error
         self._temperature = UNSET if options.temperature is None else options.temperature
         self._max_tokens = options.max_tokens
         try:

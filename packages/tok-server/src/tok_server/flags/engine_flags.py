@@ -131,7 +131,7 @@ def add_engine_flags(group: argparse._ActionsContainer, names: Collection[str] =
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok chat`."""
     _add_model(parser, "chat with")
-    parser.add_argument("--url", help="base URL of a server to chat with, instead of loading a model")
+    parser.add_argument("--url", help="URL of a server to chat with, with or without /v1, instead of loading a model")
     parser.add_argument("--api-key", metavar="KEY", help="API key of the server, with --url")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
     text = f"sampling temperature; 0: greedy (default: the server's, or the model's, or {CHAT_TEMPERATURE})"
