@@ -15,7 +15,7 @@ from importlib.metadata import version
 import msgspec
 from aiohttp import web
 
-from tok_client.types import HealthReport, ReadyReport, ReplicaReport, VersionReport
+from tok_client.types import HealthReport, LoadReport, ReadyReport, ReplicaReport, VersionReport
 from tok_server.http import CONTEXT, Context
 from tok_server.wire import (
     JSON,
@@ -46,6 +46,11 @@ async def ready(request: web.Request) -> web.Response:
     """Report readiness in one word, for load balancers and probes: 200 while requests are accepted, else 503."""
     context = request.app[CONTEXT]
     return _report(context, ReadyReport(ready=accepts_requests(context), status=context.state))
+
+
+async def load(request: web.Request) -> web.Response:
+    """Return how many prompts clients wait for, batch lines excluded."""
+    return json_response(LoadReport(server_load=request.app[CONTEXT].open_prompts.total()))
 
 
 async def version_of_server(request: web.Request) -> web.Response:
@@ -145,6 +150,7 @@ OPERATOR_OPERATIONS = (
     Operation("GET", "/health", health, answers={200: json_of(HealthReport), 503: json_of(HealthReport)}),
     Operation("GET", "/ping", health, answers={200: json_of(HealthReport), 503: json_of(HealthReport)}),
     Operation("GET", "/ready", ready, answers={200: json_of(ReadyReport), 503: json_of(ReadyReport)}),
+    Operation("GET", "/load", load, answers={200: json_of(LoadReport)}),
     Operation("GET", "/version", version_of_server, answers={200: json_of(VersionReport)}),
     Operation("GET", "/metrics", metrics, answers={200: raw("text/plain")}),
     Operation("GET", "/openapi.json", openapi, answers={200: (Media(JSON, schema={"type": "object"}),)}),

@@ -79,6 +79,29 @@ class DetokenizeResponse(Wire, frozen=True, kw_only=True):
     prompt: str
 
 
+class TokenizerInfo(Wire, frozen=True, kw_only=True):
+    """Response of `GET /tokenizer_info`: the tokenizer, as its tokenizer_config.json names its parts.
+
+    tokenizer_class   class of the transformers library that reads the same tokenizer.json
+    model_max_length  maximum number of tokens of prompt and output together
+    chat_template     Jinja source; None: the model has none
+    """
+
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+
+
+class LoadReport(Wire, frozen=True, kw_only=True):
+    """Response of `GET /load`: the number of prompts whose clients wait for their answers, batch lines excluded."""
+
+    server_load: int
+
+
 class ReplicaReport(Wire, frozen=True, kw_only=True):
     """One replica of the engine: "ready" or another state, and the reason."""
 

@@ -47,7 +47,7 @@ class ChatTemplate:
             "documents": None,
             "strftime_now": lambda form: now().strftime(form),
         }
-        self._sources = dict(sources)
+        self.sources = dict(sources)
         environment = _environment()
         self._templates = {name: _compile(environment, name, source) for name, source in sources.items()}
 
@@ -63,12 +63,12 @@ class ChatTemplate:
         from jinja2 import meta
 
         environment = _environment()
-        read = (meta.find_undeclared_variables(environment.parse(source)) for source in self._sources.values())
+        read = (meta.find_undeclared_variables(environment.parse(source)) for source in self.sources.values())
         return frozenset().union(*read) - self._fixed.keys() - environment.globals.keys()
 
     def mentions(self, text: str) -> bool:
         """Return whether a template's source contains `text`: the model also writes markup that the template writes."""
-        return any(text in source for source in self._sources.values())
+        return any(text in source for source in self.sources.values())
 
     def render(
         self,

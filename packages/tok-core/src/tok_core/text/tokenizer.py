@@ -35,6 +35,7 @@ class Tokenizer:
     vocab_size   greatest id plus one, added tokens included
     pieces       bytes of each id, including the content of special tokens; b"" for ids without a token
     special_ids  ids that `decode` and `Detokeniser` do not show
+    roles        special tokens by role ("bos_token", "eos_token", ...)
     bos_id       id that begins a text; None if the model has none
     eos_ids      ids of the tokenizer's own end token: at most one; the model's configuration may name more
     """
@@ -42,6 +43,7 @@ class Tokenizer:
     def __init__(self, encoder: tokenizers.Tokenizer, decoder: PieceDecoder, roles: dict[str, str]) -> None:
         self._encoder = encoder
         self._decoder = decoder
+        self.roles = roles
         added = encoder.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.pieces = _pieces(encoder.get_vocab(with_added_tokens=True), decoder, self.special_ids)

@@ -20,8 +20,10 @@ log = logging.getLogger("tok.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CLIENT_DISCONNECTED = 499  # in log and metrics only: the client has disconnected
-DEBUG_LOGGED_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})  # polled by machines: logged at DEBUG
-RATE_LIMITED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")  # prefixes of paths that count against the rate limits
+# Polled by machines: logged at DEBUG.
+DEBUG_LOGGED_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/metrics"})
+# Prefixes of paths that count against the rate limits.
+RATE_LIMITED_PREFIXES = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/pooling", "/score", "/rerank")
 
 
 @web.middleware

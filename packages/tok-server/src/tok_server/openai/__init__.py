@@ -1,8 +1,8 @@
-"""Serve the OpenAI API: completions, chats, responses, embeddings, tokenisation, models."""
+"""Serve the OpenAI API: completions, chats, responses, embeddings, scores, tokenisation, models."""
 
 from __future__ import annotations
 
-from tok_server.openai import embeddings, models, tokenise_endpoints
+from tok_server.openai import embeddings, models, scores, tokenise_endpoints
 from tok_server.openai.chat import endpoint as chat_endpoint
 from tok_server.openai.completions import endpoint as completions_endpoint
 from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, MAX_RELATIVE_PRIORITY, EndpointTask, ServedModel
@@ -25,6 +25,7 @@ OPENAI_OPERATIONS = (
     *chat_endpoint.OPERATIONS,
     *responses_endpoint.OPERATIONS,
     *embeddings.OPERATIONS,
+    *scores.OPERATIONS,
     *tokenise_endpoints.OPERATIONS,
     *models.OPERATIONS,
 )

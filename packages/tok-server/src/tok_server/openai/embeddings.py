@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,13 +40,21 @@ _PROMPT = re.compile(r"prompts\[(?P<index>\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingJob:
-    """One parsed HTTP request. `prompts`: token ids of each input; `ignored`: paths of unknown fields."""
+    """One parsed HTTP request.
+
+    prompts    token ids of each input
+    fields     names of the fields that hold the inputs, in order, each with its number of inputs
+    normalize  whether vectors have length 1
+    ignored    paths of unknown fields
+    """
 
     model: str
     prompts: list[list[int]]
+    fields: tuple[tuple[str, int], ...]
     pooling: Pooling
-    dimensions: int | None
-    base64: bool
+    dimensions: int | None = None
+    base64: bool = False
+    normalize: bool = True
     ignored: tuple[str, ...] = ()
     priority: int = 0
     cache_salt: str | None = None
@@ -55,6 +63,7 @@ class EmbeddingJob:
         """Compute the embeddings for `tenant`, one output per input. Errors: ApiError, EngineError."""
         salt = tenant_cache_salt(tenant, self.cache_salt, share_prefixes=share_prefixes)
         options = {"dimensions": self.dimensions, "priority": self.priority, "cache_salt": salt}
+        options["normalize"] = self.normalize
         try:
             return await engine.embed(self.prompts, pooling=self.pooling, tenant=tenant, **options)  # type: ignore[arg-type]
         except InvalidField as error:
@@ -66,24 +75,49 @@ class EmbeddingJob:
 
     def encode_pieces(self, outputs: list[EmbeddingOutput]) -> Iterator[bytes]:
         """Yield the encoded answer, one vector at a time."""
-        tokens = sum(map(len, self.prompts))
-        token_usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
         vectors = (
-            [Embedding(index=index, embedding=_encode_vector(one.embedding, as_base64=self.base64))]
-            for index, one in enumerate(outputs)
+            [Embedding(index=index, embedding=self.encode_vector(one.embedding))] for index, one in enumerate(outputs)
         )
         yield from fill_lists(
-            encode(EmbeddingList(data=[], model=self.model, usage=token_usage)), [("data", encode_elements(vectors))]
+            encode(EmbeddingList(data=[], model=self.model, usage=self.usage)), [("data", encode_elements(vectors))]
         )
+
+    @property
+    def usage(self) -> EmbeddingUsage:
+        """Return the tokens of all inputs."""
+        tokens = sum(map(len, self.prompts))
+        return EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+    def encode_vector(self, vector: np.ndarray) -> list[float] | str:
+        """Return the vector as the request asks for it: a list of numbers, or base64."""
+        if not self.base64:
+            numbers: list[float] = vector.tolist()
+            return numbers
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
     def _field_error(self, error: InvalidField) -> ApiError:
         match = _PROMPT.fullmatch(error.field)
-        name = error.field if match is None else prompt_field_name("input", int(match["index"]), len(self.prompts))
-        return invalid_field(error, name)
+        return invalid_field(error, error.field if match is None else self._input_name(int(match["index"])))
+
+    def _input_name(self, index: int) -> str:
+        for field, count in self.fields:
+            if index < count:
+                return prompt_field_name(field, index, count)
+            index -= count
+        raise AssertionError("the engine names one of the inputs")
+
+
+ParseEmbedding = Callable[[bytes, AsyncEngine, tuple[str, ...]], EmbeddingJob]
+"""Parser of an endpoint's bytes, given the engine and the model's names. Slow for long inputs. Errors: ApiError."""
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Return embedding vectors of texts."""
+    return await answer_embedding(request, parse)
+
+
+async def answer_embedding(request: web.Request, parse: ParseEmbedding) -> web.StreamResponse:
+    """Answer a POST request whose job embeds its inputs."""
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
@@ -109,11 +143,11 @@ def parse(body: bytes, engine: AsyncEngine, names: tuple[str, ...]) -> Embedding
     request, ignored = parse_request(body, EmbeddingRequest, ())
     model = check_model(value_or_none(request.model), names)
     inputs = request.inputs()
-    if len(inputs) > MAX_INPUTS:
-        raise invalid("input", f"input holds {len(inputs)} inputs; allowed: at most {MAX_INPUTS}")
+    check_count("input", len(inputs))
     return EmbeddingJob(
         model=model,
         prompts=tokenise_prompts(inputs, engine, "input"),
+        fields=(("input", len(inputs)),),
         pooling=value_or_none(request.pooling) or "last",
         dimensions=value_or_none(request.dimensions),
         base64=value_or_none(request.encoding_format) == "base64",
@@ -122,11 +156,10 @@ def parse(body: bytes, engine: AsyncEngine, names: tuple[str, ...]) -> Embedding
     )
 
 
-def _encode_vector(vector: np.ndarray, *, as_base64: bool) -> list[float] | str:
-    if not as_base64:
-        numbers: list[float] = vector.tolist()
-        return numbers
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+def check_count(field: str, count: int) -> None:
+    """Raise ApiError (400) for more than `MAX_INPUTS` inputs."""
+    if count > MAX_INPUTS:
+        raise invalid(field, f"{field} holds {count} inputs; allowed: at most {MAX_INPUTS}")
 
 
 OPERATIONS = (

@@ -1,4 +1,4 @@
-"""Serve /tokenize and /detokenize: the token ids of a text or a chat, and the text of token ids."""
+"""Serve /tokenize, /detokenize and /tokenizer_info: token ids of texts and chats, their text, special tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tok_client.types import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from tok_core import AsyncEngine, InvalidField
 from tok_core.text import Tokenizer
@@ -23,6 +24,7 @@ from tok_server.openai.generation import TokenTexts, check_model, check_prompt_s
 from tok_server.settings import Settings
 from tok_server.wire import Operation, invalid, json_of, json_response, not_served
 
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # the class of transformers that reads any tokenizer.json
 MAX_MODEL_LENGTHS = 16  # largest /detokenize request, in multiples of the model's length
 
 
@@ -93,6 +95,20 @@ def _detokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[i
     return len(request.tokens), DetokenizeResponse(prompt=text)
 
 
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Return the tokenizer's special tokens and the chat template."""
+    context = request.app[CONTEXT]
+    context.require_started()
+    engine = context.engine
+    roles = _tokenizer(engine).roles
+    tokens = {role: roles[role] for role in ("bos_token", "eos_token", "pad_token", "unk_token") if role in roles}
+    template = None if engine.chat_template is None else engine.chat_template.sources["default"]
+    max_model_len = engine.info.max_model_len
+    return json_response(
+        TokenizerInfo(tokenizer_class=TOKENIZER_CLASS, model_max_length=max_model_len, chat_template=template, **tokens)
+    )
+
+
 def _tokenizer(engine: AsyncEngine) -> Tokenizer:
     if engine.tokenizer is None:
         raise not_served("the model has no tokenizer; only token ids are served", "no_tokenizer")
@@ -116,4 +132,5 @@ OPERATIONS = (
         answers={200: json_of(DetokenizeResponse)},
         errors=(404, 501),
     ),
+    Operation("GET", "/tokenizer_info", tokenizer_info, answers={200: json_of(TokenizerInfo)}, errors=(501,)),
 )

@@ -22,7 +22,9 @@ from tok_client.types import (
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RerankRequest,
     ResponseRequest,
+    ScoreRequest,
     StreamOptions,
     known_fields,
 )
@@ -217,7 +219,7 @@ def check_model(requested: str | None, names: tuple[str, ...]) -> str:
     return names[0]
 
 
-def cache_salt_of(request: Request | EmbeddingRequest) -> str | None:
+def cache_salt_of(request: Request | EmbeddingRequest | ScoreRequest | RerankRequest) -> str | None:
     """Return the request's salt for the prefix cache. Errors: ApiError 400."""
     salt = value_or_none(request.cache_salt)
     if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT:
