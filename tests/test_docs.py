@@ -29,7 +29,8 @@ def name_of(page: Path) -> str:
 def serve_flags() -> dict[str, argparse.Action]:
     parser = argparse.ArgumentParser(add_help=False)
     add_serve(parser)
-    return {flag: action for action in parser._actions for flag in action.option_strings}
+    own = [action for action in parser._actions if action.default != argparse.SUPPRESS]  # vLLM's flags have no default
+    return {flag: action for action in own for flag in action.option_strings}
 
 
 def flag_rows() -> Iterator[tuple[Path, str, str]]:

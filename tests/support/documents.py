@@ -28,7 +28,7 @@ SHOWN = ("text", "json")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _VARIES = (  # (pattern, placeholder) of values that differ from run to run
-    (re.compile(r"\b(chatcmpl|cmpl|req|file|batch_req|batch)([-_])[0-9a-f]{24}\b"), r"\1\g<2>ID"),
+    (re.compile(r"\b(chatcmpl|cmpl|rerank|req|file|batch_req|batch)([-_])[0-9a-f]{24}\b"), r"\1\g<2>ID"),
     (re.compile(r"\b1[6-9]\d{8}\b|\b2\d{9}\b"), "TIME"),
     (re.compile(r"-?\b\d+\.\d+(?:e-?\d+)?"), "NUMBER"),
 )

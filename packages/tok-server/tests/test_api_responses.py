@@ -251,7 +251,7 @@ def prompt_of(server: Server, **fields: Any) -> str:
 
 
 def parsed(server: Server, **fields: Any) -> tuple[GenerationJob, Response]:
-    job, serializer = parse(json.dumps(fields).encode(), server.engine, NAME)
+    job, serializer = parse(json.dumps(fields).encode(), server.engine, (NAME,))
     return job, serializer.initial
 
 

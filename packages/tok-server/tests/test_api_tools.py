@@ -315,7 +315,7 @@ def test_tool_call_and_reasoning_parsers_can_be_switched_off(server: Server, mon
     body = json.dumps({"messages": USER, "tools": TOOLS}).encode()
 
     def markup(formats: Formats) -> Markup:
-        return parse(body, server.engine, NAME, formats)[0].markup
+        return parse(body, server.engine, (NAME,), formats)[0].markup
 
     assert markup(Formats()).calls == "hermes"
     assert markup(Formats("llama3")).calls == "llama3"

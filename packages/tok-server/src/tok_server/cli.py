@@ -116,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as the base class does, but exit at an unknown argument; name the flag that it resembles."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
