@@ -114,13 +114,8 @@ CHAT: list[tuple[dict[str, object], str]] = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"verbosity": "low"}, "verbosity"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"store": True}, "store"),
     ({"store": 0}, "store"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
     ({"metadata": {"a": 1}}, "metadata"),
     ({"prompt": "one"}, "prompt"),
     ({"best_of": 2}, "best_of"),
@@ -277,7 +272,7 @@ def test_unknown_fields_are_ignored_and_listed_in_x_tok_ignored(
         answer = server.complete(prompt="one", max_tokens=1, stream=stream, **strange)
         assert answer.status == 200
         assert answer.headers["x-tok-ignored"] == "a%0D%0Ab,unheard_of"
-    told = [record.getMessage() for record in caplog.records if "unknown request fields" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "ignored request fields" in record.getMessage()]
     assert len(told) == 1
     assert "'unheard_of'" in told[0]
 

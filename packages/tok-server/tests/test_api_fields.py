@@ -6,7 +6,13 @@ import pytest
 
 from support.serving import Server
 from tok_client.types import ChatCompletionRequest, CompletionRequest, known_fields
-from tok_server.openai.generation.request_fields import ACCEPTED_FIELDS, CHAT, COMPLETION, UnsupportedFields
+from tok_server.openai.generation.request_fields import (
+    ACCEPTED_FIELDS,
+    CHAT,
+    COMPLETION,
+    WITHOUT_EFFECT,
+    UnsupportedFields,
+)
 
 
 def words(text: str) -> frozenset[str]:
@@ -24,7 +30,7 @@ HONOURED = {
     CompletionRequest: BOTH | {"prompt", "echo", "best_of"},
     ChatCompletionRequest: BOTH
     | words(
-        "messages top_logprobs max_completion_tokens tools tool_choice parallel_tool_calls reasoning_effort "
+        "messages top_logprobs max_completion_tokens tools tool_choice parallel_tool_calls reasoning_effort verbosity "
         "chat_template_kwargs add_generation_prompt continue_final_message"
     ),
 }
@@ -35,8 +41,10 @@ STRANGE = {"no": ["value", "asks", "for", "this"]}
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_every_field_is_honoured_or_refused_or_harmless(kind: type[CompletionRequest | ChatCompletionRequest]) -> None:
     refused = {name for table in TABLES[kind] for name in table.fields}
-    assert known_fields(kind) <= HONOURED[kind] | refused | ACCEPTED_FIELDS
-    assert not HONOURED[kind] & (refused | ACCEPTED_FIELDS)
+    harmless = ACCEPTED_FIELDS | WITHOUT_EFFECT.keys()
+    assert known_fields(kind) <= HONOURED[kind] | refused | harmless
+    assert not HONOURED[kind] & (refused | harmless)
+    assert not refused & harmless
     assert HONOURED[kind] <= known_fields(kind)
 
 
@@ -59,3 +67,38 @@ def test_unsupported_field_gets_400_by_name_unless_its_value_is_neutral(
     answer = ask(**needed, max_tokens=1, **neutral)
     assert answer.status == 200, answer.body
     assert "x-tok-ignored" not in answer.headers
+
+
+ASKS_FOR_MORE = {
+    "store": True,
+    "service_tier": "flex",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit"},
+    "max_tool_calls": 3,
+}
+
+
+def test_fields_without_effect_are_accepted_and_listed_as_ignored(server: Server) -> None:
+    assert ASKS_FOR_MORE.keys() == WITHOUT_EFFECT.keys()
+    messages = [{"role": "user", "content": "hi"}]
+    for ask in (
+        lambda **more: server.chat(messages=messages, **more),
+        lambda **more: server.complete(prompt="one", **more),
+    ):
+        answer = ask(max_tokens=1, zeta=1, **ASKS_FOR_MORE)
+        assert answer.status == 200, answer.body
+        assert answer.headers["x-tok-ignored"] == ",".join([*WITHOUT_EFFECT, "zeta"])
+        for neutral in zip(*(values * 3 for values in WITHOUT_EFFECT.values()), strict=False):
+            answer = ask(max_tokens=1, **dict(zip(WITHOUT_EFFECT, neutral, strict=True)))
+            assert answer.status == 200, answer.body
+            assert "x-tok-ignored" not in answer.headers
+
+
+def test_effort_and_verbosity_that_the_template_lacks_are_listed_as_ignored(server: Server) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    answer = server.chat(messages=messages, max_tokens=1, reasoning_effort="high", verbosity="low")
+    assert answer.status == 200, answer.body
+    assert answer.headers["x-tok-ignored"] == "reasoning_effort,verbosity"
+    answer = server.chat(messages=messages, max_tokens=1, reasoning_effort="none", verbosity="medium")
+    assert "x-tok-ignored" not in answer.headers
+    assert server.chat(messages=messages, max_tokens=1, verbosity="loud").error()["param"] == "verbosity"

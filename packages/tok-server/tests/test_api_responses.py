@@ -346,9 +346,15 @@ def test_text_format_tools_and_reasoning_effort_reach_the_job(server: Server) ->
     assert (job.params.temperature, job.params.top_p, job.params.max_tokens, job.params.n) == (0.5, 0.25, 7, 1)
 
 
-def test_response_request_has_openais_fields_and_cache_salt() -> None:
+EXTENSIONS = {
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p", "seed", "stop", "ignore_eos"),
+    *("priority", "cache_salt", "structured_outputs", "chat_template_kwargs"),
+}
+
+
+def test_response_request_has_openais_fields_and_the_extensions() -> None:
     fields = frozenset(get_type_hints(theirs.ResponseCreateParamsBase)) | {"stream"}
-    assert known_fields(ResponseRequest) == fields | {"cache_salt"}
+    assert known_fields(ResponseRequest) == fields | EXTENSIONS
 
 
 NEUTRAL: dict[str, Any] = {
@@ -359,12 +365,14 @@ NEUTRAL: dict[str, Any] = {
     "truncation": "disabled",
     "service_tier": "auto",
     "max_tool_calls": None,
+    "prompt_cache_retention": "in_memory",
+    "prompt_cache_options": {},
     "include": [],
     "metadata": {"a": "b"},
     "safety_identifier": "x",
     "prompt_cache_key": "y",
     "text": {"format": {"type": "text"}, "verbosity": "medium"},
-    "reasoning": {"effort": None, "summary": None},
+    "reasoning": {"effort": None, "summary": None, "context": "auto", "mode": "standard"},
     "tools": [],
     "tool_choice": "auto",
     "top_logprobs": 0,
@@ -372,26 +380,38 @@ NEUTRAL: dict[str, Any] = {
 }
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": True}, "background"),
     ({"prompt": {"id": "p"}}, "prompt"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"truncation": "middle"}, "truncation"),
+    ({"truncation": "auto", "input": "word " * 2000}, "input"),
+    ({"truncation": "auto", "max_output_tokens": 10**6}, "max_output_tokens"),
     ({"context_management": [{"type": "compaction"}]}, "context_management"),
     ({"moderation": {"model": "x"}}, "moderation"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
-    ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
-    ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+    ({"service_tier": "slow"}, "service_tier"),
+    ({"include": ["reasoning.encrypted_content", "everything"]}, "include[1]"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+    ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"priority": -5}, "priority"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs.no_such"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -432,7 +452,7 @@ def test_unsupported_response_field_gets_400_naming_the_field(
     error = answer.error()
     assert error["param"] == name
     assert str(name).split("[")[0].split(".")[0] in str(error["message"])
-    assert "messages" not in str(error["message"]) or "messages" in fields
+    assert not {"messages", "response_format"} - fields.keys() & set(str(error["message"]).split())
 
 
 def test_neutral_values_are_accepted_and_unknown_fields_are_listed(server: Server) -> None:

@@ -124,12 +124,17 @@ def test_response_format_is_allowed_beside_calls_and_after_reasoning() -> None:
     assert answer_format(bare, NO_MARKUP, JSON).grammar is JSON
 
 
-def test_response_format_with_a_required_tool_call_is_refused() -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
-        for asked in (JSON, Grammar(kind="ebnf", value='root ::= "yes"')):
-            with pytest.raises(ApiError, match="tool_choice") as refused:
-                answer_format(offered(tool_choice=choice), Markup(calls="hermes"), asked)
-            assert (refused.value.status, refused.value.param) == (400, "response_format")
+def test_response_format_does_not_apply_to_a_required_tool_call() -> None:
+    markup = Markup(calls="hermes", reasoning=True)
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        found = offered(tool_choice=choice)
+        for thoughts in ("", "<think>hm</think>\n\n"):
+            assert matches(found, markup, thoughts + call("weather", PARIS), JSON)
+            for said in ("12", call("weather", "12"), "12" + call("weather", PARIS)):
+                assert not matches(found, markup, thoughts + said, JSON)
+        with pytest.raises(ApiError) as refused:
+            answer_format(found, markup, Grammar(kind="ebnf", value='root ::= "yes"'))
+        assert (refused.value.status, refused.value.param) == (400, "response_format")
 
 
 def test_ebnf_grammar_covers_the_whole_answer_and_excludes_tools() -> None:

@@ -287,7 +287,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs.no_such"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"continue_final_message": True}, "messages[0].role"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),

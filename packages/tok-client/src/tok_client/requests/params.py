@@ -173,7 +173,18 @@ class ResponseParams(TypedDict, total=False):
     moderation: Maybe[Object]
     prompt_cache_retention: Maybe[Literal["in_memory", "24h"]]
     prompt_cache_options: Maybe[Object]
+    presence_penalty: Maybe[float]
+    frequency_penalty: Maybe[float]
+    repetition_penalty: Maybe[float]
+    top_k: Maybe[int]
+    min_p: Maybe[float]
+    seed: Maybe[int]
+    stop: Maybe[str | Sequence[str]]
+    ignore_eos: Maybe[bool]
+    priority: Maybe[int]
     cache_salt: Maybe[str]
+    structured_outputs: Maybe[StructuredOutputs | Object]
+    chat_template_kwargs: Maybe[Object]
 
 
 class ResponseCreateParams(ResponseParams, CallParams, total=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
+from tok_client.types.generation import StructuredOutputs
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -166,7 +167,8 @@ class ResponseRequest(Wire, frozen=True, kw_only=True):
     `input` is a user message, or the items of the conversation so far. Fields that a stateless server does not use are
     declared loosely: their objects are not validated.
 
-    Beyond OpenAI's reference: `cache_salt`. Requests with different values share nothing in the prefix cache.
+    Beyond OpenAI's reference: the last fields, from presence_penalty on, as in `ChatCompletionRequest`. At most one of
+    `text.format` and `structured_outputs` constrains the text of the answer.
     """
 
     input: str | list[InputItem]
@@ -200,4 +202,15 @@ class ResponseRequest(Wire, frozen=True, kw_only=True):
     moderation: Maybe[JSONObject] = UNSET
     prompt_cache_retention: Maybe[Literal["in_memory", "24h"]] = UNSET
     prompt_cache_options: Maybe[JSONObject] = UNSET
+    presence_penalty: Maybe[float] = UNSET
+    frequency_penalty: Maybe[float] = UNSET
+    repetition_penalty: Maybe[float] = UNSET
+    top_k: Maybe[int] = UNSET
+    min_p: Maybe[float] = UNSET
+    seed: Maybe[int] = UNSET
+    stop: Maybe[str | list[str]] = UNSET
+    ignore_eos: Maybe[bool] = UNSET
+    priority: Maybe[int] = UNSET
     cache_salt: Maybe[str] = UNSET
+    structured_outputs: Maybe[StructuredOutputs] = UNSET
+    chat_template_kwargs: Maybe[JSONObject] = UNSET

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tok_server.wire.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
     NOT_SERVED,
     SERVER,
     ApiError,
@@ -40,6 +41,7 @@ from tok_server.wire.openapi import (
 )
 
 __all__ = [
+    "CONTEXT_LENGTH_EXCEEDED",
     "JSON",
     "NOT_SERVED",
     "SERVER",

@@ -91,7 +91,7 @@ def make_chat_job(
         stop_when=parse_stop_when(
             request, n=params.n, prompts=1, tokenizer=engine.tokenizer, markup=constrained.markup
         ),
-        ignored=ignored,
+        ignored=(*ignored, *prompt.ignored),
         field_names=field_names,
         **common_fields(request),
     )

@@ -48,11 +48,15 @@ MAX_MESSAGES = 8192  # messages of a chat: a template takes some microseconds fo
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat's prompt in tokens, the tools that the model may call, and the markup of its answer."""
+    """A chat's prompt in tokens, the tools that the model may call, and the markup of its answer.
+
+    `ignored`: fields that the template cannot express.
+    """
 
     token_ids: list[int]
     allowed_calls: AllowedToolCalls
     markup: Markup
+    ignored: tuple[str, ...]
 
 
 def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> ChatPrompt:
@@ -70,7 +74,8 @@ def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Fo
         reasoning=writes_reasoning(formats, template),
         thinking=_ends_in_think_block(text, request),
     )
-    return ChatPrompt(_tokens(text, tokenizer, engine.info.max_model_len), allowed_calls, markup)
+    token_ids = _tokens(text, tokenizer, engine.info.max_model_len)
+    return ChatPrompt(token_ids, allowed_calls, markup, _ignored(request, template, markup.reasoning))
 
 
 def chat_text(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> str:
@@ -152,16 +157,30 @@ def _variables(request: ChatCompletionRequest, template: ChatTemplate) -> Mappin
             path = f"chat_template_kwargs.{name[:100]}"
             allowed = ", ".join(sorted(readable)) or "nothing"
             raise invalid(path, f"{path}: the model's chat template has no such variable; allowed: {allowed}")
-    effort = value_or_none(request.reasoning_effort)
-    if effort is not None:
-        if "reasoning_effort" in template.variables:
-            variables["reasoning_effort"] = effort
-        elif effort != "none":
-            reason = "the model's chat template does not support it; allowed: null, none"
-            raise unsupported("reasoning_effort", f"reasoning_effort is {effort!r}; {reason}")
-        elif "enable_thinking" in readable:
-            variables.setdefault("enable_thinking", False)
+    effort, verbosity = value_or_none(request.reasoning_effort), value_or_none(request.verbosity)
+    if effort is not None and "reasoning_effort" in template.variables:
+        variables["reasoning_effort"] = effort
+    elif effort == "none" and "enable_thinking" in readable:
+        variables.setdefault("enable_thinking", False)
+    if verbosity is not None and "verbosity" in readable:
+        variables.setdefault("verbosity", verbosity)
     return variables
+
+
+def _ignored(request: ChatCompletionRequest, template: ChatTemplate, reasoning: bool) -> tuple[str, ...]:
+    """Return the fields that the template cannot express, unless they ask for nothing else than the model does.
+
+    reasoning  the model writes think blocks
+    """
+    effort, verbosity = value_or_none(request.reasoning_effort), value_or_none(request.verbosity)
+    ignored = []
+    switches = {"reasoning_effort", "enable_thinking"} if effort == "none" else {"reasoning_effort"}
+    reasons_otherwise = effort is not None and (effort != "none" or reasoning)
+    if reasons_otherwise and switches.isdisjoint(template.variables):
+        ignored.append("reasoning_effort")
+    if verbosity not in (None, "medium") and "verbosity" not in template.variables:
+        ignored.append("verbosity")
+    return tuple(ignored)
 
 
 def _ends_in_think_block(text: str, request: ChatCompletionRequest) -> bool:

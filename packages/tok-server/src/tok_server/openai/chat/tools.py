@@ -154,11 +154,10 @@ def answer_format(
 ) -> AnswerFormat:
     """Combine the allowed tool calls with a requested grammar. Errors: ApiError for what no grammar can express.
 
-    requested  grammar of the content, which follows the think block if no tool is called
+    requested  grammar of the content, which follows the think block if no tool is called; an answer that must be a
+               call has no content
     field      name of the request field that asks for it
     """
-    if requested is not None and allowed_calls.required:
-        raise invalid(field, f"{field} sets a format, but tool_choice requires a call; allowed: one of them")
     strict = any(value_or_none(function.strict) for function in allowed_calls.allowed.values())
     constrained = requested is not None or (markup.calls is not None and (allowed_calls.required or strict))
     if not constrained or not markup:
@@ -168,7 +167,9 @@ def answer_format(
             raise invalid(field, f"{field} is an EBNF grammar; allowed together with tools: JSON, a regex, a choice")
         return AnswerFormat(requested, NO_MARKUP)  # EBNF rules describe the whole answer
     rules = Rules()
-    answer = _answer(allowed_calls, markup.calls, _content_rule(requested, field, rules) if requested else None, rules)
+    content = None if allowed_calls.required else requested
+    content_rule = _content_rule(content, field, rules) if content else None
+    answer = _answer(allowed_calls, markup.calls, content_rule, rules)
     if markup.reasoning:
         answer = sequence([_think_block(markup.thinking, rules), answer])
     return AnswerFormat(Grammar(kind="ebnf", value=rules.text(answer)), markup)

@@ -106,7 +106,7 @@ def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
     new = [name for name in ignored if name not in context.warned_fields]
     if new and len(context.warned_fields) < MAX_WARNED_FIELDS:
         context.warned_fields.update(new)
-        log.warning("ignored unknown request fields: %s", ", ".join(map(repr, new)))
+        log.warning("ignored request fields: %s", ", ".join(map(repr, new)))
     # The names come from the client: quoting removes line breaks.
     return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in ignored)}
 

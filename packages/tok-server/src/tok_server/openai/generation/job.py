@@ -38,7 +38,7 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
     echo                completions begin with their prompt
     prompt_logprobs     number of top tokens reported per prompt position; None: no prompt log-probabilities
     markup              markup that a chat's text may hold
-    ignored             paths of unknown fields
+    ignored             paths of fields without effect
     default_max_tokens  params.max_tokens is this server's default, which is lowered to fit the model's length
     stop_when           rule that ends the samples of the single prompt early
     cache_salt          requests with different salts share nothing in the prefix cache

@@ -2,7 +2,8 @@
 
 Fields of OpenAI's reference that an endpoint does not support are refused by name, unless their value asks for nothing
 (null, the field's default). Fields that only identify the client or its request (user, metadata, safety_identifier,
-prompt_cache_key) are accepted with any value: they change no result.
+prompt_cache_key) are accepted with any value: they change no result. So are fields that ask a hosted service for
+something other than another answer (store, service_tier), but they are listed as ignored.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ R = TypeVar("R", bound=msgspec.Struct)
 # OpenAI's /v1/completions has no `metadata`, but its clients may send it to any endpoint.
 ACCEPTED_FIELDS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 
+WITHOUT_EFFECT: Mapping[str, NeutralValues] = {
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "prompt_cache_options": (None, {}),
+    "max_tool_calls": (None,),  # only limits calls of built-in tools, which no request can have
+}
+"""Fields that change no answer here, with their neutral values; other values are listed as ignored."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsupportedFields:
@@ -52,14 +62,6 @@ class UnsupportedFields:
 
 _COMPLETION: Mapping[str, NeutralValues] = {"suffix": (None, "")}
 
-_HOSTED: Mapping[str, NeutralValues] = {  # of chats and responses
-    "moderation": (None,),
-    "store": (None, False),
-    "service_tier": (None, "auto", "default"),
-    "prompt_cache_retention": (None, "in_memory", "in-memory"),
-    "prompt_cache_options": (None, {}),
-}
-
 _CHAT: Mapping[str, NeutralValues] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -67,8 +69,7 @@ _CHAT: Mapping[str, NeutralValues] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "verbosity": (None, "medium"),
-    **_HOSTED,
+    "moderation": (None,),
 }
 
 _CHAT_ONLY: Mapping[str, NeutralValues] = {
@@ -79,6 +80,7 @@ _CHAT_ONLY: Mapping[str, NeutralValues] = {
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
     "reasoning_effort": (None, "none"),
+    "verbosity": (None, "medium"),
     "chat_template_kwargs": (None, {}),
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
@@ -101,10 +103,8 @@ _RESPONSE: Mapping[str, NeutralValues] = {
     "conversation": (None,),
     "background": (None, False),
     "prompt": (None,),
-    "truncation": (None, "disabled"),
-    "max_tool_calls": (None,),
     "context_management": (None, []),
-    **_HOSTED,
+    "moderation": (None,),
 }
 _OTHER_ENDPOINTS = (known_fields(ChatCompletionRequest) | known_fields(CompletionRequest)) - known_fields(
     ResponseRequest
@@ -121,17 +121,29 @@ RESPONSE = (
 
 
 def parse_request(body: bytes, kind: type[R], unsupported: tuple[UnsupportedFields, ...]) -> tuple[R, tuple[str, ...]]:
-    """Decode the body; return the request and the paths of unknown fields (`unknown_fields`). Errors: ApiError 400."""
+    """Decode the body; return the request and the paths of fields that are ignored. Errors: ApiError 400.
+
+    Ignored are fields of `WITHOUT_EFFECT`, unless their value is neutral, and unknown fields (`unknown_fields`).
+    """
     members = decode_members(body)
     refuse_unsupported(unsupported, members)
     request = decode(body, kind)
-    return request, unknown_fields(request, members, _accepted_fields(unsupported))
+    unknown = unknown_fields(request, members, _accepted_fields(unsupported))
+    return request, (*_without_effect(members), *unknown)[:MAX_LISTED_FIELDS]
 
 
 @cache
 def _accepted_fields(unsupported: tuple[UnsupportedFields, ...]) -> frozenset[str]:
     """Return the names that count as known, including unsupported fields, which pass only with neutral values."""
-    return ACCEPTED_FIELDS.union(*(table.fields for table in unsupported))
+    return ACCEPTED_FIELDS.union(WITHOUT_EFFECT, *(table.fields for table in unsupported))
+
+
+def _without_effect(members: Members) -> Iterator[str]:
+    """Yield the fields of `WITHOUT_EFFECT` whose value is not neutral."""
+    if not WITHOUT_EFFECT.keys().isdisjoint(members):
+        for name in filter(members.__contains__, WITHOUT_EFFECT):
+            if not _is_neutral(_decoded(name, members), WITHOUT_EFFECT[name]):
+                yield name
 
 
 def refuse_unsupported(tables: tuple[UnsupportedFields, ...], members: Members) -> None:
@@ -139,18 +151,21 @@ def refuse_unsupported(tables: tuple[UnsupportedFields, ...], members: Members) 
     for table in tables:
         if not table.fields.keys().isdisjoint(members):
             for name in filter(members.__contains__, table.fields):
-                _check(name, members[name], table)
+                if not _is_neutral(_decoded(name, members), table.fields[name]):
+                    allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])
+                    raise invalid(name, f"{name} {table.reason}; allowed values: {allowed}", "unsupported_parameter")
 
 
-def _check(name: str, raw: msgspec.Raw, table: UnsupportedFields) -> None:
+def _decoded(name: str, members: Members) -> object:
     try:
-        value = decode(raw, object)
+        return decode(members[name], object)
     except BadJson as error:  # a number out of range
         raise invalid(name, f"{name}: {error}") from error
+
+
+def _is_neutral(value: object, neutral: NeutralValues) -> bool:
     # Types are compared, too: in Python False == 0.
-    if not any(type(value) is type(one) and value == one for one in table.fields[name]):
-        allowed = ", ".join(msgspec.json.encode(one).decode() for one in table.fields[name])
-        raise invalid(name, f"{name} {table.reason}; allowed values: {allowed}", "unsupported_parameter")
+    return any(type(value) is type(one) and value == one for one in neutral)
 
 
 def unknown_fields(request: msgspec.Struct, found: Members, accepted: frozenset[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -36,12 +36,46 @@ from tok_server.wire import ApiError, invalid
 T = TypeVar("T")
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
+IRRELEVANT_INCLUDES = frozenset(
+    {
+        "reasoning.encrypted_content",  # reasoning is returned as text, which can be sent back
+        # Other values add to items of built-in tools, images and computers, of which there are none.
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+
+# Fields with the same name and meaning in a chat.
+SHARED_FIELDS = (
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "priority",
+    "cache_salt",
+    "structured_outputs",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)
 
 # Chat's field name, or a prefix of it -> this request's name. The first match counts.
 FIELD_NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
     "max_completion_tokens": "max_output_tokens",
     "tool_choice.function": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
@@ -60,22 +94,29 @@ def as_chat(request: ResponseRequest) -> ChatCompletionRequest:
     reasoning, text = value_or_none(request.reasoning), value_or_none(request.text)
     tools: list[Tool] = [_tool(one, f"tools[{index}]") for index, one in enumerate(value_or_none(request.tools) or ())]
     choice = None if isinstance(request.tool_choice, UnsetType) else request.tool_choice
+    shared: dict[str, Any] = {name: getattr(request, name) for name in SHARED_FIELDS}
     return ChatCompletionRequest(
-        model=request.model,
         messages=messages_of(request.input, value_or_none(request.instructions)),
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        stream=request.stream,
         logprobs=wants_logprobs,
         top_logprobs=top if wants_logprobs else None,
         response_format=UNSET if text is None else _format(value_or_none(text.format)),
         reasoning_effort=UNSET if reasoning is None else reasoning.effort,
-        cache_salt=request.cache_salt,
+        verbosity=UNSET if text is None else text.verbosity,
         tools=tools,
         tool_choice=_choice(choice),
-        parallel_tool_calls=request.parallel_tool_calls,
+        **shared,
     )
+
+
+def ignored_fields(request: ResponseRequest) -> tuple[str, ...]:
+    """Return the paths of fields that OpenAI's clients send and that have no effect on a chat."""
+    includes = enumerate(value_or_none(request.include) or ())
+    ignored = [f"include[{index}]" for index, name in includes if name in IRRELEVANT_INCLUDES]
+    if (reasoning := value_or_none(request.reasoning)) is not None:
+        given = (name for name in ("summary", "generate_summary") if value_or_none(getattr(reasoning, name)))
+        ignored += [f"reasoning.{name}" for name in given]
+    return tuple(ignored)
 
 
 def response_field_name(name: str) -> str:
@@ -91,27 +132,24 @@ def with_response_field_names(error: ApiError) -> ApiError:
     if (chat_name := error.param) is not None:
         error.param = response_field_name(chat_name)
         error.message = error.message.replace(chat_name, error.param)
+        for one in ("response_format.json_schema", "response_format"):  # a second field that the message may name
+            error.message = error.message.replace(one, FIELD_NAMES[one])
     return error
 
 
 def _check(request: ResponseRequest) -> None:
     """Raise ApiError for fields and values that are known but not supported."""
     for index, name in enumerate(value_or_none(request.include) or ()):
-        if name != INCLUDE_LOGPROBS:
-            raise _unsupported(f"include[{index}]", repr(name[:80]), INCLUDE_LOGPROBS)
+        if name != INCLUDE_LOGPROBS and name not in IRRELEVANT_INCLUDES:
+            allowed = ", ".join((INCLUDE_LOGPROBS, *sorted(IRRELEVANT_INCLUDES)))
+            raise _unsupported(f"include[{index}]", repr(name[:80]), allowed)
     max_output_tokens = value_or_none(request.max_output_tokens)
     if max_output_tokens is not None and max_output_tokens < 1:
         raise invalid("max_output_tokens", f"max_output_tokens is {max_output_tokens}; allowed: integers from 1")
-    text, reasoning, options = (
-        value_or_none(request.text),
-        value_or_none(request.reasoning),
-        value_or_none(request.stream_options),
-    )
-    if text is not None and value_or_none(text.verbosity) not in (None, "medium"):
-        raise _unsupported("text.verbosity", repr(text.verbosity), "null, medium")
-    for name in ("summary", "generate_summary", "context", "mode"):
-        if reasoning is not None and value_or_none(getattr(reasoning, name)) is not None:
-            raise _unsupported(f"reasoning.{name}", repr(getattr(reasoning, name))[:80], "null")
+    reasoning, options = value_or_none(request.reasoning), value_or_none(request.stream_options)
+    for name, default in (("context", "auto"), ("mode", "standard")):
+        if reasoning is not None and value_or_none(getattr(reasoning, name)) not in (None, default):
+            raise _unsupported(f"reasoning.{name}", repr(getattr(reasoning, name))[:80], f"null, {default}")
     if options is not None:
         if not value_or_none(request.stream):
             raise invalid("stream_options", "stream_options is only allowed together with stream=true")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TypeVar
+
 import msgspec
 from aiohttp import web
 
@@ -16,10 +19,18 @@ from tok_server.openai.generation import (
     parse_request,
     value_or_none,
 )
-from tok_server.openai.responses.as_chat import as_chat, response_field_name, with_response_field_names
+from tok_server.openai.responses.as_chat import (
+    as_chat,
+    ignored_fields,
+    response_field_name,
+    with_response_field_names,
+)
 from tok_server.openai.responses.serializer import ResponseSerializer
+from tok_server.openai.responses.truncation import truncated_job
 from tok_server.settings import AUTO, Formats
 from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
+
+T = TypeVar("T")
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -32,12 +43,21 @@ def parse(
 ) -> tuple[GenerationJob, ResponseSerializer]:
     """Parse the body into a job and its serializer. Slow for long inputs. Errors: ApiError."""
     request, ignored = parse_request(body, ResponseRequest, RESPONSE)
+    make_job = partial(chat.make_chat_job, engine=engine, names=names, formats=formats)
     try:
-        job = chat.make_chat_job(as_chat(request), engine, names, formats, ignored)
+        translated = as_chat(request)
+        if value_or_none(request.truncation) == "auto":
+            job = truncated_job(translated, make_job, engine.info.max_model_len)
+        else:
+            job = make_job(translated)
     except ApiError as error:
         raise with_response_field_names(error) from error.__cause__
-    field_names = {name: response_field_name(field) for name, field in job.field_names.items()}
-    job = msgspec.structs.replace(job, id=new_id("resp", "_"), field_names=field_names)
+    job = msgspec.structs.replace(
+        job,
+        id=new_id("resp", "_"),
+        ignored=(*ignored, *ignored_fields(request), *map(response_field_name, job.ignored)),
+        field_names={name: response_field_name(field) for name, field in job.field_names.items()},
+    )
     return job, ResponseSerializer(job, _initial_response(request, job), TokenTexts(engine.tokenizer))
 
 
@@ -52,13 +72,16 @@ def _initial_response(request: ResponseRequest, job: GenerationJob) -> Response:
         max_output_tokens=value_or_none(request.max_output_tokens),
         model=job.model,
         parallel_tool_calls=value_or_none(request.parallel_tool_calls) is not False,
-        reasoning=ReasoningEcho(effort=None if reasoning is None else value_or_none(reasoning.effort)),
+        reasoning=ReasoningEcho()
+        if reasoning is None
+        else ReasoningEcho(effort=value_or_none(reasoning.effort), summary=value_or_none(reasoning.summary)),
         temperature=job.params.temperature,
         text=_text(value_or_none(request.text)),
         tool_choice=value_or_none(request.tool_choice) or "auto",
         tools=value_or_none(request.tools) or [],
         top_logprobs=value_or_none(request.top_logprobs) or 0,
         top_p=job.params.top_p,
+        truncation=value_or_none(request.truncation) or "disabled",
         user=_echo(request.user),
         safety_identifier=_echo(request.safety_identifier),
         prompt_cache_key=_echo(request.prompt_cache_key),
@@ -68,10 +91,12 @@ def _initial_response(request: ResponseRequest, job: GenerationJob) -> Response:
 
 def _text(requested: ResponseText | None) -> ResponseText:
     text_format = ResponseFormatConfig(type="text")
-    return ResponseText(format=text_format if requested is None else value_or_none(requested.format) or text_format)
+    if requested is None:
+        return ResponseText(format=text_format)
+    return ResponseText(format=value_or_none(requested.format) or text_format, verbosity=_echo(requested.verbosity))
 
 
-def _echo(value: Maybe[str]) -> Maybe[str]:
+def _echo(value: Maybe[T]) -> Maybe[T]:
     return UNSET if value is None else value
 
 
