@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tok_server.openai.chat.prompt import chat_text
+from tok_server.openai.chat.prompt import chat_prompt, chat_text
 
-__all__ = ["chat_text"]
+__all__ = ["chat_prompt", "chat_text"]

@@ -8,8 +8,18 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from tok_client.types import UNSET, Maybe, ReasoningEcho, Response, ResponseFormatConfig, ResponseRequest, ResponseText
+from tok_client.types import (
+    UNSET,
+    ChatCompletionRequest,
+    Maybe,
+    ReasoningEcho,
+    Response,
+    ResponseFormatConfig,
+    ResponseRequest,
+    ResponseText,
+)
 from tok_core import AsyncEngine
+from tok_server.openai.chat import chat_prompt
 from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.generation import (
     RESPONSE,
@@ -43,13 +53,8 @@ def parse(
 ) -> tuple[GenerationJob, ResponseSerializer]:
     """Parse the body into a job and its serializer. Slow for long inputs. Errors: ApiError."""
     request, ignored = parse_request(body, ResponseRequest, RESPONSE)
-    make_job = partial(chat.make_chat_job, engine=engine, names=names, formats=formats)
     try:
-        translated = as_chat(request)
-        if value_or_none(request.truncation) == "auto":
-            job = truncated_job(translated, make_job, engine.info.max_model_len)
-        else:
-            job = make_job(translated)
+        job = _make_job(request, engine, names, formats)
     except ApiError as error:
         raise with_response_field_names(error) from error.__cause__
     job = msgspec.structs.replace(
@@ -59,6 +64,18 @@ def parse(
         field_names={name: response_field_name(field) for name, field in job.field_names.items()},
     )
     return job, ResponseSerializer(job, _initial_response(request, job), TokenTexts(engine.tokenizer))
+
+
+def _make_job(request: ResponseRequest, engine: AsyncEngine, names: tuple[str, ...], formats: Formats) -> GenerationJob:
+    """Return the job of the request as a chat. Errors: ApiError with a chat's field names, or this request's."""
+    make_job = partial(chat.make_chat_job, engine=engine, names=names, formats=formats)
+    if value_or_none(request.truncation) != "auto":
+        return make_job(as_chat(request))
+
+    def count_tokens(shortened: ChatCompletionRequest) -> int:
+        return len(chat_prompt(shortened, engine, formats).token_ids)
+
+    return truncated_job(as_chat(request), make_job, count_tokens, engine.info.max_model_len)
 
 
 def _initial_response(request: ResponseRequest, job: GenerationJob) -> Response:

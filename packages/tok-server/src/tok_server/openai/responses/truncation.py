@@ -7,6 +7,7 @@ templates refuse others.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -23,44 +24,49 @@ from tok_client.types import (
 from tok_server.openai.generation import GenerationJob, value_or_none
 from tok_server.wire import CONTEXT_LENGTH_EXCEEDED, ApiError
 
-MakeJob = Callable[[ChatCompletionRequest], GenerationJob]
 
-
-def truncated_job(chat: ChatCompletionRequest, make_job: MakeJob, max_model_len: int) -> GenerationJob:
+def truncated_job(
+    chat: ChatCompletionRequest,
+    make_job: Callable[[ChatCompletionRequest], GenerationJob],
+    count_tokens: Callable[[ChatCompletionRequest], int],
+    max_model_len: int,
+) -> GenerationJob:
     """Return the job of the chat without its oldest messages, so that prompt and answer fit the model's length.
 
     If not even the newest message fits, the job, or the error, is that of the whole chat. Errors: as `make_job`.
+
+    count_tokens  returns the length of a chat's prompt. Errors: as `make_job`
     """
+    units, room = _units(chat.messages), max_model_len - (value_or_none(chat.max_completion_tokens) or 1)
 
-    def fitting_job(start: int) -> GenerationJob | None:
-        """Return the job of the chat without the units before `start`; None if it does not fit."""
-        kept = [message for message, unit in zip(chat.messages, units, strict=True) if unit is None or unit >= start]
+    def since(start: int) -> ChatCompletionRequest:
+        """Return the chat without the units before `start`."""
+        numbered = zip(chat.messages, units, strict=True)
+        kept = [message for message, unit in numbered if unit is None or unit >= start]
+        return msgspec.structs.replace(chat, messages=kept)
+
+    def fits(start: int) -> bool:
         try:
-            job = make_job(msgspec.structs.replace(chat, messages=kept))
+            return count_tokens(since(start)) <= room
         except ApiError as error:
-            if error.code != CONTEXT_LENGTH_EXCEEDED:
-                raise
-            return None
-        return job if len(job.prompts[0]) + (job.params.max_tokens or 1) <= max_model_len else None
+            if error.code == CONTEXT_LENGTH_EXCEEDED:
+                return False
+            raise
 
-    def longest_fitting(starts: Sequence[int]) -> GenerationJob | None:
-        """Return the job from the first of the ascending `starts` that fits, by bisection."""
-        found, low, high = None, 0, len(starts)
-        while low < high:
-            middle = (low + high) // 2
-            job = fitting_job(starts[middle])
-            if job is None:
-                low = middle + 1
-            else:
-                found, high = job, middle
-        return found
-
-    units = _units(chat.messages)
-    if (whole := fitting_job(0)) is not None:
-        return whole
+    try:
+        job = make_job(chat)
+        if len(job.prompts[0]) <= room:
+            return job
+    except ApiError as error:
+        if error.code != CONTEXT_LENGTH_EXCEEDED:
+            raise
     of_users = [unit for unit, one in zip(units, chat.messages, strict=True) if unit and isinstance(one, UserMessage)]
     every = sorted({unit for unit in units if unit})
-    return longest_fitting(of_users) or longest_fitting(every) or make_job(chat)
+    for starts in (of_users, every):
+        index = bisect_left(starts, True, key=fits)
+        if index < len(starts):
+            return make_job(since(starts[index]))
+    return make_job(chat)
 
 
 def _units(messages: Sequence[Message]) -> list[int | None]:
