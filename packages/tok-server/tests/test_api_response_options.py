@@ -50,7 +50,7 @@ def parsed(server: Server, template: str = TEMPLATE, **fields: Any) -> Generatio
     """Return the job of a request to a server whose model has this template."""
     source = ChatTemplate({"default": template}, {"bos_token": "", "eos_token": ""})
     engine: Any = SimpleNamespace(info=server.engine.info, tokenizer=server.engine.tokenizer, chat_template=source)
-    return parse(json.dumps({"input": "§hello", **fields}).encode(), engine, NAME)[0]
+    return parse(json.dumps({"input": "§hello", **fields}).encode(), engine, (NAME,))[0]
 
 
 def prompt_of(server: Server, job: GenerationJob) -> str:
