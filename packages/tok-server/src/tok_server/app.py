@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from tok_core import AsyncEngine
+from tok_server.anthropic import ANTHROPIC_OPERATIONS
 from tok_server.batch import BATCH_OPERATIONS, add_batches
 from tok_server.dashboard import add_dashboard
 from tok_server.http import CONTEXT, Context, request_middleware, set_response_headers
@@ -17,8 +18,9 @@ from tok_server.observability import EngineStats, Metrics
 from tok_server.openai import OPENAI_OPERATIONS
 from tok_server.operation import DOCUMENT, OPERATOR_OPERATIONS, OpenAPIDocument
 from tok_server.settings import Settings
+from tok_server.wire import OPENAI_ERRORS
 
-OPERATIONS = (*OPENAI_OPERATIONS, *OPERATOR_OPERATIONS, *BATCH_OPERATIONS)
+OPERATIONS = (*OPENAI_OPERATIONS, *ANTHROPIC_OPERATIONS, *OPERATOR_OPERATIONS, *BATCH_OPERATIONS)
 """All operations of the API: routes and /openapi.json are made from this list."""
 
 
@@ -33,6 +35,7 @@ def make_app(engine: AsyncEngine, settings: Settings, *, ready: bool = True) -> 
     app = web.Application(client_max_size=settings.max_body, middlewares=[request_middleware])
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="tok-server")
     context = Context(engine, settings, Metrics(lambda: _stats(context)), pool, ready=ready)
+    context.error_formats = {one.path: one.error_format for one in OPERATIONS if one.error_format != OPENAI_ERRORS}
     app[CONTEXT] = context
     app[DOCUMENT] = OpenAPIDocument(OPERATIONS, authorised=bool(settings.api_keys))
     app.add_routes([one.route() for one in OPERATIONS])

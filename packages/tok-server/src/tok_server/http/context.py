@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from tok_server.http.access import AllowedHosts, ApiKeys, Origins
 from tok_server.http.request_limits import LoopThrottle, RateLimits
 from tok_server.observability import Latencies, Metrics, Telemetry
 from tok_server.settings import Settings
-from tok_server.wire import limited, unavailable
+from tok_server.wire import ErrorFormat, limited, unavailable
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class Context:
     background_requests  returns how many of the engine's requests belong to batches, for which no client waits
     telemetry            exporter of request spans
     latencies            durations of recent requests
+    error_formats        path -> form of its errors, of paths that do not write them as OpenAI does
     background           tasks that continue after the requesting client has disconnected
     """
 
@@ -63,6 +64,7 @@ class Context:
     background_requests: Callable[[], int] = lambda: 0
     telemetry: Telemetry | None = None
     latencies: Latencies = field(default_factory=Latencies)
+    error_formats: Mapping[str, ErrorFormat] = field(default_factory=dict)
     background: set[asyncio.Future[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from tok_server.http.body import check_encoding
 from tok_server.http.connections import Connection
 from tok_server.http.context import CONTEXT, Context
 from tok_server.observability import COUNTS, RequestCounts
-from tok_server.wire import NOT_SERVED, from_exception, new_id, unavailable
+from tok_server.wire import NOT_SERVED, OPENAI_ERRORS, from_exception, new_id, unavailable
 
 log = logging.getLogger("tok.server")
 
@@ -55,7 +55,9 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
             trace = error if status == 500 else None
             level = logging.WARNING if status == NOT_SERVED else logging.ERROR
             log.log(level, "%s: %s", counts.id, error or type(error).__name__, exc_info=trace)
-        return failure.response()
+        error_response = context.error_formats.get(request.path, OPENAI_ERRORS).respond(failure, counts.id)
+        status = error_response.status
+        return error_response
     finally:
         if isinstance(connection, Connection):
             connection.end()
@@ -84,6 +86,8 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
     context = request.app[CONTEXT]
     headers = response.headers
     headers["x-request-id"] = request[COUNTS].id
+    if request.path in context.error_formats:
+        headers["request-id"] = request[COUNTS].id  # the name that Anthropic's clients read
     headers["Server"] = "tok"  # hides which libraries the server uses
     headers["X-Content-Type-Options"] = "nosniff"
     if more := context.origins.headers(request.headers.get("Origin")):

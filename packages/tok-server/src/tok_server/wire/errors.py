@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -18,6 +20,7 @@ from tok_core import ContextLengthExceeded, EngineError, InvalidField, RequestFa
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 NOT_SERVED = 501
+OVERLOADED = 529  # of Anthropic's API, instead of 503
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
@@ -55,6 +58,21 @@ class ApiError(Exception):
     def response(self) -> web.Response:
         """Return the whole HTTP response."""
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """How an API writes errors.
+
+    kind     wire type of their body
+    respond  returns the HTTP response to an error, given the id of its request
+    """
+
+    kind: type[msgspec.Struct]
+    respond: Callable[[ApiError, str], web.Response]
+
+
+OPENAI_ERRORS = ErrorFormat(ErrorResponse, lambda error, _: error.response())
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:

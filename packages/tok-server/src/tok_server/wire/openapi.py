@@ -24,8 +24,7 @@ import msgspec
 from aiohttp import web
 
 from tok_client.decoders import decoder
-from tok_client.types import ErrorResponse
-from tok_server.wire.errors import invalid
+from tok_server.wire.errors import OPENAI_ERRORS, OVERLOADED, ErrorFormat, invalid
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Json = dict[str, object]
@@ -72,9 +71,10 @@ class Operation:
     path     as the router takes it: "/v1/models/{id}", or with a pattern "/v1/models/{id:.+}"
     handler  the first line of its docstring is the summary
     request  content types of the body; empty: no body
-    answers  status -> content types, of responses that are not OpenAI-shaped errors
-    errors   statuses of OpenAI-shaped errors besides `COMMON_ERRORS` and, with a body, `BODY_ERRORS`
+    answers  status -> content types, of responses that are not errors
+    errors   statuses of errors besides `COMMON_ERRORS` and, with a body, `BODY_ERRORS`
     query    struct whose fields are the query parameters; optional ones have defaults
+    error_format  the form of its errors
     """
 
     method: str
@@ -84,6 +84,7 @@ class Operation:
     request: tuple[Media, ...] = ()
     errors: tuple[int, ...] = ()
     query: type[msgspec.Struct] | None = None
+    error_format: ErrorFormat = OPENAI_ERRORS
 
     def route(self) -> web.RouteDef:
         """Return the route for `Application.add_routes`."""
@@ -105,9 +106,9 @@ def openapi_document(operations: Sequence[Operation], *, version: str, authorise
     """Return the OpenAPI 3.1 document. `authorised`: clients must send a key."""
     kinds = [kind for operation in operations for kind in _kinds(operation)]
     schemas, components = msgspec.json.schema_components(
-        [*kinds, ErrorResponse], schema_hook=_schema_of, ref_template=_SCHEMAS + "{name}"
+        kinds, schema_hook=_schema_of, ref_template=_SCHEMAS + "{name}"
     )
-    schemas_by_kind = dict(zip(map(_key, [*kinds, ErrorResponse]), schemas, strict=True))
+    schemas_by_kind = dict(zip(map(_key, kinds), schemas, strict=True))
     paths: dict[str, Json] = {}
     for operation in operations:
         paths.setdefault(operation.url, {})[operation.method.lower()] = _operation(operation, schemas_by_kind)
@@ -127,6 +128,7 @@ def _kinds(operation: Operation) -> Iterator[object]:
     for media in (*operation.request, *(media for answer in operation.answers.values() for media in answer)):
         if media.kind is not None:
             yield media.kind
+    yield operation.error_format.kind
 
 
 def _key(kind: object) -> str:
@@ -156,11 +158,10 @@ def _operation(operation: Operation, schemas_by_kind: Mapping[str, Json]) -> Jso
 def _responses(operation: Operation, schemas_by_kind: Mapping[str, Json]) -> Iterator[tuple[int, Json]]:
     for status, medias in operation.answers.items():
         yield status, {"description": HTTPStatus(status).phrase, "content": _content(medias, schemas_by_kind)}
+    content = _content(json_of(operation.error_format.kind), schemas_by_kind)
     for status in operation.all_errors:
-        yield (
-            status,
-            {"description": HTTPStatus(status).phrase, "content": _content(json_of(ErrorResponse), schemas_by_kind)},
-        )
+        phrase = "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
+        yield status, {"description": phrase, "content": content}
 
 
 def _content(medias: tuple[Media, ...], schemas_by_kind: Mapping[str, Json]) -> Json:
