@@ -303,11 +303,9 @@ def test_count_tokens_equals_the_tokens_of_the_prompt(server: Server) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-    ({"context_management": {"edits": []}}, "context_management"),
-    ({"diagnostics": {}}, "diagnostics"),
     ({"inference_geo": "eu"}, "inference_geo"),
     ({"service_tier": "flex"}, "service_tier"),
-    ({"speed": "fast"}, "speed"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"n": 2}, "n"),
     ({"stop": ["a"]}, "stop"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -318,6 +316,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": "a"}, "stop_sequences"),
     ({"min_tokens": 2000}, "min_tokens"),
+    ({"cache_salt": ""}, "cache_salt"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"messages": []}, "messages"),
     ({"messages": [user("")]}, "messages"),
@@ -367,7 +366,7 @@ def failure(answer: Answer, status: int, kind: str) -> str:
     assert (body["type"], body["request_id"]) == ("error", answer.headers["request-id"])
     error = body["error"]
     assert isinstance(error, dict)
-    assert error.keys() == {"type", "message"}
+    assert error.keys() - {"details"} == {"type", "message"}
     assert error["type"] == kind
     return str(error["message"])
 
@@ -406,7 +405,7 @@ def test_failure_in_a_stream_sends_an_error_event(server: Server) -> None:
     _, serializer = parse(json.dumps({"max_tokens": 1, "messages": [user("a")]}).encode(), server.engine, NAME)
     for error, kind in ((unavailable("gone", "x"), "overloaded_error"), (ApiError(500, "gone"), "api_error")):
         (event,) = events_of(serializer.encode_failure(error))
-        assert event == {"type": "error", "error": {"type": kind, "message": "gone"}}
+        assert (event["error"]["type"], event["error"]["message"]) == (kind, "gone")
 
 
 def test_every_field_is_honoured_or_refused() -> None:

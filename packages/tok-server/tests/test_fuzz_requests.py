@@ -1,4 +1,4 @@
-"""Random requests: each is answered or refused in OpenAI's error shape; none causes a server error."""
+"""Random requests: each is answered or refused in its API's error shape; none causes a server error."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ MESSAGES = [
         {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]},
     {"role": "tool", "tool_call_id": "c", "content": "rain"},
 ]  # fmt: skip
+INPUT = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"], "strict": True}
+CONVERSATION = [
+    {"role": "user", "content": [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "so", "signature": ""},
+        {"type": "tool_use", "id": "c", "name": "weather", "input": {"c": "x"}}]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "rain"}], "is_error": True}]},
+]  # fmt: skip
 LIMITED = {"model": NAME, "max_tokens": 2}
 VALID: dict[str, list[dict[str, object]]] = {
     "/v1/completions": [
@@ -56,6 +65,15 @@ VALID: dict[str, list[dict[str, object]]] = {
         {"model": NAME, "input": "a", "max_output_tokens": 2, "include": ["message.output_text.logprobs"],
          "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}, "top_logprobs": 1},
     ],
+    "/v1/messages": [
+        {**LIMITED, "system": "be kind", "messages": CONVERSATION, "tools": [INPUT], "tool_choice": {"type": "auto"},
+         "thinking": {"type": "enabled", "budget_tokens": 1024}, "temperature": 0.5, "top_k": 2},
+        {**LIMITED, "messages": CONVERSATION[:1], "stream": True, "stop_sequences": ["x"], "metadata": {"user_id": "u"},
+         "tools": [INPUT], "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}},
+        {**LIMITED, "messages": CONVERSATION[:1], "system": [{"type": "text", "text": "a"}], "min_p": 0.5,
+         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}},
+    ],
+    "/v1/messages/count_tokens": [{"model": NAME, "messages": CONVERSATION, "tools": [INPUT]}],
     "/v1/embeddings": [
         {"model": NAME, "input": ["a", "b"], "encoding_format": "base64", "dimensions": 4},
         {"model": NAME, "input": [[1, 2], [3]], "pooling": "mean"},
@@ -71,6 +89,7 @@ VALID: dict[str, list[dict[str, object]]] = {
     ],
 }  # fmt: skip
 REFUSED = (400, 404, 413)
+MESSAGES_ERRORS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}
 # The template makes few tokens; its markers make the server parse tool calls and reasoning.
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }}<tool_call></tool_call>{% endif %}"
@@ -93,7 +112,7 @@ def check(answer: Answer, sent: object) -> None:
     """Check that `answer` is a success or a well-formed refusal."""
     assert answer.status == 200 or answer.status in REFUSED, (answer.status, answer.body, sent)
     if answer.status != 200:
-        error = answer.error()
+        error = messages_error(answer) if answer.json().get("type") == "error" else answer.error()
         assert isinstance(error["message"], str)
         assert error["message"]
         assert error["type"] == "invalid_request_error"
@@ -103,6 +122,14 @@ def check(answer: Answer, sent: object) -> None:
         check_events(answer, sent)
     else:
         answer.json()
+
+
+def messages_error(answer: Answer) -> dict[str, object]:
+    """Return an error in Anthropic's shape as the error object of other endpoints."""
+    found: Any = answer.json()["error"]
+    assert found.keys() - {"details"} == {"type", "message"}
+    assert found["type"] == MESSAGES_ERRORS[answer.status]
+    return found | {"type": "invalid_request_error", "param": None}
 
 
 def check_events(answer: Answer, sent: object) -> None:

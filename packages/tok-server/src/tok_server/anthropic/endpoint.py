@@ -29,22 +29,22 @@ from tok_server.openai import (
     ignored_header,
     make_chat_job,
     parse_request,
+    value_or_none,
 )
 from tok_server.settings import AUTO, Formats
-from tok_server.wire import OVERLOADED, ApiError, Operation, json_of, json_or_events, json_response, new_id
+from tok_server.wire import OVERLOADED, ApiError, Operation, invalid, json_of, json_or_events, json_response, new_id
 
 _HOSTED: Mapping[str, NeutralValues] = {
     "container": (None,),
     "mcp_servers": (None, []),
-    "context_management": (None,),
-    "diagnostics": (None,),
     "inference_geo": (None,),
     "service_tier": (None, "auto", "standard_only"),
-    "speed": (None, "standard"),
 }
 # Some clients send names of the user or of a cache key to every API; they change no result.
 _OTHER_ENDPOINTS = known_fields(ChatCompletionRequest) - known_fields(MessagesRequest) - _HOSTED.keys()
 _NEUTRAL: Mapping[str, NeutralValues] = {"n": (None, 1), "logprobs": (None, False)}
+
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code by which clients know to send all messages instead
 
 MESSAGES = (
     UnsupportedFields(_HOSTED, "is not supported yet"),
@@ -93,6 +93,9 @@ def _make_job(
     body: bytes, kind: type[CountTokensRequest], engine: AsyncEngine, model: str, formats: Formats
 ) -> GenerationJob:
     request, ignored = parse_request(body, kind, MESSAGES)
+    if value_or_none(request.thread) is not None:
+        message = "thread is set, but the server stores no conversations; allowed: null, with all messages"
+        raise invalid("thread", message, THREAD_UNSUPPORTED)
     template = engine.chat_template
     variables = frozenset() if template is None else template.variables
     try:

@@ -1,6 +1,6 @@
 """Errors in the shape of Anthropic's API.
 
-{"type": "error", "error": {"type": …, "message": …}, "request_id": …}
+{"type": "error", "error": {"type": …, "message": …, "details": {"error_code": …}}, "request_id": …}
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ TYPES: Mapping[int, str] = {
 """Status -> type of error; other statuses are "invalid_request_error" below 500, else "api_error"."""
 
 
+class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """The code of an error, as in the errors of other endpoints."""
+
+    error_code: str
+
+
 class MessagesErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Kind and text of an error."""
+    """Kind and text of an error. `details`: absent if it has no code."""
 
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +55,8 @@ def error_body(error: ApiError, request_id: str | UnsetType = UNSET) -> bytes:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     # Clients look for "prompt is too long" to shorten the conversation.
     prefix = "prompt is too long: " if error.code == CONTEXT_LENGTH_EXCEEDED else ""
-    body = MessagesErrorBody(type=kind, message=prefix + error.message)
+    details = UNSET if error.code is None else ErrorDetails(error_code=error.code)
+    body = MessagesErrorBody(type=kind, message=prefix + error.message, details=details)
     return msgspec.json.encode(MessagesError(error=body, request_id=request_id))
 
 

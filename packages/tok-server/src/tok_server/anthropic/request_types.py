@@ -100,6 +100,8 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `POST /v1/messages/count_tokens`: what the prompt consists of.
 
+    thread  asks the server to store the conversation, which it refuses: the client then sends all of it each time
+
     Beyond Anthropic's reference: `chat_template_kwargs`, variables for the model's chat template.
     """
 
@@ -112,6 +114,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_config: Maybe[OutputConfig] = UNSET
     output_format: Maybe[OutputFormat] = UNSET
     cache_control: Maybe[JSONObject] = UNSET
+    thread: Maybe[JSONObject] = UNSET
     chat_template_kwargs: Maybe[JSONObject] = UNSET
 
 
