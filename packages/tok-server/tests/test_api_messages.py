@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.message_events import added_up, blocks_of, events_of, plain
 from support.scripted_model import CHAT_TEMPLATE, make_scripted_model
 from support.serving import NAME, Answer, Server, serving
 from tok_client.types import known_fields
@@ -81,68 +82,6 @@ def streamed(server: Server, text: str = "§hello", **fields: Any) -> list[dict[
     assert answer.status == 200, answer.body
     assert answer.headers["content-type"].startswith("text/event-stream")
     return events_of(answer.body)
-
-
-def events_of(body: bytes) -> list[dict[str, Any]]:
-    *blocks, rest = body.decode().split("\n\n")
-    assert rest == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
-DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
-
-
-def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that a client makes of the events."""
-    start, *rest, end, stop = events
-    assert (start["type"], end["type"], stop) == ("message_start", "message_delta", {"type": "message_stop"})
-    message: dict[str, Any] = start["message"]
-    assert message["stop_reason"] is None
-    assert message["content"] == []
-    prompt = message["usage"]["input_tokens"]
-    message["content"] = blocks_of(rest)
-    message |= end["delta"] | {"usage": end["usage"]}
-    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] == prompt
-    return message
-
-
-def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the blocks that the events between a message's start and end report, one after another."""
-    blocks: list[dict[str, Any]] = []
-    is_open, json_text = False, ""
-    for event in events:
-        assert event["index"] == len(blocks) - (event["type"] != "content_block_start")
-        assert is_open == (event["type"] != "content_block_start")
-        match event["type"]:
-            case "content_block_start":
-                blocks.append(event["content_block"])
-                is_open = True
-            case "content_block_delta":
-                delta = event["delta"]
-                if delta["type"] == "input_json_delta":
-                    json_text += delta["partial_json"]
-                else:
-                    blocks[-1][DELTAS[delta["type"]]] += delta[DELTAS[delta["type"]]]
-            case "content_block_stop":
-                if blocks[-1]["type"] == "tool_use":
-                    assert blocks[-1]["input"] == {}
-                    blocks[-1]["input"], json_text = json.loads(json_text), ""
-                is_open = False
-    assert not is_open
-    return blocks
-
-
-def plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without ids and cached tokens: the second time, the prompt is in the cache."""
-    usage = dict(message["usage"])
-    usage["input_tokens"] += usage.pop("cache_read_input_tokens")
-    content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
-    return message | {"id": "", "usage": usage, "content": content}
 
 
 def texts(message: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -258,8 +197,8 @@ def test_fields_reach_the_job(server: Server) -> None:
     assert job_of(server, cache_salt="salt").cache_salt == "salt"
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         assert job_of(server, tools=[WEATHER], tool_choice=choice).params.grammar is not None
-    choice = {"type": "auto", "disable_parallel_tool_use": True}
-    assert not job_of(server, tools=[WEATHER], tool_choice=choice).markup.parallel
+    single = {"type": "auto", "disable_parallel_tool_use": True}
+    assert not job_of(server, tools=[WEATHER], tool_choice=single).markup.parallel
     assert job_of(server, tools=[WEATHER]).markup.parallel
     assert job_of(server, tools=[WEATHER]).params.grammar is None
     assert job_of(server, tools=[{**WEATHER, "strict": True}]).params.grammar is not None
@@ -282,7 +221,7 @@ def test_thinking_sets_the_templates_switch(server: Server) -> None:
 
 def test_settings_without_effect_are_listed(tiny_model: Path) -> None:
     with serving(tiny_model) as plain_server:  # its template has no switch, and the model writes no reasoning
-        fields = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "betas": []}
+        fields: dict[str, Any] = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "betas": []}
         answer = ask(plain_server, max_tokens=1, **fields, tools=[])
         assert answer.status == 200, answer.body
         assert answer.headers["x-tok-ignored"] == "betas,thinking,output_config.effort"
@@ -292,7 +231,12 @@ def test_settings_without_effect_are_listed(tiny_model: Path) -> None:
 
 
 def test_count_tokens_equals_the_tokens_of_the_prompt(server: Server) -> None:
-    prompt = {"system": "be kind", "tools": [WEATHER], "messages": [user("§hello")], "tool_choice": {"type": "auto"}}
+    prompt: dict[str, Any] = {
+        "system": "be kind",
+        "tools": [WEATHER],
+        "messages": [user("§hello")],
+        "tool_choice": {"type": "auto"},
+    }
     counted = server.call("POST", COUNT_URL, {"model": NAME, **prompt})
     usage = whole(server, **prompt)["usage"]
     assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
@@ -372,7 +316,7 @@ def failure(answer: Answer, status: int, kind: str) -> str:
 
 
 def test_neutral_values_are_accepted(server: Server) -> None:
-    neutral = {name: values[-1] for table in MESSAGES for name, values in table.fields.items()}
+    neutral: dict[str, Any] = {name: values[-1] for table in MESSAGES for name, values in table.fields.items()}
     answer = ask(server, **neutral, user="u", cache_control={"type": "ephemeral"}, tools=[], nonsense=1)
     assert answer.status == 200, answer.body
     assert answer.headers["x-tok-ignored"] == "nonsense"

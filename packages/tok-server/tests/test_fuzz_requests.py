@@ -129,7 +129,7 @@ def messages_error(answer: Answer) -> dict[str, object]:
     found: Any = answer.json()["error"]
     assert found.keys() - {"details"} == {"type", "message"}
     assert found["type"] == MESSAGES_ERRORS[answer.status]
-    return found | {"type": "invalid_request_error", "param": None}
+    return {**found, "type": "invalid_request_error", "param": None}
 
 
 def check_events(answer: Answer, sent: object) -> None:

@@ -18,6 +18,7 @@ from tok_client.types import (
     NamedFunction,
     Tool,
     ToolChoice,
+    UnsetType,
 )
 from tok_server.anthropic.conversation import chat_messages
 from tok_server.anthropic.request_types import (
@@ -26,7 +27,6 @@ from tok_server.anthropic.request_types import (
     Effort,
     MessagesRequest,
     OutputFormat,
-    TextInput,
     ToolUseChoice,
 )
 from tok_server.openai import value_or_none
@@ -77,7 +77,7 @@ def as_chat(request: CountTokensRequest, template_variables: Set[str]) -> ChatCo
         sampling = dict(zip(SAME_FIELDS, _get_same_fields(request), strict=True))
         sampling["stop"] = request.stop_sequences
     choice = value_or_none(request.tool_choice)
-    system: str | list[TextInput] | None = value_or_none(request.system)
+    system = None if isinstance(request.system, UnsetType) else request.system
     tools: list[Tool] = [_tool(one, f"tools[{index}]") for index, one in enumerate(value_or_none(request.tools) or ())]
     return ChatCompletionRequest(
         model=request.model,

@@ -102,8 +102,8 @@ class _Conversation:
 
 
 def _tool_result(block: InputBlock, path: str) -> ToolMessage:
-    content: str | list[TextInput] | None = value_or_none(block.content)
-    text = "" if content is None else _text(content, f"{path}.content")
+    content = block.content
+    text = "" if content is None or isinstance(content, UnsetType) else _text(content, f"{path}.content")
     if value_or_none(block.is_error):
         text = ERROR_PREFIX + text
     return ToolMessage(content=text, tool_call_id=_required(block.tool_use_id, f"{path}.tool_use_id"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from tok_client.types import UNSET, StopWhenResult, Usage
 from tok_core import Delta, RequestOutput
@@ -113,8 +114,10 @@ class MessagesSerializer:
 
 
 def _encode_events(events: Sequence[MessageEvent]) -> bytes:
-    return b"".join([b"event: " + _name(one) + b"\n" + event(encode(one)) for one in events])
+    return b"".join([_first_line(type(one)) + event(encode(one)) for one in events])
 
 
-def _name(one: MessageEvent) -> bytes:
-    return str(type(one).__struct_config__.tag).encode()
+@cache
+def _first_line(kind: type[MessageEvent]) -> bytes:
+    """Return the line with an event's name."""
+    return f"event: {kind.__struct_config__.tag}\n".encode()

@@ -33,7 +33,7 @@ MAX_CACHED_HOSTS = 256  # `Host` values that are remembered
 ANY_ORIGIN = "*"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 EXPOSED_HEADERS = (
-    "x-request-id, x-tok-ignored, retry-after, "
+    "x-request-id, request-id, x-tok-ignored, retry-after, "
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
