@@ -40,22 +40,19 @@ _HOSTED: Mapping[str, NeutralValues] = {
     "inference_geo": (None,),
     "service_tier": (None, "auto", "standard_only"),
 }
-# Some clients send names of the user or of a cache key to every API; they change no result.
-_OTHER_ENDPOINTS = known_fields(ChatCompletionRequest) - known_fields(MessagesRequest) - _HOSTED.keys()
 _NEUTRAL: Mapping[str, NeutralValues] = {"n": (None, 1), "logprobs": (None, False)}
-
-THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code by which clients know to send all messages instead
+# Some clients send these to every API; they change no result.
+_IDENTIFIERS = {"user", "safety_identifier", "prompt_cache_key"}
+_OTHER_ENDPOINTS = known_fields(ChatCompletionRequest) - known_fields(MessagesRequest) - _HOSTED.keys() - _IDENTIFIERS
 
 MESSAGES = (
     UnsupportedFields(_HOSTED, "is not supported yet"),
     UnsupportedFields(
-        {
-            name: _NEUTRAL.get(name, (None,))
-            for name in sorted(_OTHER_ENDPOINTS - {"user", "safety_identifier", "prompt_cache_key"})
-        },
+        {name: _NEUTRAL.get(name, (None,)) for name in sorted(_OTHER_ENDPOINTS)},
         "is a field of other endpoints, not of /v1/messages",
     ),
 )
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code on which clients send all messages instead
 
 
 async def create(request: web.Request) -> web.StreamResponse:
