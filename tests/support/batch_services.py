@@ -60,7 +60,7 @@ async def opened(
     line: int = 1 << 12,
     quota: int | None = None,
 ) -> AsyncIterator[BatchService]:
-    served = ServedModel(engine, NAME, Formats())
+    served = ServedModel(engine, (NAME,), Formats())
     service = BatchService(
         directory, served, BatchLimits(file=1 << 20, line=line, quota=quota), clock=clock, paused=paused
     )

@@ -92,7 +92,7 @@ def texts(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def job_of(server: Server, **fields: Any) -> GenerationJob:
     body = {"max_tokens": 40, "messages": [user("§hello")], **fields}
-    return parse(json.dumps(body).encode(), server.engine, NAME)[0]
+    return parse(json.dumps(body).encode(), server.engine, (NAME,))[0]
 
 
 def prompt_of(server: Server, **fields: Any) -> str:
@@ -319,7 +319,7 @@ def test_neutral_values_are_accepted(server: Server) -> None:
     neutral: dict[str, Any] = {name: values[-1] for table in MESSAGES for name, values in table.fields.items()}
     answer = ask(server, **neutral, user="u", cache_control={"type": "ephemeral"}, tools=[], nonsense=1)
     assert answer.status == 200, answer.body
-    assert answer.headers["x-tok-ignored"] == "nonsense"
+    assert answer.headers["x-tok-ignored"] == "service_tier,nonsense"
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
@@ -346,7 +346,7 @@ def test_context_overflow_says_that_the_prompt_is_too_long(server: Server) -> No
 
 
 def test_failure_in_a_stream_sends_an_error_event(server: Server) -> None:
-    _, serializer = parse(json.dumps({"max_tokens": 1, "messages": [user("a")]}).encode(), server.engine, NAME)
+    _, serializer = parse(json.dumps({"max_tokens": 1, "messages": [user("a")]}).encode(), server.engine, (NAME,))
     for error, kind in ((unavailable("gone", "x"), "overloaded_error"), (ApiError(500, "gone"), "api_error")):
         (event,) = events_of(serializer.encode_failure(error))
         assert (event["error"]["type"], event["error"]["message"]) == (kind, "gone")

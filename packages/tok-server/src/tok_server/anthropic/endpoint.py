@@ -67,7 +67,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await read_body(request, context)
     settings = context.settings
     job = await context.run_in_thread(
-        lambda: _make_job(body, CountTokensRequest, context.engine, settings.model_name, settings.formats)
+        lambda: _make_job(body, CountTokensRequest, context.engine, settings.model_names, settings.formats)
     )
     (prompt,) = job.prompts
     request[COUNTS].prompt_tokens += len(prompt)
@@ -77,17 +77,17 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 
 def parse(
-    body: bytes, engine: AsyncEngine, model: str, formats: Formats = AUTO
+    body: bytes, engine: AsyncEngine, names: tuple[str, ...], formats: Formats = AUTO
 ) -> tuple[GenerationJob, MessagesSerializer]:
     """Parse the body into a job and its serializer. Slow for long inputs. Errors: ApiError."""
-    job = _make_job(body, MessagesRequest, engine, model, formats)
+    job = _make_job(body, MessagesRequest, engine, names, formats)
     # As with Anthropic's current models, `max_tokens` may exceed what the model's length leaves after the prompt.
     job = msgspec.structs.replace(job, id=new_id("msg", "_"), default_max_tokens=True)
     return job, MessagesSerializer(job, engine.tokenizer)
 
 
 def _make_job(
-    body: bytes, kind: type[CountTokensRequest], engine: AsyncEngine, model: str, formats: Formats
+    body: bytes, kind: type[CountTokensRequest], engine: AsyncEngine, names: tuple[str, ...], formats: Formats
 ) -> GenerationJob:
     request, ignored = parse_request(body, kind, MESSAGES)
     if value_or_none(request.thread) is not None:
@@ -96,7 +96,7 @@ def _make_job(
     template = engine.chat_template
     variables = frozenset() if template is None else template.variables
     try:
-        job = make_chat_job(as_chat(request, variables), engine, model, formats)
+        job = make_chat_job(as_chat(request, variables), engine, names, formats)
     except ApiError as error:
         raise with_messages_field_names(error) from error.__cause__
     without_effect = settings_without_effect(request, variables, reasons=job.markup.reasoning)
