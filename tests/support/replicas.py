@@ -56,7 +56,7 @@ class SimulatedReplica:
         assert_all_given_back(self.manager)
 
     def _hear(self, progress: Progress) -> None:
-        self.cached += [tokens for _, tokens in progress.cached]
+        self.cached += [tokens for _, tokens, _ in progress.started]
         self._report(progress)
 
 

@@ -105,7 +105,7 @@ def _doubled(message: ToEngine) -> ToEngine:
         message,
         rid=np.concatenate([message.rid, message.rid + 1]),
         finished=[*message.finished, *(replace(end, rid=end.rid + 1) for end in message.finished)],
-        cached=[*message.cached, *((rid + 1, count) for rid, count in message.cached)],
+        started=[*message.started, *((rid + 1, *rest) for rid, *rest in message.started)],
         **{name: np.concatenate([getattr(message, name)] * 2) for name in columns},
     )
 
@@ -146,7 +146,27 @@ async def test_unstreamed_request_yields_one_delta_per_finished_sample(engine: A
         times = output.timings
         assert times.first_token is not None
         assert times.finished is not None
-        assert times.submitted <= times.first_token < times.finished
+        assert times.started is not None
+        assert times.submitted <= times.started < times.first_token < times.finished
+        assert stream.lengths == [one.max_tokens] * 2
+        assert stream.timings is times
+
+
+async def test_timings_separate_the_wait_for_a_slot_from_the_prefill(path: Path) -> None:
+    engine = AsyncEngine(replace(config(path), max_running=1), in_process=True)
+    await engine.start()
+    try:
+        one = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        streams = [engine.generate(PROMPT, one, stream=stream) for stream in (True, False)]
+        first, second = [(await stream.output()).timings for stream in streams]
+        assert first.finished is not None
+        assert second.started is not None
+        assert second.first_token is not None
+        waited, computed = second.started - second.submitted, first.finished - first.submitted
+        assert waited > 0.5 * computed  # steps are scheduled ahead: the slot is free a little earlier
+        assert second.first_token - second.started < waited
+    finally:
+        await engine.close()
 
 
 async def test_stream_batches_hold_at_most_one_delta_per_sample(engine: AsyncEngine) -> None:

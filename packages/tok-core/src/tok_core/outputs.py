@@ -62,11 +62,18 @@ class Completion(msgspec.Struct, gc=False):
 
 
 class Timings(msgspec.Struct):
-    """Times at which a request was submitted, received its first token, and finished: seconds, monotonic clock."""
+    """Times of a request, in seconds of the monotonic clock; None until then.
+
+    submitted    the engine received it
+    first_token  its first token came
+    finished     its last sample ended
+    started      its first sample left the queue: it got a slot
+    """
 
     submitted: float
     first_token: float | None = None
     finished: float | None = None
+    started: float | None = None
 
 
 class RequestOutput(msgspec.Struct):

@@ -204,6 +204,6 @@ def number_by_request(progress: Progress) -> Progress:
         one.rid &= REQUEST_MASK
     failed = [(rid & REQUEST_MASK, reason) for rid, reason in progress.failed]
     refused = [(rid & REQUEST_MASK, allowed) for rid, allowed in progress.refused]
-    cached = [(rid, tokens) for rid, tokens in progress.cached if rid <= REQUEST_MASK]  # only the count of part 0
+    started = [one for one in progress.started if one[0] <= REQUEST_MASK]  # only that of part 0
     rids = progress.rid & np.int64(REQUEST_MASK)
-    return msgspec.structs.replace(progress, rid=rids, cached=cached, failed=failed, refused=refused)
+    return msgspec.structs.replace(progress, rid=rids, started=started, failed=failed, refused=refused)

@@ -42,7 +42,7 @@ class EmbedRequest(OpenRequest):
 
     def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         for _ in ends:
-            self._count_end()
+            self._count_end(0)
 
     def runs(self, samples: range) -> bool:
         return not self.ended()

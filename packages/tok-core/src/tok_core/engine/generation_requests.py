@@ -112,7 +112,7 @@ class StreamedRequest(OpenRequest):
     def _end(self, index: int, end: Finished) -> None:
         self._samples[index].end = end
         self._changed[index] = None
-        self._count_end()
+        self._count_end(end.tokens)
 
     def _note_changes(self) -> None:
         for index in self._changed:
@@ -252,7 +252,7 @@ class UnstreamedRequest(OpenRequest):
         self._done[index] = Completion(index, ids, text, logprobs, reason, stop)
         self.output_tokens += len(ids)
         self._deltas.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
-        self._count_end()
+        self._count_end(len(ids))
 
     def _completions(self) -> list[Completion]:
         return [done for done in self._done if done is not None]

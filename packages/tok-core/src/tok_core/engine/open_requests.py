@@ -84,6 +84,7 @@ class OpenRequest(ABC):
     parts       samples that each replica computes; changed under the engine's lock
     lock        held while the request changes
     error       set if the engine cannot go on with the request
+    lengths     numbers of tokens of the samples that have ended
     each_token  receive each token, not only the ends of samples
     notified    whether the owner has been notified and has not called `take` since: further reports notify it only if
                 the request has ended
@@ -107,6 +108,7 @@ class OpenRequest(ABC):
         self.parts: list[RequestPart] = []
         self.cached_tokens = 0
         self.output_tokens = 0  # tokens reported so far
+        self.lengths: list[int] = []
         self.timings = Timings(submitted=time.monotonic())
         self.error: TokError | None = None
         self.notified = False
@@ -130,6 +132,11 @@ class OpenRequest(ABC):
             self.notified = self.flooded = False
             deltas, self._deltas = self._deltas, []
             return deltas
+
+    def start(self, cached_tokens: int, at: float) -> None:
+        """Note that its first sample got a slot at the time `at`, with so many prompt tokens found in the cache."""
+        self.cached_tokens = cached_tokens
+        self.timings.started = max(at, self.timings.submitted)  # earlier only if a clock has jumped
 
     def begin(self, now: float) -> None:
         """Note the arrival of a first token."""
@@ -186,7 +193,9 @@ class OpenRequest(ABC):
     def _completions(self) -> list[Completion]:
         """Return the samples, all of which have ended, in order of index."""
 
-    def _count_end(self) -> None:
+    def _count_end(self, tokens: int) -> None:
+        """Count the end of a sample of so many tokens."""
+        self.lengths.append(tokens)
         if self._left == 1:
             self.timings.finished = time.monotonic()
         self._left -= 1

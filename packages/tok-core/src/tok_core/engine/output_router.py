@@ -152,11 +152,13 @@ class OutputRouter:
         notify(self._advance(changed, delivery, progress))
 
     def _note_progress(self, replica: int, progress: Progress, delivery: Delivery) -> None:
-        """Update cached-token counts of open requests, and the router's loads."""
+        """Note which open requests have started, and update the router's loads."""
         open_ones = self._requests.by_rid
-        for rid, cached in progress.cached:
-            if rid in open_ones:
-                open_ones[rid].cached_tokens = cached
+        if progress.started:
+            now = time.monotonic()
+            for rid, cached, age in progress.started:
+                if rid in open_ones:
+                    open_ones[rid].start(cached, now - age)
         if not self._router.several:
             return
         self._router.report(replica, *delivery.counted)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from tok_core.engine.core import EngineCore
 from tok_core.engine.generation_requests import StreamedRequest
 from tok_core.engine.open_requests import OpenRequest
-from tok_core.outputs import Delta, Ending, RequestOutput, TokenLogprob
+from tok_core.outputs import Delta, Ending, RequestOutput, Timings, TokenLogprob
 from tok_core.sampling_params import SamplingParams
 
 WOKEN = 16  # streams whose readers are woken in one turn of the event loop
@@ -54,6 +54,16 @@ class RequestStream:
     def first_token(self) -> float | None:
         """Return the time of the first token, on the monotonic clock."""
         return self._request.timings.first_token
+
+    @property
+    def timings(self) -> Timings:
+        """Return the times of the request so far."""
+        return self._request.timings
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the numbers of tokens of the samples that have ended."""
+        return self._request.lengths
 
     @property
     def cached_tokens(self) -> int:

@@ -42,9 +42,9 @@ class Reporter:
         reported = merge_reports(rounds)
         self._intake.close({end.rid for end in reported.finished})
         rows = [len(one.rid) for one in rounds] if len(rounds) > 1 else []
-        cached = self._scheduler.starter.take_newly_cached()
+        started = self._scheduler.starter.take_newly_started()
         self._stats, self._reported_at = self.stats(), self._clock()
-        return Progress(*reported, cached, self._stats, failures.failed, rows, failures.refused)
+        return Progress(*reported, started, self._stats, failures.failed, rows, failures.refused)
 
     def stats_changed(self) -> bool:
         """Return whether a counter or gauge has changed since the last report; changed times alone do not count."""

@@ -94,7 +94,7 @@ class Request:
         self.preempted: set[int] = set()  # samples that have been preempted for lack of pages
         self.displaced: set[int] = set()
         self.slots: dict[int, int] = {}
-        self.reported = False  # whether the engine knows how much of the prompt was cached
+        self.reported = False  # whether its start was reported to the engine
         self.pooling = pooling
         self.pooled: Float32 | None = None  # sum of the parts of its embedding that are back
         self.wants_prompt_outputs = pooling is not None or params.prompt_logprobs is not None

@@ -113,7 +113,8 @@ class Progress(msgspec.Struct, tag=True):
               round, and a sample's tokens of successive rounds follow one another
     scores    prompt log-probabilities, no later than the first token of their request
     embedded  embeddings, no later than the end of their request
-    cached    `[(rid, prompt tokens found in the cache), …]` for requests whose first sample was admitted
+    started   `[(rid, prompt tokens found in the cache, seconds since then), …]` for requests whose first sample got a
+              slot
     failed    `[(rid, reason), …]`; nothing more follows for these requests
     refused   `[(rid, what is allowed), …]`, the same for requests whose grammar exceeds a limit
     """
@@ -127,7 +128,7 @@ class Progress(msgspec.Struct, tag=True):
     finished: list[Finished]
     scores: list[Scores]
     embedded: list[Embedded]
-    cached: list[tuple[int, int]]
+    started: list[tuple[int, int, float]]
     stats: Stats
     failed: list[tuple[int, str]] = []
     rounds: list[int] = []
@@ -137,7 +138,7 @@ class Progress(msgspec.Struct, tag=True):
     def figures_only(self) -> bool:
         """Return whether the report contains nothing but `stats`."""
         ends = self.finished or self.failed or self.refused
-        return not (len(self.rid) or ends or self.scores or self.embedded or self.cached)
+        return not (len(self.rid) or ends or self.scores or self.embedded or self.started)
 
     def prompt_outputs(self) -> list[Scores | Embedded]:
         """Return the prompt log-probabilities and embeddings."""

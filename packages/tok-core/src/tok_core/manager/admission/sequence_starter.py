@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -47,14 +48,15 @@ class SequenceStarter:
     already: a fork copies the last page and no more.
     """
 
-    def __init__(self, paging: Paging, stops: StopSets) -> None:
+    def __init__(self, paging: Paging, stops: StopSets, clock: Callable[[], float]) -> None:
         self.table = paging.table
         self.paging = paging
         self.stops = stops
         self.retained_prompts = RetainedPrompts(paging)
         self.waiting = WaitingQueue()
         self.pending_forks: dict[int, deque[int]] = {}  # leader's slot: samples that will fork from it
-        self.newly_cached: list[tuple[int, int]] = []  # to report: request, prompt tokens found in the cache
+        self._clock = clock
+        self._newly_started: list[tuple[int, int, float]] = []  # request, prompt tokens found in the cache, time
         self.cached_tokens = 0
         self.recomputed_tokens = 0  # tokens of preempted samples that were no longer cached
 
@@ -108,17 +110,19 @@ class SequenceStarter:
             request.leader = slot
         self.paging.start(slot)
         self.adopt(slot)
-        self._report_cached(request, int(self.table.length[slot]))
+        self._report_start(request, int(self.table.length[slot]))
         if sample in request.displaced:
             request.displaced.discard(sample)
         elif sample in request.preempted:
             self.recomputed_tokens += len(pending.tokens) - int(self.table.length[slot])
         return slot, self.follow(pending, allowed - 1) if samples else 0
 
-    def take_newly_cached(self) -> list[tuple[int, int]]:
-        """Return the requests started since the last call, each with its prompt tokens found in the cache."""
-        cached, self.newly_cached = self.newly_cached, []
-        return cached
+    def take_newly_started(self) -> list[tuple[int, int, float]]:
+        """Return the requests started since the last call, each as in `Progress.started`."""
+        if not self._newly_started:
+            return []
+        now, started, self._newly_started = self._clock(), self._newly_started, []
+        return [(rid, cached, now - at) for rid, cached, at in started]
 
     def adopt(self, slot: int) -> None:
         """Let the slot share the cached pages of its tokens, unless it has to compute all of them."""
@@ -209,11 +213,11 @@ class SequenceStarter:
         if pending.samples:
             self.waiting.put_back(pending)
 
-    def _report_cached(self, request: Request, cached: int) -> None:
+    def _report_start(self, request: Request, cached: int) -> None:
         if not request.reported:
             request.reported = True
             self.cached_tokens += cached
-            self.newly_cached.append((request.rid, cached))
+            self._newly_started.append((request.rid, cached, self._clock()))
 
 
 def _take(samples: deque[int], most: int) -> list[int]:

@@ -54,7 +54,7 @@ class Scheduler:
         self.table = table = paging.table
         self.paging = paging
         self.grammars = grammars
-        self.starter = SequenceStarter(paging, stops)
+        self.starter = SequenceStarter(paging, stops, clock)
         self.retained_prompts = self.starter.retained_prompts
         self.waiting = self.starter.waiting
         self.pending_forks = self.starter.pending_forks
