@@ -19,13 +19,23 @@ from support.patience import PATIENCE, wait_until
 from support.serving import Server, serving
 from tok_server import dashboard
 from tok_server.dashboard.events import FILES
-from tok_server.dashboard.history import COLUMNS, HOUR_ROWS, LATENCY, SECOND_ROWS, SECONDS_PER_ROW, History
+from tok_server.dashboard.history import (
+    COLUMNS,
+    HOUR_ROWS,
+    LATENCY,
+    SECOND_ROWS,
+    SECONDS_PER_ROW,
+    SERVER_COLUMNS,
+    History,
+)
+from tok_server.demo import MODEL_DIR
 from tok_server.observability.metrics import EngineStats
 from tok_server.observability.request_stats import (
     BUCKET_RATIO,
     HOUR_SLICES,
     MAX_LATENCY_SECONDS,
     MIN_LATENCY_SECONDS,
+    MINUTES_SECONDS,
     QUANTILES,
     RECENT_SECONDS,
     Latencies,
@@ -35,6 +45,7 @@ from tok_server.observability.request_stats import (
 
 KEY = {"Authorization": "Bearer secret"}
 NOTHING = [math.nan] * len(LATENCY)
+QUIET = [0.0] * len(SERVER_COLUMNS)
 FOLDER = Path(dashboard.__file__).parent / "page"
 
 
@@ -51,32 +62,40 @@ def test_a_ring_keeps_the_latest_rows_in_their_order(size: int, count: int) -> N
 def test_latency_percentile_is_exact_to_its_bucket(seconds: list[float]) -> None:
     latencies = Latencies()
     for one in seconds:
-        latencies.observe(RequestDurations(one, None, one))
+        latencies.observe(RequestDurations(None, one, None, one))
     latencies.tick()
-    found = latencies.recent()
+    found = latencies.recent()[len(QUANTILES) :]
     for number, share in enumerate(QUANTILES):
         exact = sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)]
         assert exact / BUCKET_RATIO * 0.999 <= found[number] <= exact * BUCKET_RATIO * 1.001
     assert all(math.isnan(one) for one in found[3:6])  # no request had a second token
-    assert latencies.ended() == len(seconds)
+    assert latencies.minutes().ended == latencies.hour().ended == len(seconds)
+    assert latencies.minutes().percentiles[len(QUANTILES) :] == pytest.approx(found, nan_ok=True)
 
 
 def test_latencies_are_dropped_after_an_hour_and_no_earlier() -> None:
     latencies = Latencies()
-    latencies.observe(RequestDurations(0.1, 0.01, 1.0))
+    latencies.observe(RequestDurations(None, 0.1, 0.01, 1.0))
     for ticks in range(1, RECENT_SECONDS * HOUR_SLICES + 1):
         latencies.tick()
-        assert latencies.ended() == 1
-        assert math.isnan(latencies.recent()[0]) == (ticks > RECENT_SECONDS)
+        assert latencies.hour().ended == 1
+        assert latencies.minutes().ended == (ticks <= MINUTES_SECONDS)
+        assert math.isnan(latencies.recent()[-1]) == (ticks > RECENT_SECONDS)
     for _ in range(RECENT_SECONDS):
         latencies.tick()
-    assert latencies.ended() == 0
-    assert all(math.isnan(one) for one in latencies.hour())
+    assert latencies.hour().ended == 0
+    assert all(math.isnan(one) for one in latencies.hour().percentiles)
 
 
 def stats(second: int, **gauges: float) -> dict[str, float]:
-    """Return a replica's stats with, per second, 100 prompt tokens (half cached), 10 output tokens and 0.25 s busy."""
-    counted = {"prompt_tokens": 100.0, "cached_tokens": 50.0, "output_tokens": 10.0, "device_seconds": 0.25}
+    """Return a replica's stats with, per second, 100 prompt tokens (half cached), 10 output tokens, 2 preemptions."""
+    counted = {
+        "prompt_tokens": 100.0,
+        "cached_tokens": 50.0,
+        "output_tokens": 10.0,
+        "device_seconds": 0.25,
+        "preemptions": 2.0,
+    }
     found = {name: value * second for name, value in counted.items()}
     return {**found, "pages_total": 8.0, "pages_used": 2.0, "requests_waiting": 3.0, **gauges}
 
@@ -86,10 +105,12 @@ def test_history_rows_hold_rates_and_gauges_in_total_and_per_replica() -> None:
     for second in range(SECONDS_PER_ROW):
         one, other = stats(second), stats(2 * second)
         whole = {name: one[name] + other[name] for name in one}
-        full = history.add(EngineStats(whole, [one, other]), NOTHING, time=1e9 + second, clock=float(second))
+        full = history.add(
+            EngineStats(whole, [one, other]), NOTHING, [1.0, 0.0, 3.0, 7.0], time=1e9 + second, clock=float(second)
+        )
         assert full == (second == SECONDS_PER_ROW - 1)
     row = history.seconds.rows()[-1]
-    own = 1 + len(COLUMNS) + len(LATENCY)
+    own = 1 + len(COLUMNS) + len(LATENCY) + len(SERVER_COLUMNS)
     cells = [
         dict(zip(COLUMNS, row[start : start + len(COLUMNS)], strict=True)) for start in (1, own, own + len(COLUMNS))
     ]
@@ -97,17 +118,20 @@ def test_history_rows_hold_rates_and_gauges_in_total_and_per_replica() -> None:
     assert [one["input"] for one in cells] == [300.0, 100.0, 200.0]
     assert [one["busy"] for one in cells] == [0.375, 0.25, 0.5]
     assert [one["queued"] for one in cells] == [6.0, 3.0, 3.0]
+    assert [one["preempted"] for one in cells] == [6.0, 2.0, 4.0]
+    assert row[own - len(SERVER_COLUMNS) : own].tolist() == [1.0, 0.0, 3.0, 7.0]
     assert all(one["hits"] == 0.5 and one["pages"] == 0.25 for one in cells)
     assert len(row) == own + 2 * len(COLUMNS)
     ten = history.tens.rows()[-1]
     assert ten[0] == row[0]
+    assert ten[1 + COLUMNS.index("preempted")] * SECONDS_PER_ROW == pytest.approx(6.0 * 9)  # all that happened
     assert ten[1 + COLUMNS.index("output")] == pytest.approx(27.0)  # the first second has no rate yet
 
 
 def test_history_is_bounded_and_has_no_hit_rate_without_prompts() -> None:
     history = History(1)
     for second in range(SECONDS_PER_ROW * HOUR_ROWS + 50):
-        history.add(EngineStats(stats(0), [stats(0)]), NOTHING, time=float(second), clock=float(second))
+        history.add(EngineStats(stats(0), [stats(0)]), NOTHING, QUIET, time=float(second), clock=float(second))
     assert (len(history.seconds), len(history.tens)) == (SECOND_ROWS, HOUR_ROWS)
     assert math.isnan(history.tens.rows()[-1][1 + COLUMNS.index("hits")])
 
@@ -115,7 +139,7 @@ def test_history_is_bounded_and_has_no_hit_rate_without_prompts() -> None:
 def test_counter_resets_give_no_negative_rates() -> None:
     history = History(1)
     for second, counted in enumerate((50, 51, 0, 1)):
-        history.add(EngineStats(stats(counted), [stats(counted)]), NOTHING, time=second, clock=float(second))
+        history.add(EngineStats(stats(counted), [stats(counted)]), NOTHING, QUIET, time=second, clock=float(second))
     assert history.seconds.rows()[:, 1 + COLUMNS.index("output")].tolist() == [0.0, 10.0, 0.0, 10.0]
 
 
@@ -156,12 +180,40 @@ def test_dashboard_events_send_the_history_and_then_samples(server: Server) -> N
             made, last = made + cells(row)["output"] * 0.5, row[0]
             latency = sample["latency"]
             assert isinstance(latency, list)
-            if made and all(one is not None and one > 0 for one in latency):
+            assert [len(one) for one in latency] == [len(LATENCY)] * 2
+            if made and all(value is not None and value > 0 for window in latency for value in window):
                 break
         assert made > 0
-        assert sample["ended"]
+        ended, sizes = sample["ended"], sample["sizes"]
+        assert isinstance(ended, list)
+        assert isinstance(sizes, dict)
+        assert min(ended) >= 1
+        assert sizes["context"] == server.engine.info.max_model_len
+        assert sizes["cache"] == server.engine.info.kv_cache_tokens
         assert sample["state"] == "ready"
         assert "cpu" in str(sample["device"])
+
+
+def test_dashboard_events_count_errors_by_status_and_refusals_by_limit(tiny_model: Path) -> None:
+    with serving(tiny_model, max_n=2) as strict, event_stream(strict) as response:
+        assert read_event(response)[1]["keyed"] is False
+        assert strict.complete(prompt="one", n=3).status == 400
+        assert strict.complete(prompt="one", temperature=-1).status == 400
+        wait_until(lambda: read_event(response)[1]["errors"] == {"400": 2})
+        counted = read_event(response)[1]
+        assert counted["refused"] == {"max_n": 1}
+        assert "batches" not in counted
+
+
+def test_dashboard_events_hold_batches_of_a_server_with_a_data_directory(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, data_dir=str(tmp_path)) as storing, event_stream(storing) as response:
+        read_event(response)
+        batches = read_event(response)[1]["batches"]
+        assert isinstance(batches, list)
+        is_open, _, lines, answered = batches
+        assert set(is_open.values()) == {0}
+        assert lines == {"waiting": 0, "running": 0}
+        assert answered == {"completed": 0, "failed": 0}
 
 
 def test_all_dashboard_viewers_get_the_same_rows(server: Server) -> None:
@@ -192,6 +244,21 @@ def test_dashboard_page_is_open_but_its_events_need_the_api_key(tiny_model: Path
         assert guarded.call("GET", "/dashboard/events").error()["code"] == "invalid_api_key"
         with event_stream(guarded, KEY) as response:
             assert read_event(response)[0] == "opening"
+
+
+def test_demo_model_answers_the_example_prompts_of_the_dashboard() -> None:
+    listed = re.search(r"EXAMPLES = (\[.*?\]);", (FOLDER / "chat.js").read_text(), re.DOTALL)
+    assert listed is not None
+    prompts = json.loads(re.sub(r",\s*\]", "]", listed.group(1)))
+    with serving(MODEL_DIR, name="tok-demo") as demo:
+        answers = []
+        for prompt in prompts:
+            body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 150}
+            choices = demo.call("POST", "/v1/chat/completions", body).json()["choices"]
+            assert isinstance(choices, list)
+            answers.append(choices[0]["message"]["content"])
+    assert "word problems" in answers[0]
+    assert [answer.split()[-1] for answer in answers[1:]] == ["63", "530"]
 
 
 def test_dashboard_page_has_no_external_hosts_or_inline_scripts() -> None:

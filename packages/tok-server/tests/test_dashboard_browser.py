@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +28,7 @@ PATIENCE = 60_000  # ms
 
 @pytest.fixture(scope="module")
 def keyed_server(tiny_model: Path) -> Iterator[Server]:
-    with serving(tiny_model, api_key="secret", engine_options={"dp": 2}) as running:
+    with serving(tiny_model, api_key="secret", max_n=64, engine_options={"dp": 2}) as running:
         yield running
 
 
@@ -72,11 +75,12 @@ def text(page: Page, selector: str) -> str:
     return str(page.locator(selector).first.inner_text())
 
 
-def test_dashboard_shows_model_device_charts_and_replicas(page: Page) -> None:
+def test_dashboard_shows_model_device_charts_and_replicas(page: Page, keyed_server: Server) -> None:
     assert text(page, "#model") == NAME
     assert NAME in page.title()
     assert "cpu" in text(page, "#facts")
-    assert page.locator("svg.chart").count() == 11
+    assert f"context {keyed_server.engine.info.max_model_len:,} tokens" in text(page, "#facts")
+    assert page.locator("svg.chart").count() == 16
     assert page.locator("#replicas tr").count() == 2
 
 
@@ -94,7 +98,7 @@ def test_dashboard_figures_change_under_load(page: Page, keyed_server: Server) -
     try:
         for figure in ("output", "input", "requests", "busy"):
             becomes(page, f"parseFloat(document.getElementById('figure-{figure}').textContent) > 0")
-        for figure in ("ttft_p50", "token_p90", "e2e_p99"):
+        for figure in ("queue_p50", "ttft_p50", "token_p90", "e2e_p99"):
             becomes(page, f"/^\\d.* m?s$/.test(document.getElementById('figure-{figure}').textContent)")
     finally:
         over.set()
@@ -118,6 +122,8 @@ def test_dashboard_shows_an_hour_and_arrow_keys_show_earlier_values(page: Page) 
     page.click("[data-window=hour]")
     assert page.get_attribute("[data-window=hour]", "aria-pressed") == "true"
     assert page.locator("#load text", has_text="1 h ago").count() == 4
+    assert "in the last hour" in text(page, "#latency-of")
+    assert text(page, "#problems-of") == "in the last hour"
     chart = page.locator("#load svg").first
     chart.focus()
     chart.press("ArrowLeft")
@@ -125,21 +131,85 @@ def test_dashboard_shows_an_hour_and_arrow_keys_show_earlier_values(page: Page) 
     chart.press("Escape")
     assert page.locator("#load .tip").first.is_hidden()
     page.click("[data-window=seconds]")
+    assert "in the last 2 minutes" in text(page, "#latency-of")
+
+
+def test_dashboard_charts_show_values_with_their_names_under_the_pointer(page: Page) -> None:
+    plot = page.locator("#latency .plot").first
+    plot.locator("svg").hover()
+    tip = plot.locator(".tip")
+    assert re.match(r"\d\d:\d\d:\d\d\np50 .+\np90 .+\np99 .+", tip.inner_text())
+    outer, inner = plot.bounding_box(), tip.bounding_box()
+    assert outer is not None
+    assert inner is not None
+    assert outer["x"] <= inner["x"]
+    assert inner["x"] + inner["width"] <= outer["x"] + outer["width"] + 1
+    page.mouse.move(0, 0)
+    assert tip.is_hidden()
+
+
+def test_dashboard_explains_its_figures(page: Page) -> None:
+    button = page.get_by_role("button", name="Explain: KV cache used")
+    button.press("Enter")
+    assert button.get_attribute("aria-expanded") == "true"
+    why = page.locator(f"#{button.get_attribute('aria-controls')}")
+    assert "attention keys and values" in why.inner_text()
+    button.press("Escape")
+    assert why.is_hidden()
+
+
+def test_dashboard_counts_errors_and_refusals_of_the_window(page: Page, keyed_server: Server) -> None:
+    before = [int(text(page, f"#figure-{name}")) for name in ("client_errors", "refused")]
+    wrong = {"model": NAME, "prompt": "one", "n": 65}
+    assert keyed_server.call("POST", "/v1/completions", wrong, KEY).status == 400
+    for name, count in zip(("client_errors", "refused"), before, strict=True):
+        becomes(page, f"document.getElementById('figure-{name}').textContent === '{count + 1}'")
+    assert "× 400" in text(page, "#problems .beside")
+    assert "max_n" in text(page, "#problems .card:nth-child(2) .beside")
+    assert page.locator("#batches-section").is_hidden()  # the server has no data directory
+
+
+def test_dashboard_shows_the_base_url_and_copies_a_curl_command_that_works(
+    browser: Browser, keyed_server: Server
+) -> None:
+    page = opened(browser, keyed_server)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    becomes(page, "document.getElementById('base').textContent")
+    assert text(page, "#base") == f"http://127.0.0.1:{keyed_server.port}/v1"
+    page.get_by_text("Example with curl").click()
+    page.get_by_role("button", name="Copy the curl command").click()
+    becomes(page, "document.querySelector('[data-copy=curl]').textContent === 'Copied'")
+    copied = str(page.evaluate("navigator.clipboard.readText()"))
+    page.close()
+    environment = {**os.environ, "API_KEY": "secret"}
+    done = subprocess.run(["bash", "-c", copied], env=environment, capture_output=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_dashboard_chat_answers_several_turns(page: Page) -> None:
-    page.click("summary")
+    page.click("#ask summary")
     page.fill("#most", "12")
     page.fill("#said", "one two")
     page.press("#said", "Enter")
     page.wait_for_selector(".told")
     assert re.match(r"\d+ tokens", text(page, ".told"))
+    assert page.locator(".example").count() == 0
     page.fill("#said", "three")
     page.click("#send")
     becomes(page, "document.querySelectorAll('.told').length === 2")
     assert page.locator(".user").all_inner_texts() == ["one two", "three"]
     page.click("#anew")
     assert page.locator(".said").count() == 0
+
+
+def test_dashboard_chat_asks_an_example_prompt(page: Page) -> None:
+    example = page.locator(".example").first
+    asked = example.inner_text()
+    example.click()
+    assert page.locator(".user").all_inner_texts() == [asked]
+    page.wait_for_selector(".told, .failed")
+    page.click("#anew")
+    assert page.locator(".example").count() == 3
 
 
 def test_dashboard_chat_answer_is_streamed_and_can_be_stopped(page: Page, keyed_server: Server) -> None:
@@ -182,10 +252,21 @@ def test_dashboard_theme_follows_the_system_or_the_users_choice(browser: Browser
     page.close()
 
 
-def test_dashboard_fits_a_phone_screen(browser: Browser, keyed_server: Server) -> None:
-    page = opened(browser, keyed_server, viewport={"width": 360, "height": 740})
+@pytest.mark.parametrize("width", [360, 1300, 2560])
+def test_dashboard_fits_the_screen_and_hides_no_column_of_the_replicas(
+    browser: Browser, keyed_server: Server, width: int
+) -> None:
+    page = opened(browser, keyed_server, viewport={"width": width, "height": 900})
     page.wait_for_selector("#replicas tr")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    cells = page.locator("#replicas tr").first.locator("td")
+    assert cells.count() == page.locator("#replica-heads th").count() == 12
+    for cell in cells.all():
+        box = cell.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+        assert cell.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
     page.close()
 
 
@@ -193,10 +274,13 @@ def test_dashboard_without_a_key_asks_for_the_api_key(browser: Browser, keyed_se
     page = opened(browser, keyed_server, key=None)
     page.fill("#key", "wrong")
     page.press("#key", "Enter")
-    becomes(page, "document.getElementById('facts').textContent === 'The key was refused.'")
+    becomes(page, "document.getElementById('refused').textContent === 'The server does not accept this key.'")
     assert text(page, "#model") == "tok"
+    for hidden in (".columns", "aside", ".state", ".controls", "#notice"):
+        assert page.locator(hidden).is_hidden(), hidden
     page.fill("#key", "secret")
     page.press("#key", "Enter")
     becomes(page, f"document.getElementById('model').textContent === '{NAME}'")
     assert page.locator("#key-form").is_hidden()
+    assert page.locator(".columns main").is_visible()
     page.close()

@@ -41,8 +41,8 @@ def make_app(engine: AsyncEngine, settings: Settings, *, ready: bool = True) -> 
     app.add_routes([one.route() for one in OPERATIONS])
     app.on_response_prepare.append(set_response_headers)
     app.cleanup_ctx.append(_close_pool)
-    add_batches(app, engine, settings)
-    add_dashboard(app, context, lambda: _stats(context))
+    batches = add_batches(app, engine, settings)
+    add_dashboard(app, context, lambda: _stats(context), batches)
     return app
 
 

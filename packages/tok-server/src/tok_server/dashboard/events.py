@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from tok_server.batch import BatchStats
 from tok_server.dashboard.feed import Feed
 from tok_server.http import Context
 from tok_server.observability import EngineStats
@@ -22,8 +23,10 @@ FILES = {
     "/": ("index.html", "text/html"),
     "/dashboard/style.css": ("style.css", "text/css"),
     "/dashboard/script.js": ("script.js", "text/javascript"),
+    "/dashboard/cards.js": ("cards.js", "text/javascript"),
     "/dashboard/chart.js": ("chart.js", "text/javascript"),
     "/dashboard/chat.js": ("chat.js", "text/javascript"),
+    "/dashboard/connect.js": ("connect.js", "text/javascript"),
     "/dashboard/events.js": ("events.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -36,11 +39,16 @@ HEADERS = {
 }
 
 
-def add_dashboard(app: web.Application, context: Context, stats: Callable[[], EngineStats]) -> None:
+def add_dashboard(
+    app: web.Application,
+    context: Context,
+    stats: Callable[[], EngineStats],
+    batches: Callable[[], BatchStats | None],
+) -> None:
     """Serve the page at / and its event stream. Neither is part of the API or of /openapi.json."""
     context.keys.add_public_paths(FILES)  # static files reveal nothing about the server
     app.add_routes([*routes(), web.get("/dashboard/events", events, allow_head=False)])
-    app.cleanup_ctx.append(partial(_run_feed, context, stats))
+    app.cleanup_ctx.append(partial(_run_feed, partial(Feed, context, stats, batches)))
     app.on_shutdown.append(_close)
 
 
@@ -58,8 +66,8 @@ async def events(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def _run_feed(context: Context, stats: Callable[[], EngineStats], app: web.Application) -> AsyncIterator[None]:
-    feed = app[FEED] = Feed(context, stats)
+async def _run_feed(make_feed: Callable[[], Feed], app: web.Application) -> AsyncIterator[None]:
+    feed = app[FEED] = make_feed()
     feed.tick()
     task = asyncio.create_task(feed.run())
     yield

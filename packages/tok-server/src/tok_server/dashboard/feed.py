@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tok_server.dashboard.history import COLUMNS, LATENCY, History
+from tok_server.batch import BatchStats
+from tok_server.dashboard.history import COLUMNS, LATENCY, SERVER_COLUMNS, History
 from tok_server.http import Context
 from tok_server.observability import EngineStats
 
@@ -19,15 +20,25 @@ if TYPE_CHECKING:
     from tok_core.replicas import Health
 
 SAMPLE_SECONDS = 1.0  # seconds between samples
+CLIENT_LEFT = 499  # status of requests whose clients disconnected
 Row = list[float | None]
 
 
 class ReplicaSample(msgspec.Struct):
-    """State of one replica: a word, a sentence, and the number of its restarts."""
+    """State of one replica: a word and a sentence, and its restarts and preempted samples since the start."""
 
     state: str
     detail: str
     restarts: int
+    preemptions: int
+
+
+class Sizes(msgspec.Struct):
+    """Sizes of the engine: longest request, KV cache and running samples per replica, in tokens and samples."""
+
+    context: int
+    cache: int
+    samples: int
 
 
 class Sample(msgspec.Struct, omit_defaults=True):
@@ -36,8 +47,12 @@ class Sample(msgspec.Struct, omit_defaults=True):
     device   device, dtype and kernel backend; "" before the engine has started
     row      a row of `History`; None for cells without a value
     tens     the ten-second row, if one has just been completed
-    latency  `LATENCY` of the last hour, in seconds
-    ended    number of requests in `latency`
+    latency  `LATENCY` of the last two minutes and of the last hour, in seconds
+    ended    number of requests in each of these
+    errors   answers of the API since the start, by status from 400
+    refused  refused requests and connections since the start, by limit
+    sizes    None before the engine has started
+    batches  None without files and batches
     """
 
     state: str
@@ -46,18 +61,24 @@ class Sample(msgspec.Struct, omit_defaults=True):
     uptime: float
     replicas: list[ReplicaSample]
     row: Row
-    latency: Row
-    ended: int
+    latency: tuple[Row, Row]
+    ended: tuple[int, int]
+    errors: dict[int, int]
+    refused: dict[str, int]
+    sizes: Sizes | None = None
+    batches: BatchStats | None = None
     tens: Row | None = None
 
 
 class Opening(msgspec.Struct):
-    """First event of a viewer: the model, the names of the columns, and all rows so far."""
+    """First event of a viewer: the model, whether clients need a key, the names of the columns, and all rows so far."""
 
     model: str
     version: str
+    keyed: bool
     columns: tuple[str, ...]
     latency_columns: tuple[str, ...]
+    server_columns: tuple[str, ...]
     seconds: list[Row]
     tens: list[Row]
     sample: Sample
@@ -66,9 +87,13 @@ class Opening(msgspec.Struct):
 class Feed:
     """The history of one server, and the events for its viewers."""
 
-    def __init__(self, context: Context, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, context: Context, stats: Callable[[], EngineStats], batches: Callable[[], BatchStats | None]
+    ) -> None:
         self._context = context
         self._stats = stats
+        self._batches = batches
+        self._totals = (0, 0, 0)  # of `_error_totals`, at the last tick
         self._history = History(len(context.engine.health().replicas))
         self._started = time.monotonic()
         self._ticked = asyncio.Event()
@@ -87,8 +112,11 @@ class Feed:
     def tick(self) -> None:
         """Take the sample of the second that ends now, and wake the viewers."""
         context, stats, now = self._context, self._stats(), time.monotonic()
+        batches = self._batches()
         context.latencies.tick()
-        full = self._history.add(stats, context.latencies.recent(), time=time.time(), clock=now)
+        minutes, hour = context.latencies.minutes(), context.latencies.hour()
+        server = [*self._new_errors(), 0 if batches is None else sum(batches.lines.values())]
+        full = self._history.add(stats, context.latencies.recent(), server, time=time.time(), clock=now)
         self._latest = Sample(
             state=context.state,
             detail=context.engine.health().detail,
@@ -96,12 +124,21 @@ class Feed:
             uptime=round(now - self._started, 1),
             replicas=_replicas(context.engine.health(), stats),
             row=_row(self._history.seconds.rows()[-1].tolist()),
-            latency=_row(context.latencies.hour()),
-            ended=context.latencies.ended(),
+            latency=(_row(minutes.percentiles), _row(hour.percentiles)),
+            ended=(minutes.ended, hour.ended),
+            errors=dict(context.metrics.errors),
+            refused=dict(context.metrics.refusals),
+            sizes=_sizes(context),
+            batches=batches,
             tens=_row(self._history.tens.rows()[-1].tolist()) if full else None,
         )
         self._sample_event = self._opening_event = b""
         self._wake()
+
+    def _new_errors(self) -> list[int]:
+        """Return the server errors, client errors and refusals since the last call."""
+        before, self._totals = self._totals, _error_totals(self._context)
+        return [now - then for now, then in zip(self._totals, before, strict=True)]
 
     def close(self) -> None:
         """Disconnect the viewers."""
@@ -138,8 +175,10 @@ class Feed:
         return Opening(
             model=self._context.settings.model_name,
             version=version("tok-server"),
+            keyed=bool(self._context.settings.api_keys),
             columns=COLUMNS,
             latency_columns=LATENCY,
+            server_columns=SERVER_COLUMNS,
             seconds=[_row(one) for one in self._history.seconds.rows().tolist()],
             tens=[_row(one) for one in self._history.tens.rows().tolist()],
             sample=self._latest,
@@ -153,10 +192,26 @@ def _device(context: Context) -> str:
     return f"{info.device} · {info.dtype} · {info.backend}"
 
 
+def _sizes(context: Context) -> Sizes | None:
+    if not context.ready:
+        return None
+    info = context.engine.info
+    return Sizes(info.max_model_len, info.kv_cache_tokens, info.max_running)
+
+
+def _error_totals(context: Context) -> tuple[int, int, int]:
+    errors = context.metrics.errors
+    by_server = sum(count for status, count in errors.items() if status >= 500)
+    return by_server, errors.total() - by_server - errors[CLIENT_LEFT], context.metrics.refusals.total()
+
+
 def _replicas(health: Health, stats: EngineStats) -> list[ReplicaSample]:
-    restarts = [int(one.get("restarts", 0)) for one in stats.replicas] or [0] * len(health.replicas)
+    counted = stats.replicas or [{}] * len(health.replicas)
     # A closed engine reports no replicas any more, but still their counters.
-    return [ReplicaSample(one.state, one.detail, count) for one, count in zip(health.replicas, restarts, strict=False)]
+    return [
+        ReplicaSample(one.state, one.detail, int(counts.get("restarts", 0)), int(counts.get("preemptions", 0)))
+        for one, counts in zip(health.replicas, counted, strict=False)
+    ]
 
 
 def _row(cells: list[float]) -> Row:

@@ -105,8 +105,10 @@ def _record(context: Context, request: web.Request, counts: RequestCounts, statu
     now = time.monotonic()
     seconds = now - counts.started
     context.metrics.ended(endpoint, status, seconds)
-    if status < 400 and (durations := counts.durations(now)) is not None:
-        context.latencies.observe(durations)
+    if status < 400:
+        context.metrics.answered(counts)
+        if (durations := counts.durations(now)) is not None:
+            context.latencies.observe(durations)
     if context.telemetry is not None:
         context.telemetry.record(request, endpoint, counts, status)
     level = logging.DEBUG if endpoint in DEBUG_LOGGED_PATHS else logging.INFO

@@ -1,4 +1,4 @@
-"""Cost and durations of requests: counts of each one, and latency percentiles over the last seconds and hour.
+"""Cost and durations of requests: counts of each one, and latency percentiles over seconds, minutes and an hour.
 
 Latencies are counted in buckets, each `BUCKET_RATIO` times as wide as the one before. A percentile always lies in the
 right bucket. Memory does not grow with the number of requests.
@@ -21,7 +21,7 @@ from tok_core import RequestStream
 
 Kind = TypeVar("Kind", bound=np.generic)
 
-KINDS = ("ttft", "token", "e2e")
+KINDS = ("queue", "ttft", "token", "e2e")
 QUANTILES = (0.5, 0.9, 0.99)
 
 MIN_LATENCY_SECONDS, MAX_LATENCY_SECONDS = 1e-4, 1e4
@@ -32,6 +32,7 @@ BOUNDS = [
 ]  # upper bound, in seconds, of each bucket but the last
 
 RECENT_SECONDS = 10
+MINUTES_SECONDS = 120  # seconds of `Latencies.minutes`
 HOUR_SLICES = 360  # slices of RECENT_SECONDS: one hour
 Counts = npt.NDArray[np.uint32]
 
@@ -59,11 +60,25 @@ class Ring(Generic[Kind]):
 
 
 class RequestDurations(NamedTuple):
-    """Seconds that one request took: to its first token, per token after it (None without any), and in total."""
+    """Seconds that one request took.
 
+    queue  in the engine's queue, until the first of its prompts began to run; None if unknown
+    ttft   to its first token
+    token  per token after the first; None without any
+    e2e    in total
+    """
+
+    queue: float | None
     ttft: float
     token: float | None
     e2e: float
+
+
+class LatencySummary(NamedTuple):
+    """Each kind's `QUANTILES`, in seconds, NaN without requests; and the number of requests that ended."""
+
+    percentiles: list[float]
+    ended: int
 
 
 class Latencies:
@@ -71,7 +86,7 @@ class Latencies:
 
     def __init__(self) -> None:
         self._current = _zero_counts()
-        self._seconds: Ring[np.uint32] = Ring(RECENT_SECONDS, (len(KINDS), BUCKETS), np.uint32)
+        self._seconds: Ring[np.uint32] = Ring(MINUTES_SECONDS, (len(KINDS), BUCKETS), np.uint32)
         self._slices: Ring[np.uint32] = Ring(HOUR_SLICES, (len(KINDS), BUCKETS), np.uint32)
         self._ticks = 0
 
@@ -87,23 +102,20 @@ class Latencies:
         self._current = _zero_counts()
         self._ticks += 1
         if self._ticks % RECENT_SECONDS == 0:
-            self._slices.push(_sum(self._seconds.rows()))
+            self._slices.push(_sum(self._seconds.rows()[-RECENT_SECONDS:]))
 
     def recent(self) -> list[float]:
         """Return each kind's `QUANTILES`, in seconds, of the last `RECENT_SECONDS`; NaN without requests."""
-        return _percentiles(_sum(self._seconds.rows()))
+        return _percentiles(_sum(self._seconds.rows()[-RECENT_SECONDS:]))
 
-    def hour(self) -> list[float]:
-        """Return each kind's `QUANTILES`, in seconds, of the last hour."""
-        return _percentiles(self._last_hour())
+    def minutes(self) -> LatencySummary:
+        """Summarise the last `MINUTES_SECONDS`."""
+        return _summary(_sum(self._seconds.rows()))
 
-    def ended(self) -> int:
-        """Return the number of requests that ended in the last hour."""
-        return int(self._last_hour()[-1].sum())
-
-    def _last_hour(self) -> Counts:
+    def hour(self) -> LatencySummary:
+        """Summarise the last hour."""
         unsliced = self._seconds.rows()[::-1][: self._ticks % RECENT_SECONDS]
-        return _sum(self._slices.rows()) + _sum(unsliced)
+        return _summary(_sum(self._slices.rows()) + _sum(unsliced))
 
 
 def _zero_counts() -> list[list[int]]:
@@ -114,6 +126,10 @@ def _zero_counts() -> list[list[int]]:
 def _sum(slices: Counts) -> Counts:
     summed: Counts = slices.sum(0, dtype=np.uint32)
     return summed
+
+
+def _summary(counts: Counts) -> LatencySummary:
+    return LatencySummary(_percentiles(counts), int(counts[-1].sum()))
 
 
 def _percentiles(counts: Counts) -> list[float]:
@@ -131,17 +147,45 @@ def _percentile(counts: Counts, quantile: float) -> float:
     return float(MIN_LATENCY_SECONDS * BUCKET_RATIO ** (bucket - 1 + inside))
 
 
+class PromptSeconds(NamedTuple):
+    """Seconds of one prompt in the engine; None for parts that it did not reach.
+
+    queue      from its submission until its first sample got a slot
+    prefill    from then to its first token
+    decode     from its first token to the end of its last sample
+    per_token  `decode` divided by the tokens after the first of its longest sample
+    """
+
+    queue: float | None
+    prefill: float | None
+    decode: float | None
+    per_token: float | None
+
+
+def prompt_seconds(stream: RequestStream) -> PromptSeconds:
+    """Return the times of a stream that has ended."""
+    times, longest = stream.timings, max(stream.lengths, default=0)
+    started, first = times.started, times.first_token
+    queue = None if started is None else max(0.0, started - times.submitted)
+    prefill = None if started is None or first is None else max(0.0, first - started)
+    decode = None if first is None or times.finished is None else times.finished - first
+    return PromptSeconds(queue, prefill, decode, decode / (longest - 1) if decode is not None and longest > 1 else None)
+
+
 @dataclass(slots=True)
 class RequestCounts:
     """State and cost of one HTTP request so far. Times are those of `time.monotonic`.
 
-    id           identifies the request in the log and to its client
-    key          number of the API key it came with; `tok_server.http.access.NO_KEY`: none was needed
-    tenant       the engine's name for the key's owner; "": no owner
-    queued       when the engine had received all its prompts
-    first_token  when its first token came
-    body_bytes   bytes of its body read so far
-    failed       status of an error that happened after "200 OK" was sent
+    id              identifies the request in the log and to its client
+    key             number of the API key it came with; `tok_server.http.access.NO_KEY`: none was needed
+    tenant          the engine's name for the key's owner; "": no owner
+    queued          when the engine had received all its prompts
+    first_token     when its first token came
+    prompts         times of its prompts that have ended
+    prompt_lengths  tokens of each of these prompts
+    sample_lengths  output tokens of each of their samples
+    body_bytes      bytes of its body read so far
+    failed          status of an error that happened after "200 OK" was sent
     """
 
     id: str
@@ -154,6 +198,9 @@ class RequestCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    prompts: list[PromptSeconds] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    sample_lengths: list[int] = field(default_factory=list)
     body_bytes: int = 0
     failed: int | None = None
 
@@ -166,7 +213,8 @@ class RequestCounts:
             return None
         tokens_after_first = self.output_tokens / self.samples - 1 if self.samples else 0.0
         seconds_per_token = (now - self.first_token) / tokens_after_first if tokens_after_first > 0 else None
-        return RequestDurations(self.first_token - self.started, seconds_per_token, now - self.started)
+        queue = min((one.queue for one in self.prompts if one.queue is not None), default=None)
+        return RequestDurations(queue, self.first_token - self.started, seconds_per_token, now - self.started)
 
     @property
     def tokens(self) -> int:
@@ -184,6 +232,9 @@ class RequestCounts:
         for stream in streams:
             self.output_tokens += stream.output_tokens
             self.cached_tokens += stream.cached_tokens
+            self.prompts.append(prompt_seconds(stream))
+            self.prompt_lengths.append(len(stream.prompt_token_ids))
+            self.sample_lengths += stream.lengths
             first = stream.first_token
             if first is not None:
                 self.first_token = first if self.first_token is None else min(first, self.first_token)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from aiohttp import web
 
 from tok_core import AsyncEngine
-from tok_server.batch.api.metrics import BatchCollector
+from tok_server.batch.api.metrics import BatchCollector, BatchStats
 from tok_server.batch.api.service import BatchLimits, BatchService
 from tok_server.batch.storage import StoreError
 from tok_server.http import CONTEXT, Context
@@ -23,14 +23,15 @@ BATCHES = web.AppKey("BATCHES", BatchService)
 NO_DATA_DIRECTORY = "files and batches need a data directory; start the server with --data-dir DIR"
 
 
-def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -> None:
+def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -> Callable[[], BatchStats | None]:
     """Add the batch service, which lives as long as the application, if there is a data directory.
 
     Starting the application raises StoreError if the directory cannot be used and `settings.require_data_dir`; without
-    it the server has no batches then, and its log says why.
+    it the server has no batches then, and its log says why. The result returns the service's statistics, None without
+    it.
     """
     if settings.data_dir is None:
-        return
+        return lambda: None
     context = app[CONTEXT]
     served = ServedModel(
         engine,
@@ -50,6 +51,7 @@ def add_batches(app: web.Application, engine: AsyncEngine, settings: Settings) -
     context.background_requests = lambda: served.background_requests.requests
     context.metrics.add(BatchCollector(service.stats))
     app.cleanup_ctx.append(_service_lifetime)
+    return lambda: service.stats() if service.off is None else None
 
 
 async def _service_lifetime(app: web.Application) -> AsyncIterator[None]:

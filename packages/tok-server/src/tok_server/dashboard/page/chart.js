@@ -3,9 +3,9 @@
 export const $ = (id) => document.getElementById(id);
 const SPAN = { seconds: 120, hour: 3600 };
 
-// What there is to show: rows as the server sends them, and what of them is looked at.
+// What there is to show: rows as the server sends them, the names of their cells, and what of them is looked at.
 export const shown = {
-  window: "seconds", scope: 0, columns: [], latency: [], model: "",
+  window: "seconds", scope: 0, columns: [], latency: [], server: [], model: "",
   seconds: [], tens: [], sample: null,
 };
 
@@ -32,10 +32,12 @@ export function count(value) {
   return value < 1e6 ? `${(value / 1e3).toFixed(0)}k` : `${(value / 1e6).toFixed(2)}M`;
 }
 
+export const perSecond = (value) => (value == null ? NONE : `${count(value)}/s`);
+
 export function share(value) {
   if (value == null) return NONE;
   const percent = value * 100;
-  return `${percent > 0 && percent < 9.95 ? percent.toFixed(1) : Math.round(percent)} %`;
+  return `${percent > 0 && percent < 9.95 ? percent.toFixed(1) : Math.round(percent)}\u00a0%`;
 }
 
 export function time(value) {
@@ -59,10 +61,12 @@ export const charts = [];
 
 export class Chart {
   // columns: the cells of a row that are curves. top: the axis' fixed end; without it, the next round number.
+  // of: "scope" for cells of the replicas shown, "latency" or "server".
   constructor(title, { columns, labels = [], write, top, of = "scope" }) {
     Object.assign(this, { title, columns, labels, write, top, of, rows: [], cursor: null });
     this.svg = drawn("svg", { class: "chart", role: "img", tabindex: "0" });
-    this.tip = element("div", { className: "tip", hidden: true });
+    this.tip = element("div", { className: "tip", hidden: true, ariaHidden: "true" });
+    this.svg.addEventListener("pointerdown", (event) => pointAll(this.timeAt(event)));
     this.svg.addEventListener("pointermove", (event) => pointAll(this.timeAt(event)));
     this.svg.addEventListener("pointerleave", () => pointAll(null));
     this.svg.addEventListener("blur", () => pointAll(null));
@@ -72,8 +76,7 @@ export class Chart {
   }
 
   cell(row, name) {
-    if (this.of === "latency") return row[1 + shown.columns.length + shown.latency.indexOf(name)];
-    return cellOf(row, name, shown.scope);
+    return cellOf(row, name, this.of);
   }
 
   draw() {
@@ -89,7 +92,7 @@ export class Chart {
     this.axes(width, height, top, y);
     this.columns.forEach((name, number) => this.curve(name, number, y));
     this.svg.setAttribute("aria-label", this.description());
-    this.point(y, height);
+    this.point(y, width, height);
   }
 
   axes(width, height, top, y) {
@@ -145,7 +148,7 @@ export class Chart {
     pointAll(this.rows[Math.min(Math.max(at + by, 0), this.rows.length - 1)][0]);
   }
 
-  point(y, height) {
+  point(y, width, height) {
     this.tip.hidden = this.cursor === null || !this.rows.length;
     if (this.tip.hidden) return;
     const row = nearest(this.rows, this.cursor), x = this.x(row[0]);
@@ -153,10 +156,13 @@ export class Chart {
     const told = this.columns.map((name, number) => {
       const value = this.cell(row, name);
       if (value != null) this.svg.append(drawn("circle", { class: `p${number}`, cx: x, cy: y(value), r: 3 }));
-      return this.write(value);
+      const label = this.labels.length ? [element("i", { className: `k${number}` }), `${this.labels[number]} `] : [];
+      return element("span", {}, ...label, element("b", { textContent: this.write(value) }));
     });
     const at = new Date(row[0] * 1000).toLocaleTimeString([], { hour12: false });
-    this.tip.textContent = `${at}  ${told.every((one) => one === NONE) ? NONE : told.join(" · ")}`;
+    this.tip.replaceChildren(element("span", { textContent: at }), ...told);
+    const beside = x < width / 2 ? x + 8 : x - 8 - this.tip.offsetWidth;
+    this.tip.style.left = `${Math.min(Math.max(beside, 0), width - this.tip.offsetWidth)}px`;
   }
 
   description() {
@@ -174,21 +180,33 @@ function pointAll(at) {
 }
 
 const nearest = (rows, at) => rows.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
-const short = (value, text) => (value === 0 ? "0" : text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "").replace(" ", ""));
+const short = (value, text) => (value === 0 ? "0" : text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "").replace(/,000$/, "k").replace(/\s/, ""));
 
 function round(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 2.5, 5, 10].find((one) => one * power >= value * 0.999) * power;
 }
 
-function rowsShown() {
+const rowsShown = () => (shown.window === "seconds" ? shown.seconds : [...shown.tens, ...newest()]);
+
+// Rows of single seconds: all that are shown, or those that no row of ten seconds covers yet.
+function newest() {
   if (shown.window === "seconds") return shown.seconds;
-  const last = shown.tens.at(-1)?.[0] ?? 0; // the hour's newest end is drawn of single seconds
-  return [...shown.tens, ...shown.seconds.filter((row) => row[0] > last)];
+  const last = shown.tens.at(-1)?.[0] ?? 0;
+  return shown.seconds.filter((row) => row[0] > last);
 }
 
-// Scope 0 is all replicas together; with several, each has columns of its own behind the latencies.
-export function cellOf(row, name, scope) {
-  const own = scope ? 1 + shown.columns.length + shown.latency.length + (scope - 1) * shown.columns.length : 1;
-  return row[own + shown.columns.indexOf(name)];
+// A row: time, columns of all replicas together, latencies, columns of the server, columns of each of several replicas.
+// Scope 0 is all replicas together.
+export function cellOf(row, name, of = "scope", scope = shown.scope) {
+  const width = shown.columns.length, server = 1 + width + shown.latency.length;
+  if (of === "latency") return row[1 + width + shown.latency.indexOf(name)];
+  if (of === "server") return row[server + shown.server.indexOf(name)];
+  return row[(scope ? server + shown.server.length + (scope - 1) * width : 1) + shown.columns.indexOf(name)];
+}
+
+// How often something happened in the window shown. Rows of ten seconds hold the mean of a second.
+export function total(name, of) {
+  const sum = (rows) => rows.reduce((all, row) => all + (cellOf(row, name, of) ?? 0), 0);
+  return Math.round(sum(newest()) + (shown.window === "hour" ? 10 * sum(shown.tens) : 0));
 }

@@ -1,9 +1,22 @@
 // The chat: what is said goes to /v1/chat/completions with all before it, the answer appears as it is written.
 
-import { count, element, $, time } from "./chart.js";
+import { count, element, $, shown, time } from "./chart.js";
 import { headers, readEvents } from "./events.js";
 
+// The demo model answers these.
+export const EXAMPLES = [
+  "What can you do?",
+  "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. How much does he spend in all?",
+  "A van goes 30 miles an hour for 11 hours and then 50 miles an hour for 4 hours. How many miles does it go in all?",
+];
 let messages = [], writing = null;
+
+function showExamples() {
+  const buttons = EXAMPLES.map((text) => element("button", { type: "button", className: "example", textContent: text }));
+  for (const one of buttons) one.addEventListener("click", () => begin(one.textContent));
+  const hint = element("p", { textContent: "Ask the model something. Its answer appears here as it is written. For example:" });
+  $("talk").replaceChildren(element("div", { className: "empty" }, hint, ...buttons));
+}
 
 function say(who, text = "") {
   $("talk").querySelector(".empty")?.remove();
@@ -19,14 +32,14 @@ function follows(change) {
   if (near) talk.scrollTop = talk.scrollHeight;
 }
 
-async function answer(model) {
+async function answer() {
   const talked = messages;  // another list, once a new conversation has begun
   const began = performance.now(), place = say("assistant"), told = { text: "", usage: null, first: null };
   place.classList.add("writing");
   writing = new AbortController();
   $("send").textContent = "Stop";
   try {
-    await stream(place, told, model);
+    await stream(place, told);
     talked.push({ role: "assistant", content: told.text });
   } catch (error) {
     if (error.name === "AbortError") talked.push({ role: "assistant", content: told.text });
@@ -47,10 +60,10 @@ async function answer(model) {
   $("send").textContent = "Send";
 }
 
-async function stream(place, told, model) {
+async function stream(place, told) {
   const system = $("system").value.trim(), most = $("most").valueAsNumber, temperature = $("temperature").valueAsNumber;
   const body = {
-    model, stream: true, stream_options: { include_usage: true },
+    model: shown.model, stream: true, stream_options: { include_usage: true },
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     ...(most ? { max_tokens: most } : {}), ...(Number.isNaN(temperature) ? {} : { temperature }),
   };
@@ -76,29 +89,34 @@ async function stream(place, told, model) {
   });
 }
 
-function send(event, model) {
+function send(event) {
   event.preventDefault();
   if (writing) return writing.abort();
   const text = $("said").value.trim();
   if (!text) return;
   $("said").value = "";
+  begin(text);
+}
+
+function begin(text) {
   messages.push({ role: "user", content: text });
   say("user", text);
-  answer(model);
+  $("said").focus({ preventScroll: true });
+  answer();
 }
 
 function beginAnew() {
   writing?.abort();
   messages = [];
-  $("talk").replaceChildren();
+  showExamples();
   $("said").focus();
 }
 
-// model: tells the name of the model that is served
-export function beginChat(model) {
-  $("ask").addEventListener("submit", (event) => send(event, model()));
+export function beginChat() {
+  showExamples();
+  $("ask").addEventListener("submit", send);
   $("said").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event, model());
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
   });
   $("anew").addEventListener("click", beginAnew);
 }
