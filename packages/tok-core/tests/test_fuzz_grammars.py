@@ -83,6 +83,43 @@ REGEX = (
     *("*", "+", "?", "*?", "{2}", "{1,3}", "{,5}", "{3,}", "{9999}", "{", "}", "\\", "\\d", "\\w", "\\b", "\\1"),
     *("\\x41", "\\u00e9", "\\p{L}", "[[:alpha:]]", "\\Q", "é", "日本", "[a-z]", "[z-a]"),
 )
+LARK = (
+    *(
+        "start",
+        "a",
+        "B",
+        ":",
+        " ",
+        "\n",
+        "\na: ",
+        "\nB: ",
+        '"x"',
+        '"y"i',
+        "/[a-z]/",
+        "/(/",
+        "(",
+        ")",
+        "|",
+        "*",
+        "+",
+        "?",
+    ),
+    *(
+        "~2",
+        "~1..3",
+        "[",
+        "]",
+        "..",
+        "->",
+        "%import common.INT\n",
+        "%ignore B\n",
+        "%json {}",
+        "<|eot_id|>",
+        "{",
+        "//",
+        "é",
+    ),
+)
 EBNF = (
     *(
         "root",
@@ -178,12 +215,12 @@ def check(tiny: Tiny, kind: Kind, value: str) -> None:
 
 
 def follow(tiny: Tiny, grammar: Grammar) -> None:
-    """Assert that each state of the grammar has a next token or may end; only EBNF rules may have dead ends."""
+    """Assert that each state of the grammar has a next token or may end; EBNF and Lark rules may have dead ends."""
     compiled = tiny.compiler.compile(grammar)
     try:
         random_text(compiled, tiny.pieces, tiny.ends, random.Random(1), 40)
     except AssertionError as error:
-        if "does not end" not in str(error) and grammar.kind != "ebnf":
+        if "does not end" not in str(error) and grammar.kind not in ("ebnf", "lark"):
             raise
 
 
@@ -209,6 +246,12 @@ def test_random_regular_expressions_are_refused_or_followed(tiny: Tiny, expressi
 @given(tokens(EBNF, 12).map("root ::= ".__add__) | torn([rule.encode() for rule in RULES]).map(_text) | rules())
 def test_random_ebnf_rules_are_refused_or_followed(tiny: Tiny, text: str) -> None:
     check(tiny, "ebnf", text)
+
+
+@fuzzed(80)
+@given(tokens(LARK, 12).map("start: ".__add__))
+def test_random_lark_rules_are_refused_or_followed(tiny: Tiny, text: str) -> None:
+    check(tiny, "lark", text)
 
 
 @fuzzed(30)

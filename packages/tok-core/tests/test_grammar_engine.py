@@ -40,6 +40,12 @@ PERSON = {
     "required": ["name", "age", "likes"],
 }
 JSON = Grammar(kind="json_schema", value=json.dumps(PERSON))
+LARK = """
+// Comments and white space are those of Lark.
+start: "(" item ("," item)* ")"
+?item: WORD | /[0-9]{1,3}/
+WORD: "fox" | "dog"
+"""
 WORDS = Grammar(kind="regex", value="(apples|baskets|dogs)( (apples|baskets|dogs)){3}")
 
 
@@ -174,6 +180,7 @@ async def test_each_grammar_kind_gives_matching_text(engine: AsyncEngine) -> Non
         Grammar(kind="choice", value='["yes", "no", "maybe"]'): r"yes|no|maybe",
         Grammar(kind="regex", value=r"\d{3}-[a-f]+x"): r"\d{3}-[a-f]+x",
         Grammar(kind="ebnf", value=rules): r"\((fox|dog)(,(fox|dog))*\)",
+        Grammar(kind="lark", value=LARK): r"\((fox|dog|[0-9]{1,3})(,(fox|dog|[0-9]{1,3}))*\)",
         Grammar(kind="choice", value='["é"]', prefix="<a>", suffix="\n</a>"): "<a>é\n</a>",
     }
     for grammar, pattern in asked.items():
@@ -271,7 +278,7 @@ def test_sampling_params_that_conflict_with_a_grammar_are_refused(field: str, fi
 @pytest.mark.parametrize(
     "fields",
     [
-        {"kind": "lark"},
+        {"kind": "gbnf"},
         {"kind": "regex", "value": 3},
         {"kind": "regex", "value": "x" * 300_000},
         {"kind": "regex", "value": "\ud800"},

@@ -123,6 +123,20 @@ def test_ebnf_rules_follow_xgrammar_and_its_errors_are_reported() -> None:
         COMPILER.compile(Grammar(kind="ebnf", value='root ::= root "a"'))
 
 
+def test_lark_rules_follow_xgrammar_and_its_errors_are_reported() -> None:
+    rules = '?start: sum\n?sum: item (("+" | "-") item)*\n?item: NUMBER | "(" sum ")"\n%import common.INT -> NUMBER\n'
+    grammar = COMPILER.compile(Grammar(kind="lark", value=rules))
+    assert accepts(grammar, b"1+(22-3)")
+    assert not accepts(grammar, b"1+(22-3")
+    for wrong in ("start: x", "other: 'a'", "start: (", "", 'start: x{"a"}\nx{y}: y', "start: " + "(" * 50_000):
+        with pytest.raises(InvalidField, match="rules that xgrammar understands"):
+            COMPILER.compile(Grammar(kind="lark", value=wrong))
+    with pytest.raises(InvalidField, match="without %json"):
+        COMPILER.compile(Grammar(kind="lark", value='start: %json {"type": "integer"}'))
+    with pytest.raises(InvalidField, match="some text"):
+        COMPILER.compile(Grammar(kind="lark", value='start: start "a"'))
+
+
 def test_grammar_prefix_and_suffix_are_part_of_the_text() -> None:
     grammar = COMPILER.compile(Grammar(kind="regex", value="[0-9]", prefix="<n>\n", suffix='"</n>'))
     assert accepts(grammar, b'<n>\n7"</n>')

@@ -21,6 +21,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 RULES = 'root ::= "<" [a-z]{2} ">"\n'
+LARK = 'start: "<" /[a-z]{2}/ ">"\n'
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -34,6 +35,8 @@ ASKED: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["yes", "no"]}, "yes|no"),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
     ({"guided_grammar": RULES}, "<[a-z]{2}>"),
+    ({"guided_grammar": LARK}, "<[a-z]{2}>"),
+    ({"structured_outputs": {"grammar": LARK}}, "<[a-z]{2}>"),
     ({"structured_outputs": {"grammar": RULES}, "response_format": {"type": "text"}}, "<[a-z]{2}>"),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 import xgrammar
 
 from tok_client.types import ChatCompletionRequest, FunctionTool
-from tok_core.grammar.text import ebnf
+from tok_core.grammar.text import rules_of
 from tok_core.sampling_params import Grammar
 from tok_server.openai.chat.tools import AllowedToolCalls, allowed_tool_calls, answer_format
 from tok_server.parsing.message_reader import NO_MARKUP, CallFormat, Markup, MessageReader, build_message
@@ -34,7 +34,7 @@ def matches(found: AllowedToolCalls, markup: Markup, text: str, asked: Grammar |
     assert grammar is not None
     pieces = [bytes([byte]) for byte in range(256)] + [b""]
     info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, stop_token_ids=[END])
-    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_grammar(ebnf(grammar)))
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_grammar(rules_of(grammar)))
     return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(END)
 
 

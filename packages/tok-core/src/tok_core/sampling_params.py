@@ -11,7 +11,7 @@ import msgspec
 
 from tok_core.errors import Amount, InvalidField
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
+Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 MAX_GRAMMAR_CHARS = 256 * 1024
@@ -38,6 +38,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "regex"        a regular expression that the whole text matches (`tok_core.grammar.regex.parser`)
             "choice"       a JSON array of texts; the text is one of them
             "ebnf"         rules of the form `name ::= …`; `root` derives the whole text (xgrammar's dialect)
+            "lark"         rules of the form `name: …`; `start` derives the whole text (what xgrammar takes of Lark)
     prefix  literal text before the match, part of the sample's text
     suffix  literal text after the match, likewise
     """

@@ -94,7 +94,7 @@ class StructuredOutputs(Wire, frozen=True, kw_only=True):
     json         JSON schema, as an object or as text
     regex        regular expression that the whole text matches
     choice       texts to choose from
-    grammar      grammar in EBNF, whose `root` is the whole text
+    grammar      grammar in EBNF (`name ::= …`), whose `root` is the whole text, or in Lark, whose `start` is
     json_object  any JSON object
     """
 

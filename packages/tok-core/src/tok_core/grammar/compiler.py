@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tok_core.errors import InvalidField
 from tok_core.grammar.regex import Unsupported
-from tok_core.grammar.text import ebnf
+from tok_core.grammar.text import rules_of
 from tok_core.sampling_params import Grammar
 from tok_core.text import Tokenizer
 
@@ -84,10 +84,11 @@ class Compiler:
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a grammar; slow, without holding the GIL. Raise InvalidField("grammar") or MemoryError."""
         try:
-            rules = ebnf(grammar)
+            text = rules_of(grammar)
         except Unsupported as error:
             raise InvalidField("grammar", grammar.value, str(error)) from None
         try:
+            rules = xgrammar.Grammar.from_lark(text) if grammar.kind == "lark" else text
             compiled = Compiled(self._compiler.compile_grammar(rules), self.words, self.lead, self._begin)
         except RuntimeError as error:
             if "bad_alloc" in str(error):

@@ -1,4 +1,4 @@
-"""Convert any grammar that a request may specify to EBNF text in xgrammar's dialect."""
+"""Convert any grammar that a request may specify to text that xgrammar reads: EBNF, or Lark as it is."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ MAX_CHOICES = 10_000
 ROOT = "root"
 
 
-def ebnf(grammar: Grammar) -> str:
-    """Return the grammar's rules; `root` is the whole text. Raise Unsupported, whose message says what is allowed."""
+def rules_of(grammar: Grammar) -> str:
+    """Return the rules; `root` (Lark: `start`) is the whole text. Raise Unsupported, which says what is allowed."""
     try:
-        return _ebnf(grammar)
+        return _rules_of(grammar)
     except RecursionError:
         raise Unsupported("what is nested less deeply") from None
 
 
-def _ebnf(grammar: Grammar) -> str:
+def _rules_of(grammar: Grammar) -> str:
     rules = Rules()
-    if grammar.kind == "ebnf":
+    if grammar.kind in ("ebnf", "lark"):
         if grammar.prefix or grammar.suffix:
             raise Unsupported("rules that say themselves what stands before and after (prefix and suffix)")
+        if grammar.kind == "lark" and "%json" in grammar.value:  # xgrammar enforces less of a schema than "json_schema"
+            raise Unsupported("Lark rules without %json; JSON schemas are grammars of their own")
         return grammar.value
     body = expression(grammar, rules)
     return rules.text(sequence([literal(grammar.prefix), body, literal(grammar.suffix)]))
 
 
 def expression(grammar: Grammar, rules: Rules) -> str:
-    """Return the grammar's value as an expression of `rules`; not for kind "ebnf". Raise Unsupported."""
+    """Return the grammar's value as an expression of `rules`; not for "ebnf" and "lark". Raise Unsupported."""
     match grammar.kind:
         case "json_object":
             return SchemaRules({"type": "object"}, rules).root()
@@ -43,7 +45,7 @@ def expression(grammar: Grammar, rules: Rules) -> str:
             return rules.regular(regex(grammar.value, characters))
         case "choice":
             return rules.either(map(literal, _choices(grammar.value)))
-        case "ebnf":
+        case "ebnf" | "lark":
             raise AssertionError("rules are taken as they are")
         case _:
             assert_never(grammar.kind)

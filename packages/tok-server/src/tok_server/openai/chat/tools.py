@@ -162,10 +162,11 @@ def answer_format(
     constrained = requested is not None or (markup.calls is not None and (allowed_calls.required or strict))
     if not constrained or not markup:
         return AnswerFormat(requested, markup)
-    if requested is not None and requested.kind == "ebnf":
+    if requested is not None and requested.kind in ("ebnf", "lark"):
         if markup.calls is not None:
-            raise invalid(field, f"{field} is an EBNF grammar; allowed together with tools: JSON, a regex, a choice")
-        return AnswerFormat(requested, NO_MARKUP)  # EBNF rules describe the whole answer
+            what = "an EBNF grammar" if requested.kind == "ebnf" else "a Lark grammar"
+            raise invalid(field, f"{field} is {what}; allowed together with tools: JSON, a regex, a choice")
+        return AnswerFormat(requested, NO_MARKUP)  # these rules describe the whole answer
     rules = Rules()
     content = None if allowed_calls.required else requested
     content_rule = _content_rule(content, field, rules) if content else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple, TypeVar, cast
@@ -53,6 +54,8 @@ GUIDED: Mapping[str, Kind] = {
 }
 """Name in `structured_outputs`, and after `guided_` -> the engine's kind of grammar."""
 GUIDED_FIELDS: Mapping[str, Kind] = {f"guided_{name}": kind for name, kind in GUIDED.items()}
+_EBNF_RULE = re.compile(r"^\s*[\w.-]+\s*::=", re.MULTILINE)
+"""A rule of EBNF. A grammar without one is Lark, as in vLLM."""
 _FIELDS = attrgetter("response_format", "structured_outputs", *GUIDED_FIELDS)
 
 
@@ -169,6 +172,8 @@ def _guided_format(
         yield RequestedFormat(Grammar(kind=kind), field)
     else:
         text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        if kind == "ebnf" and not _EBNF_RULE.search(text):
+            kind = "lark"
         yield RequestedFormat(_grammar(kind, text, field), field)
 
 
