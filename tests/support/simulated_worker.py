@@ -102,7 +102,8 @@ class SimulatedWorker:
             pooled.append(sum(hidden(contexts[chunk][: at + 1]) for at in range(end - count, end)))
         top = np.zeros((len(logprob), prompt_outputs.top_logprobs), np.int32)
         vectors = np.array(pooled, np.float32).reshape(-1, 2)
-        return PromptValues(np.array(logprob, np.float32), top, top.astype(np.float32), vectors)
+        rank = np.ones(len(logprob), np.int32)
+        return PromptValues(np.array(logprob, np.float32), rank, top, top.astype(np.float32), vectors)
 
     def _take_over(self, sampled_upto: int) -> None:
         while self.drawn and self.drawn[0][0] <= sampled_upto:

@@ -65,6 +65,7 @@ def assert_scored(path: Path, found: list[TokenLogprob | None] | None, prompt: l
     assert [one.token_id for one in own] == prompt[1:]
     wanted = logprobs[range(len(prompt) - 1), prompt[1:]]
     np.testing.assert_allclose([one.logprob for one in own], wanted, atol=1e-3)
+    assert [one.rank for one in own] == (logprobs >= wanted.unsqueeze(-1)).sum(-1).tolist()
     value, token = logprobs.topk(top)
     assert [[likely for likely, _ in one.top] for one in own] == token.tolist()
     found_tops = np.array([[one for _, one in each.top] for each in own]).reshape(len(own), top)
@@ -237,7 +238,7 @@ def test_invalid_embed_arguments_are_refused_by_field(
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("value", [-1, 21, 1.0, True])
+@pytest.mark.parametrize("value", [-1, 101, 1.0, True])
 def test_invalid_prompt_logprobs_are_refused(value: Any) -> None:
     with pytest.raises(InvalidField, match="prompt_logprobs"):
         SamplingParams(prompt_logprobs=value)

@@ -29,6 +29,7 @@ DRAWN = (
     SamplingParams(n=3, temperature=1.3, seed=5, top_k=20, top_p=0.9, max_tokens=NEW, logprobs=3),
     SamplingParams(temperature=0.7, seed=2, presence_penalty=0.5, repetition_penalty=1.2, min_p=0.02, max_tokens=NEW),
     SamplingParams(temperature=0, logit_bias={7: 5.0, 9: -100.0}, min_tokens=4, max_tokens=NEW),
+    SamplingParams(n=3, seed=4, allowed_token_ids=tuple(range(40, 60)), bad_words=("JK", "Q"), max_tokens=NEW),
 )
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=3)
 SAMPLES = SamplingParams(n=8, temperature=0, max_tokens=NEW, ignore_eos=True)
@@ -53,7 +54,7 @@ def answers(path: Path, **options: Any) -> Found:
     with Engine(EngineConfig(model=str(path), **settings)) as engine:
         first = engine.generate(PROMPTS, GREEDY)
         again = engine.generate(PROMPTS[4:8], SAMPLES)
-        drawn = engine.generate(PROMPTS[3:7], list(DRAWN))
+        drawn = engine.generate(PROMPTS[3:8], list(DRAWN))
         scored = engine.generate(PROMPTS, SCORED)
         embedded = engine.embed(PROMPTS) + engine.embed(PROMPTS, pooling="mean")
     logprobs = [[token.logprob for token in output.outputs[0].logprobs or []] for output in first]

@@ -22,13 +22,16 @@ Ending = Literal["abort", "stop_when"]
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """One token's log-probability under the model's own distribution, and the `top` most likely `(id, logprob)`.
 
-    Under a grammar the distribution covers only the tokens it allows. Tokens that the grammar determines and that no
-    step sampled have log-probability 0.
+    Under a grammar or `allowed_token_ids` the distribution covers only the tokens allowed. Tokens that the grammar
+    determines and that no step sampled have log-probability 0.
+
+    rank  of a prompt's token: the number of tokens that are at least as likely; 1 for the most likely one
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -51,7 +54,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Completion(msgspec.Struct, gc=False):
-    """One finished sample. `token_ids` include the end id; `text` leaves it out."""
+    """One finished sample. `token_ids` include the end id; `text` leaves it out by default."""
 
     index: int
     token_ids: list[int]

@@ -19,10 +19,13 @@ MAX_WRAPPER_CHARS = 4096
 MAX_N = 16_384
 MAX_PRIORITY = 1 << 41  # of either sign; wide enough for a server's own classes beside its clients' priorities
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 100
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 4096
 MAX_BIASES = 512
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256  # characters
 INT63 = (1 << 63) - 1
 
 
@@ -79,13 +82,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty, frequency_penalty   subtracted from logits of tokens already generated, as in OpenAI's reference
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output (CTRL)
     logit_bias          token id -> value added to its logit
+    allowed_token_ids   the only tokens that are sampled; `logprobs` are taken over them. None: all tokens
+    bad_words           strings that are not generated as the tokenizer writes them, with or without a space before
+                        them: the last token is not sampled where the tokens before it have been generated
     seed                makes the tokens repeatable; None: a new random seed for each request
     stop                strings that end a sample; they are not part of its text
+    include_stop_str_in_output   what ends a sample, a stop string or a token, is part of its text
+    skip_special_tokens   special tokens are not part of the text
+    truncate_prompt_tokens   keep only so many of the prompt's last tokens; -1: as many as the model's length allows
     stop_token_ids      ids that end a sample, in addition to the model's own end ids
     ignore_eos          the model's own end ids do not end a sample
     priority            requests with a lower value are served first and preempted last
     logprobs            None: none; k: the log-probability of each token and of the k most likely ones
-    prompt_logprobs     the same for the prompt's tokens, each given those before it
+    prompt_logprobs     the same for the prompt's tokens, each given those before it, with their ranks
     grammar             grammar of each sample's text. Tokens that it rules out are never sampled, and `logprobs` are
                         taken over the allowed tokens. A sample ends when its text is complete; min_tokens and
                         ignore_eos contradict that and are refused
@@ -102,10 +111,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     priority: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -132,6 +146,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def penalises(self) -> bool:
         """Return whether the logits depend on earlier tokens, by any penalty."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """Return the end of the prompt that `truncate_prompt_tokens` keeps: at -1, what leaves room for the output."""
+        kept = self.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(max_model_len - (1 if self.max_tokens is None else self.max_tokens), 1)
+        return prompt if kept is None else prompt[-kept:]
 
 
 def seeded(params: SamplingParams, seed: int) -> SamplingParams:
@@ -221,17 +242,33 @@ def _stop_ids(field: str, value: object) -> None:
         _TOKEN(field, token)
 
 
-def _stops(field: str, value: object) -> None:
-    if not isinstance(value, tuple | list):
-        raise InvalidField(field, value, "a tuple of strings")
-    if len(value) > MAX_STOP_STRINGS:
-        raise InvalidField(field, Amount(f"{len(value)} strings"), f"at most {MAX_STOP_STRINGS}")
-    for text in value:
-        # A subclass of str cannot be sent to the manager.
-        if type(text) is not str or not 1 <= len(text) <= MAX_STOP_LENGTH:
-            raise InvalidField(field, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise InvalidField(field, text, "valid Unicode, without lone surrogates")
+def _allowed_ids(field: str, value: object) -> None:
+    if not isinstance(value, tuple | list) or not value:
+        raise InvalidField(field, value, "a tuple of at least one token id, or None")
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > INT63:  # may list a whole vocabulary
+        bad = next(token for token in value if type(token) is not int or not 0 <= token <= INT63)
+        raise InvalidField(field, bad, f"integers from 0 to {INT63}")
+
+
+def _truncation(field: str, value: object) -> None:
+    if type(value) is not int or not (value == -1 or 1 <= value <= INT63):
+        raise InvalidField(field, value, "integers from 1, or -1 for the model's length")
+
+
+def _strings(max_strings: int, max_length: int) -> Check:
+    def check(field: str, value: object) -> None:
+        if not isinstance(value, tuple | list):
+            raise InvalidField(field, value, "a tuple of strings")
+        if len(value) > max_strings:
+            raise InvalidField(field, Amount(f"{len(value)} strings"), f"at most {max_strings}")
+        for text in value:
+            # A subclass of str cannot be sent to the manager.
+            if type(text) is not str or not 1 <= len(text) <= max_length:
+                raise InvalidField(field, text, f"strings of 1 to {max_length} characters")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise InvalidField(field, text, "valid Unicode, without lone surrogates")
+
+    return check
 
 
 _TOKEN, _BIAS = _integer(0, INT63), _number(-100.0, 100.0)
@@ -247,13 +284,18 @@ _PARAMETERS: Final[Mapping[str, Parameter]] = {
     "frequency_penalty": Parameter(_number(-2.0, 2.0), DeviceColumn("float32", "penalty")),
     "repetition_penalty": Parameter(_number(1e-3, 1e3), DeviceColumn("float32", "penalty")),
     "logit_bias": Parameter(_biases),
+    "allowed_token_ids": Parameter(_allowed_ids),
+    "bad_words": Parameter(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)),
     "seed": Parameter(_integer(-INT63 - 1, INT63), DeviceColumn("int64", "sample")),
-    "stop": Parameter(_stops),
+    "stop": Parameter(_strings(MAX_STOP_STRINGS, MAX_STOP_LENGTH)),
     "stop_token_ids": Parameter(_stop_ids),
     "ignore_eos": Parameter(_switch),
+    "include_stop_str_in_output": Parameter(_switch),
+    "skip_special_tokens": Parameter(_switch),
+    "truncate_prompt_tokens": Parameter(_truncation),
     "priority": Parameter(_integer(-MAX_PRIORITY, MAX_PRIORITY)),
     "logprobs": Parameter(_integer(0, MAX_LOGPROBS)),
-    "prompt_logprobs": Parameter(_integer(0, MAX_LOGPROBS)),
+    "prompt_logprobs": Parameter(_integer(0, MAX_PROMPT_LOGPROBS)),
     "grammar": Parameter(_grammar),
 }
 _CHECKS: list[tuple[str, Check]] = [(field, _PARAMETERS[field].check) for field in SamplingParams.__struct_fields__]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
 
+from tok_core.engine.open_requests import TokenSequences
 from tok_core.errors import Amount, ContextLengthExceeded, InvalidField
 from tok_core.messages import EngineInfo, Int32
 from tok_core.sampling_params import SamplingParams
+from tok_core.text import Tokenizer
 
+MAX_BAD_WORD_TOKENS = 16  # tokens of a bad word: its row of the device's table of prefixes is as wide
 MAX_CACHE_SALT = 4096  # characters
 MAX_TENANT = 256  # characters of a caller's name; longer than any hash
 MIN_NUMPY_COUNT = 64  # token ids; up to this number Python's min and max are faster than NumPy's
@@ -34,11 +38,60 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
         raise InvalidField("grammar", params.grammar.kind, "none, because the model has no token that ends a text")
     if params.stop and not has_tokenizer:
         raise InvalidField("stop", params.stop, "none, because the model has no tokenizer")
-    for field, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-        for token in named:
-            if token >= info.vocab_size:
-                raise InvalidField(field, token, f"ids from 0 to {info.vocab_size - 1}")
+    if params.prompt_logprobs is not None and params.prompt_logprobs > info.vocab_size:
+        allowed = f"integers from 0 to {info.vocab_size} (the size of the vocabulary)"
+        raise InvalidField("prompt_logprobs", params.prompt_logprobs, allowed)
+    for field, named in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+    ):
+        if named and max(named) >= info.vocab_size:
+            raise InvalidField(field, max(named), f"ids from 0 to {info.vocab_size - 1}")
     return tokens
+
+
+def banned_sequences(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> TokenSequences:
+    """Return the token sequences that `bad_words` bans: those of each word, and of the word after a space.
+
+    Raise InvalidField if they cannot be banned, or if they and the other parameters might leave no token to sample.
+    """
+    found: TokenSequences = ()
+    if params.bad_words:
+        if tokenizer is None:
+            raise InvalidField("bad_words", params.bad_words, "none, because the model has no tokenizer")
+        found = _sequences(tuple(params.bad_words), tokenizer, info.vocab_size)
+    if found or params.allowed_token_ids is not None:
+        _check_some_token_left(params, found, info)
+    return found
+
+
+@lru_cache(maxsize=64)  # many requests have the same words
+def _sequences(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> TokenSequences:
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        text = word.lstrip()
+        for written in (text, f" {text}") if text else (word,):
+            sequence = tuple(tokenizer.encode(written, add_special_tokens=False))
+            if len(sequence) > MAX_BAD_WORD_TOKENS:
+                raise InvalidField("bad_words", word, f"words of at most {MAX_BAD_WORD_TOKENS} tokens")
+            if sequence and max(sequence) < vocab_size:  # ids beyond are never sampled
+                found[sequence] = None
+    return tuple(found)
+
+
+def _check_some_token_left(params: SamplingParams, banned: TokenSequences, info: EngineInfo) -> None:
+    """Raise InvalidField unless a token stays that may be sampled after any others."""
+    never = {sequence[-1] for sequence in banned}
+    if params.min_tokens:
+        never |= {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
+    if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
+        allowed = "also a token that neither bad_words nor min_tokens rules out"
+        raise InvalidField("allowed_token_ids", list(params.allowed_token_ids[:8]), allowed)
+    if len(never) >= info.vocab_size:
+        raise InvalidField(
+            "bad_words", Amount(f"{len(params.bad_words)} words"), "words that leave some token to sample"
+        )
 
 
 def salt_of(cache_salt: str | None) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tok_core.config import EngineConfig
-from tok_core.engine.checks import check_request, check_tenant, salt_of
+from tok_core.engine.checks import banned_sequences, check_request, check_tenant, salt_of
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.embedding import EmbedRequest
 from tok_core.engine.generation_requests import StreamedRequest, UnstreamedRequest
@@ -179,8 +179,9 @@ class EngineCore:
         self._dispatcher.require_ready()
         check_tenant(tenant)
         salt = salt_of(cache_salt)
-        ids = self.encode(prompt)
+        ids = self.encode(prompt, params)
         tokens = self.check(ids, params)
+        banned = banned_sequences(params, self.tokenizer, self.info)
         verdict = None if params.grammar is None else self.verdict(params.grammar, tenant=tenant)
         if verdict is not None and params.grammar is not None and verdict.done():
             refuse(params.grammar, verdict.result())
@@ -188,7 +189,7 @@ class EngineCore:
         if params.seed is None:
             params = seeded(params, self._random.getrandbits(63))
         request = self._make_request(request_id or self._new_id(), ids, params, sink, stream)
-        request.tenant, request.salt = tenant, salt
+        request.tenant, request.salt, request.banned = tenant, salt, banned
         try:
             routing = self._dispatcher.routing_request(request, tokens)
             self._dispatcher.open(request, None if verdict is not None else routing, later=later)
@@ -260,8 +261,15 @@ class EngineCore:
         if self._in_own_process():
             self._replica_set.flush()
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt. Raise InvalidField for text if the model has no tokenizer."""
+    def encode(self, prompt: str | list[int], params: SamplingParams | None = None) -> list[int]:
+        """Return the token ids of a prompt, those that `params` keeps.
+
+        Raise InvalidField for text if the model has no tokenizer.
+        """
+        ids = self._encode(prompt)
+        return ids if params is None else params.truncate(ids, self.info.max_model_len)
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         if not isinstance(prompt, str):
@@ -329,7 +337,9 @@ class EngineCore:
 
     def check(self, ids: list[int], params: SamplingParams) -> Int32:
         """Return the prompt's token ids as an array. Raise InvalidField for a request that cannot be served."""
-        return check_request(ids, params, self.info, has_tokenizer=self.tokenizer is not None)
+        tokens = check_request(ids, params, self.info, has_tokenizer=self.tokenizer is not None)
+        banned_sequences(params, self.tokenizer, self.info)
+        return tokens
 
     def _fail_open(self, error: Callable[[], TokError]) -> None:
         with self._lock:

@@ -143,8 +143,9 @@ class Dispatcher:
         part, params = request.parts[index], request.params
         if len(part.samples) != params.n:
             params = msgspec.structs.replace(params, n=len(part.samples))
-        number, first, caller = part_number(request.rid, index), part.samples.start, (request.tenant, request.salt)
-        message = Submit(number, tokens, params, first, request.pooling, *caller)
+        number, first = part_number(request.rid, index), part.samples.start
+        caller = request.tenant, request.salt
+        message = Submit(number, tokens, params, first, request.pooling, *caller, request.banned)
         self._replica_set.send(part.replica, message, later=later)
 
     def _redispatch_or_fail(self, request: OpenRequest, replica: int, error: EngineDead) -> bool:

@@ -177,7 +177,7 @@ class Engine(_Base):
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
         each = _one_each(params, len(prompts))
-        ids = [self._core.encode(prompt) for prompt in prompts]
+        ids = [self._core.encode(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
         for prompt, one in zip(ids, each, strict=True):
             self._core.check(prompt, one)
         for grammar in {one.grammar for one in each if one.grammar is not None}:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from tok_core.engine.open_requests import OpenRequest, Sink, StreamedTokens, reported_error, token_logprob
-from tok_core.engine.token_store import TokenStore
+from tok_core.engine.token_store import TokenStore, hides_last_token
 from tok_core.errors import TokError
 from tok_core.messages import Finished, Progress
 from tok_core.outputs import Completion, Delta, Ending, FinishReason, TokenLogprob
@@ -57,7 +57,10 @@ class StreamedRequest(OpenRequest):
         super().__init__(rid, request_id, prompt, params, sink)
         wants = params.logprobs is not None
         self._samples = [
-            _Sample(None if tokenizer is None else Detokeniser(tokenizer, params.stop), wants) for _ in range(params.n)
+            _Sample(
+                None if tokenizer is None else Detokeniser(tokenizer, params.stop, params.skip_special_tokens), wants
+            )
+            for _ in range(params.n)
         ]
         self._keeps = True
         self._taken = 0  # tokens taken
@@ -122,7 +125,7 @@ class StreamedRequest(OpenRequest):
     def _delta(self, index: int, sample: _Sample) -> Delta:
         """Return the sample's new tokens and text since the last delta."""
         ids, end, logprobs = sample.fresh, sample.end, sample.logprobs
-        text = _text(sample.detokeniser, ids, end)
+        text = _text(sample.detokeniser, ids, end, self.params)
         if logprobs is not None:
             logprobs = logprobs[len(logprobs) - len(ids) :] or None
         prompt_logprobs = None if sample.taken else self.prompt_logprobs()
@@ -144,15 +147,15 @@ class StreamedRequest(OpenRequest):
         return [_completion(index, sample) for index, sample in enumerate(self._samples)]
 
 
-def _text(detokeniser: Detokeniser | None, ids: list[int], end: Finished | None) -> str:
+def _text(detokeniser: Detokeniser | None, ids: list[int], end: Finished | None, params: SamplingParams) -> str:
     """Return the text that can be shown after the tokens `ids`, and after `end`, if the sample has ended."""
     if detokeniser is None:
         return ""
     if end is None:
         return detokeniser.push(ids)
-    # An end token is never shown, whether or not the tokenizer marks it as special.
-    ended_by_token = end.reason == "stop" and end.cut is None
-    return detokeniser.push(ids[:-1] if ended_by_token else ids) + detokeniser.finish(end.cut)
+    # By default an end token is not shown, whether or not the tokenizer marks it as special.
+    shown = ids[:-1] if hides_last_token(end, params) else ids
+    return detokeniser.push(shown) + detokeniser.finish(end.cut)
 
 
 def _completion(index: int, sample: _Sample) -> Completion:
@@ -245,7 +248,8 @@ class UnstreamedRequest(OpenRequest):
         ids = self._token_store.take(self.rid, index)
         if self._logprobs is not None:
             ids = ids[: len(self._logprobs[index])]  # an abort may come after a token and before its log-probability
-        return ids.tolist(), "" if self._tokenizer is None else self._tokenizer.continuation(ids)
+        skip = self.params.skip_special_tokens
+        return ids.tolist(), "" if self._tokenizer is None else self._tokenizer.continuation(ids, None, skip)
 
     def _end(self, index: int, ids: list[int], text: str, reason: FinishReason, stop: int | str | None = None) -> None:
         logprobs = None if self._logprobs is None else self._logprobs[index]

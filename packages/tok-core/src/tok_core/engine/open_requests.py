@@ -29,6 +29,7 @@ class RequestPart(NamedTuple):
     again: bool = False
 
 
+TokenSequences = tuple[tuple[int, ...], ...]
 Sink = Callable[[Sequence["OpenRequest"]], None]
 
 
@@ -54,6 +55,7 @@ class PromptLogprobs:
     def __init__(self, prompt: list[int], top: int) -> None:
         self._prompt = prompt
         self._logprob: Float32 = np.zeros(len(prompt), np.float32)
+        self._rank: Int32 = np.zeros(len(prompt), np.int32)
         self._top_token: Int32 = np.zeros((len(prompt), top), np.int32)
         self._top_logprob: Float32 = np.zeros((len(prompt), top), np.float32)
         self._there: NDArray[np.bool_] = np.zeros(len(prompt), np.bool_)
@@ -63,7 +65,7 @@ class PromptLogprobs:
     def take(self, scores: Scores) -> None:
         """Store the scores of one chunk."""
         at, top = slice(scores.first, scores.first + len(scores.logprob)), self._top_token.shape[1]
-        self._logprob[at] = scores.logprob
+        self._logprob[at], self._rank[at] = scores.logprob, scores.rank
         self._top_token[at] = scores.top_token[:, :top]
         self._top_logprob[at] = scores.top_logprob[:, :top]
         self._there[at] = True
@@ -72,8 +74,10 @@ class PromptLogprobs:
         """Return one entry per token, the first being None; return None while any is missing. The list is cached."""
         if self._whole is None and self._there.all():
             tops = zip(self._top_token.tolist(), self._top_logprob.tolist(), strict=True)
-            rows = zip(self._prompt, self._logprob.tolist(), tops, strict=True)
-            self._whole = [TokenLogprob(token, one, tuple(zip(*top, strict=True))) for token, one, top in rows]
+            rows = zip(self._prompt, self._logprob.tolist(), tops, self._rank.tolist(), strict=True)
+            self._whole = [
+                TokenLogprob(token, one, tuple(zip(*top, strict=True)), rank) for token, one, top, rank in rows
+            ]
             self._whole[0] = None
         return self._whole
 
@@ -91,13 +95,14 @@ class OpenRequest(ABC):
     flooded     whether more tokens wait to be taken than allowed; each further report notifies the owner then
     pooling     how to pool the prompt's embedding, for embedding requests
     tenant      an opaque name of the caller; "" if unknown
-    salt        as in `Submit`
+    salt, banned   as in `Submit`
     """
 
     each_token: bool
     pooling: Pooling | None = None
     tenant: str = ""
     salt: bytes = b""
+    banned: TokenSequences = ()
 
     def __init__(self, rid: int, request_id: str, prompt: list[int], params: SamplingParams, sink: Sink) -> None:
         self.rid = rid
@@ -204,11 +209,11 @@ class OpenRequest(ABC):
 def token_logprob(params: SamplingParams, token: int, row: int, progress: Progress) -> TokenLogprob:
     """Return the log-probability of the token in `row`, with as many most likely tokens as the request asks for.
 
-    Tokens that a grammar rules out are left out, even if fewer remain.
+    Tokens that a grammar or `allowed_token_ids` rules out are left out, even if fewer remain.
     """
     count = params.logprobs
     top = zip(progress.top_token[row, :count].tolist(), progress.top_logprob[row, :count].tolist(), strict=True)
-    if params.grammar is not None:
+    if params.grammar is not None or params.allowed_token_ids is not None:
         top = ((other, logprob) for other, logprob in top if logprob > -math.inf)  # type: ignore[assignment]
     return TokenLogprob(token, float(progress.logprob[row]), tuple(top))
 
@@ -242,6 +247,7 @@ class OpenRequests:
 
     by_rid      requests by the engine's number; read it under the lock
     each_token  numbers of the requests that need every token: streamed ones, and those with log-probabilities
+    whole_text  parameters, by number, of the requests whose texts hold special tokens or what ended them
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -249,6 +255,7 @@ class OpenRequests:
         self._by_id: dict[str, OpenRequest] = {}
         self.by_rid: dict[int, OpenRequest] = {}
         self.each_token: set[int] = set()
+        self.whole_text: dict[int, SamplingParams] = {}
 
     def __len__(self) -> int:
         return len(self.by_rid)
@@ -261,6 +268,8 @@ class OpenRequests:
             self.by_rid[request.rid] = self._by_id[request.request_id] = request
             if request.each_token:
                 self.each_token.add(request.rid)
+            if not request.params.skip_special_tokens or request.params.include_stop_str_in_output:
+                self.whole_text[request.rid] = request.params
 
     def remove(self, requests: Iterable[OpenRequest]) -> list[OpenRequest]:
         """Remove requests; return those that were open."""
@@ -269,6 +278,7 @@ class OpenRequests:
             for request in gone:
                 del self._by_id[request.request_id]
                 self.each_token.discard(request.rid)
+                self.whole_text.pop(request.rid, None)
             if gone:
                 self._changed.notify_all()
             return gone

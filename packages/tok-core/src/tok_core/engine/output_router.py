@@ -23,7 +23,10 @@ from tok_core.engine.token_store import TokenStore, detokenise_finished
 from tok_core.errors import InvalidField, RequestFailed, TokError
 from tok_core.messages import Finished, Int64, Progress
 from tok_core.replicas import Router
+from tok_core.sampling_params import SamplingParams
 from tok_core.text import Tokenizer
+
+NO_PARAMS: Mapping[int, SamplingParams] = {}
 
 
 class Delivery(NamedTuple):
@@ -46,9 +49,13 @@ class Delivery(NamedTuple):
 
 
 def group_by_request(
-    progress: Progress, token_store: TokenStore, each_token: Set[int], tokenizer: Tokenizer | None
+    progress: Progress,
+    token_store: TokenStore,
+    each_token: Set[int],
+    tokenizer: Tokenizer | None,
+    whole_text: Mapping[int, SamplingParams] = NO_PARAMS,
 ) -> Delivery:
-    """Sort a report by request, and store its tokens. `each_token`: requests that are notified of each token."""
+    """Sort a report by request, and store its tokens. `each_token`, `whole_text`: as in `OpenRequests`."""
     rids, which = _grouped(progress.rid)
     begun, first = [], 0
     for rows in progress.rounds or [len(which)]:
@@ -60,7 +67,7 @@ def group_by_request(
     counted = rids, np.bincount(which, minlength=len(rids))
     streamed = _streamed_tokens(progress, rids, which, each_token) if each_token else NOTHING
     if progress.finished:
-        streamed = streamed._replace(whole=detokenise_finished(progress.finished, token_store, tokenizer))
+        streamed = streamed._replace(whole=detokenise_finished(progress.finished, token_store, tokenizer, whole_text))
     return Delivery(counted, begun, streamed, ends)
 
 
@@ -124,7 +131,9 @@ class OutputRouter:
             return
         if self._router.several:
             progress = number_by_request(progress)
-        delivery = group_by_request(progress, self._token_store, self._requests.each_token, self.tokenizer)
+        delivery = group_by_request(
+            progress, self._token_store, self._requests.each_token, self.tokenizer, self._requests.whole_text
+        )
         open_ones = self._requests.by_rid
         with self._lock:
             self._note_progress(replica, progress, delivery)

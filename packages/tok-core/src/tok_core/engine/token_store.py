@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from tok_core.messages import EMPTY, Finished, Int32, Int64
+from tok_core.sampling_params import SamplingParams
 from tok_core.text import Tokenizer
 
 BLOCK = 64  # tokens in a block
@@ -196,9 +197,15 @@ class FinishedTexts(NamedTuple):
 
 
 def detokenise_finished(
-    ends: Sequence[Finished], token_store: TokenStore, tokenizer: Tokenizer | None
+    ends: Sequence[Finished],
+    token_store: TokenStore,
+    tokenizer: Tokenizer | None,
+    whole_text: Mapping[int, SamplingParams],
 ) -> dict[int, FinishedTexts]:
-    """Detokenise the ended samples that are in the token store; return them by rid. Their tokens stay in the store."""
+    """Detokenise the ended samples that are in the token store; return them by rid. Their tokens stay in the store.
+
+    whole_text  as in `OpenRequests`
+    """
     known, tokens, counts = token_store.read([end.rid for end in ends], [end.sample for end in ends])
     ends = [ends[place] for place in known]
     bounds = [0, *np.cumsum(counts).tolist()]
@@ -210,6 +217,9 @@ def detokenise_finished(
             texts = _texts(ends, ids, tokens, bounds, tokenizer)
         except Exception:  # one sample is at fault: detokenise each by itself
             texts = [_text_or_error(end, one, tokenizer) for end, one in zip(ends, ids, strict=True)]
+        for index, end in enumerate(ends if whole_text else ()):
+            if end.rid in whole_text:
+                texts[index] = _whole_text_or_error(end, ids[index], tokenizer, whole_text[end.rid])
     found: dict[int, FinishedTexts] = {}
     for end, one, text in zip(ends, ids, texts, strict=True):
         mine = found.get(end.rid)
@@ -225,12 +235,27 @@ def _texts(
 ) -> list[str | Exception]:
     pieces = tokenizer.shown(tokens)
     return [
-        # An end token is never shown, whether or not the tokenizer marks it as special.
+        # By default an end token is not shown, whether or not the tokenizer marks it as special.
         b"".join(pieces[first : last - (end.reason == "stop")]).decode(errors="replace")
         if end.cut is None
         else tokenizer.continuation(np.array(one, np.int32), end.cut)
         for end, one, (first, last) in zip(ends, ids, pairwise(bounds), strict=True)
     ]
+
+
+def hides_last_token(end: Finished, params: SamplingParams) -> bool:
+    """Return whether the sample's last token is an end id or a stop id that its text leaves out."""
+    return end.reason == "stop" and end.cut is None and not params.include_stop_str_in_output
+
+
+def _whole_text_or_error(
+    end: Finished, ids: list[int], tokenizer: Tokenizer, params: SamplingParams
+) -> str | Exception:
+    kept = ids[: len(ids) - hides_last_token(end, params)]
+    try:
+        return tokenizer.continuation(np.array(kept, np.int32), end.cut, params.skip_special_tokens)
+    except Exception as error:
+        return error
 
 
 def _text_or_error(end: Finished, ids: list[int], tokenizer: Tokenizer) -> str | Exception:

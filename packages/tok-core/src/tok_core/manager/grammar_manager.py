@@ -1,4 +1,4 @@
-"""Follow the grammar of each guided sequence and provide the mask of tokens allowed next.
+"""Follow the grammar of each guided sequence and provide the masks of tokens allowed next.
 
 Each worker compiles one grammar and follows its sequences (`GrammarPool`). The manager of grammars sends tokens to the
 workers and receives masks. Only the sequences that a worker follows wait for it.
@@ -38,6 +38,7 @@ from tok_core.manager.grammar_workers import (
 )
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import SequenceTable
+from tok_core.manager.token_restrictions import AllowedTokens
 from tok_core.messages import EMPTY, Int32, Int64
 
 Bools = NDArray[np.bool_]
@@ -49,7 +50,7 @@ TOO_MUCH: Final = "grammars whose texts take less time and memory to follow: few
 
 
 class StepMasks(NamedTuple):
-    """Masks of a step's guided rows: each distinct one once, packed, int32 [m, W], and each row's index, int32 [n]."""
+    """Masks of a step's masked rows: each distinct one once, packed, int32 [m, W], and each row's index, int32 [n]."""
 
     words: Int32
     which: Int32
@@ -87,6 +88,7 @@ class GrammarManager:
     ) -> None:
         self.pool = GrammarPool(workers, faults, clock)
         self.waiting: dict[int, Request] = {}
+        self._allowed = AllowedTokens(vocab_size)
         self._table = table
         self._vocab_size = vocab_size
         self._faults = faults
@@ -97,6 +99,7 @@ class GrammarManager:
 
     def admit(self, request: Request) -> bool:
         """Return whether the request may join the queue; if not, it waits here for its grammar."""
+        self._allowed.acquire(request)
         grammar = request.params.grammar
         if grammar is None:
             return True
@@ -115,7 +118,8 @@ class GrammarManager:
         return found
 
     def leave(self, request: Request) -> None:
-        """Release the grammar state that only this request, which has ended, needed."""
+        """Release the grammar state, and the allowed tokens, that only this request, which has ended, needed."""
+        self._allowed.release(request)
         state = request.grammar_state
         if state is None:
             return
@@ -149,9 +153,23 @@ class GrammarManager:
         self.pool.close()
 
     def masks(self, slots: Int32) -> StepMasks:
-        """Return the masks of the tokens that may come next. All tokens so far of these sequences must be known."""
+        """Return the masks of the tokens that may come next: of guided sequences, and of those with allowed tokens.
+
+        All tokens so far of the guided sequences must be known.
+        """
         if not len(slots):
             return NO_MASKS
+        guided = self._table.guided[slots]
+        if guided.all():
+            return self._grammar_masks(slots)
+        sets, which = np.unique(self._table.allowed_set[slots[~guided]], return_inverse=True)
+        of_guided = self._grammar_masks(slots[guided]) if guided.any() else NO_MASKS
+        words = self._allowed.words(sets)
+        found = np.empty(len(slots), np.int32)
+        found[~guided], found[guided] = which, of_guided.which + len(words)
+        return StepMasks(np.concatenate([words, of_guided.words]) if guided.any() else words, found)
+
+    def _grammar_masks(self, slots: Int32) -> StepMasks:
         masks = [(self._table.matchers.get(slot) or self._begin(slot)).mask for slot in slots.tolist()]
         found = {id(mask): mask for mask in masks}
         number = {one: i for i, one in enumerate(found)}
@@ -191,6 +209,8 @@ class GrammarManager:
             self._advanced.append((matcher, [], stuck))
             return
         state = matcher.grammar_state
+        if matcher.request is not None:
+            room = 0  # no forced tokens, since the request may ban them: only a mask
         if not state.waiting:
             state.since = self._clock()
         matcher.tokens.append(token)
@@ -210,14 +230,24 @@ class GrammarManager:
         matcher = request.parked_matchers.pop(int(table.sample[slot]), None)
         if matcher is None:
             self._count += 1
-            matcher = state.matchers[self._count] = MatcherState(state, self._count, state.first)
+            restricted = request.allowed_set >= 0 or request.banned
+            matcher = MatcherState(state, self._count, state.first, request if restricted else None)
+            state.matchers[self._count] = matcher
+            self._set_mask(matcher)
+            if matcher.mask.none:
+                self._faults.refuse(request.rid, "grammars that tokens can begin that the request does not rule out")
         table.matchers[slot] = matcher
         return matcher
 
     def _set_mask(self, matcher: MatcherState) -> None:
-        """Set the mask: the next forced token alone, if one is left, else the mask after the forced tokens."""
+        """Set the mask: the next forced token alone, if one is left, else the mask after the forced tokens.
+
+        The tokens that the sequence's request rules out are taken from the mask.
+        """
         assert self._masks is not None
         matcher.mask = self._masks.single(matcher.given[-1]) if matcher.given else matcher.free
+        if matcher.request is not None:
+            matcher.mask = self._masks.of(self._allowed.restrict(matcher.request, matcher.mask.words, matcher.tokens))
 
     def _compile_waiting(self) -> None:
         if self.waiting:
@@ -304,7 +334,7 @@ class GrammarManager:
         if free is not None:
             matcher.free = free
             self._set_mask(matcher)
-        self._advanced.append((matcher, one.run, one.stuck))
+        self._advanced.append((matcher, one.run, one.stuck or (matcher.request is not None and matcher.mask.none)))
 
     def _fail(self, rid: int, refused: str, failed: str) -> None:
         """Refuse the request, naming what is allowed instead, or fail it for a reason."""

@@ -81,6 +81,7 @@ class GrammarState:
 class MatcherState:
     """Matcher state of one sequence. Its worker has followed all its tokens, and those in `given`.
 
+    request  request of the sequence, if its parameters restrict the tokens beside the grammar
     mask    tokens that the sequence may sample next
     given   forced tokens, the last first, that it samples one by one all the same
     free    tokens that it may sample after these
@@ -89,11 +90,12 @@ class MatcherState:
     slot    slot in which the sequence waits for the worker; −1 while it does not
     """
 
-    __slots__ = ("free", "given", "grammar_state", "mask", "number", "room", "slot", "tokens")
+    __slots__ = ("free", "given", "grammar_state", "mask", "number", "request", "room", "slot", "tokens")
 
-    def __init__(self, grammar_state: GrammarState, number: int, first: Mask) -> None:
+    def __init__(self, grammar_state: GrammarState, number: int, first: Mask, request: Request | None = None) -> None:
         self.grammar_state = grammar_state
         self.number = number
+        self.request = request
         self.mask = self.free = first
         self.given: list[int] = []
         self.tokens: list[int] = []

@@ -65,6 +65,7 @@ class RequestIntake:
             message.pooling,
             message.tenant,
             message.salt + self._rotation(len(message.prompt)),
+            message.banned,
         )
         self.requests[message.rid] = request
         self.prompt_tokens += len(message.prompt)

@@ -97,7 +97,8 @@ class PromptOutputProcessor:
         scores, at = [], 0
         for rid, first, count in scored:
             rows = slice(at, at := at + count)
-            scores.append(Scores(rid, first, values.logprob[rows], values.top_token[rows], values.top_logprob[rows]))
+            columns = (values.logprob, values.rank, values.top_token, values.top_logprob)
+            scores.append(Scores(rid, first, *(column[rows] for column in columns)))
         found = []
         for part, vector in zip(pooled, values.pooled, strict=True):
             try:

@@ -47,7 +47,8 @@ class Request:
     wants_prompt_outputs  whether the leader's chunks still have to return prompt outputs (`requested_prompt_outputs`)
     grammar_state         state of its grammar
     parked_matchers       matcher states of samples that wait for a slot again, by sample
-    tenant, salt          as in `Submit`
+    tenant, salt, banned  as in `Submit`
+    allowed_set           number of its allowed tokens in `AllowedTokens`; −1: all tokens
     account               its caller's account
     queued_at             when it joined the queue, in seconds
     running               samples that hold a slot or will fork from the leader
@@ -55,7 +56,8 @@ class Request:
     """
 
     __slots__ = (
-        *("account", "certain_length", "displaced", "grammar_state", "leader", "left", "limit", "params"),
+        *("account", "allowed_set", "banned", "certain_length", "displaced", "grammar_state", "leader", "left"),
+        *("limit", "params"),
         *("parked_matchers", "pooled", "pooling", "preempted", "prompt", "queued_at", "reported", "rid", "running"),
         *("salt", "samples", "serial", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
     )
@@ -71,8 +73,11 @@ class Request:
         pooling: Pooling | None = None,
         tenant: str = "",
         salt: bytes = b"",
+        banned: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.rid = rid
+        self.banned = banned
+        self.allowed_set = -1
         self.tenant = tenant
         self.account = Account()
         self.queued_at = 0.0

@@ -12,7 +12,6 @@ import numpy as np
 
 from tok_core.manager.requests import Request
 from tok_core.messages import Int32, Int64
-from tok_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tok_core.manager.grammar_workers import MatcherState
@@ -80,6 +79,7 @@ class SequenceTable:
     microbatch         pipeline only: microbatch in which it decodes
     last_sampled_step  pipeline only: last step in which its present owner sampled
     guided             whether a grammar restricts its tokens
+    allowed_set        number of its request's allowed tokens in `AllowedTokens`; −1: all tokens
     held               whether it waits for the value of its last token, or for the mask of its grammar after it
     matchers           matcher states by slot, of guided sequences that have sampled
     order              age: smaller came first
@@ -100,6 +100,7 @@ class SequenceTable:
         self.microbatch = np.zeros(slots, np.int64)
         self.last_sampled_step = np.zeros(slots, np.int64)
         self.guided = np.zeros(slots, np.bool_)
+        self.allowed_set = np.full(slots, -1, np.int32)
         self.held = np.zeros(slots, np.bool_)
         self.matchers: dict[int, MatcherState] = {}
         self.order = np.zeros(slots, np.int64)
@@ -190,6 +191,7 @@ class SequenceTable:
         self.announced[slots] = False
         self.last_sampled_step[slots] = 0
         self.guided[slots] = params.grammar is not None
+        self.allowed_set[slots] = request.allowed_set
         self.held[slots] = False
         self.order[slots] = request.serial * (1 << 20) + samples
         self.priority[slots] = params.priority
@@ -209,7 +211,7 @@ class SequenceTable:
         self.followed[slots] = len(tokens) - prompt_len
         self.filters[slots] = params.filters and params.temperature > 0
         self.penalises[slots] = params.penalises
-        self.bias_until[slots] = _bias_until(params, prompt_len)
+        self.bias_until[slots] = _bias_until(request)
         self.greedy[slots] = params.temperature == 0
         self.top_logprobs[slots] = params.logprobs or 0
         self.tokens[slots, : len(tokens)] = tokens
@@ -240,6 +242,7 @@ class SequenceTable:
 NEVER: Final = 2**31 - 1
 
 
-def _bias_until(params: SamplingParams, prompt_len: int) -> int:
-    """Return the position below which sampling needs the bias table: NEVER with logit_bias, else for min_tokens."""
-    return NEVER if params.logit_bias else prompt_len + min(params.min_tokens, NEVER - prompt_len)
+def _bias_until(request: Request) -> int:
+    """Return the position below which sampling needs the bias table: NEVER with biases or bans, else for min_tokens."""
+    prompt_len, min_tokens = len(request.prompt), request.params.min_tokens
+    return NEVER if request.params.logit_bias or request.banned else prompt_len + min(min_tokens, NEVER - prompt_len)

@@ -135,6 +135,7 @@ END = 1  # one of the model's own EOS ids
 STOP_ID = 2  # one of the request's stop_token_ids
 MAYBE_STRING = 4  # may complete one of the request's stop strings: call `find`
 WITHIN = 8  # may do so whatever the bytes before it are; without this flag, call `possible` first
+NONE_HIDDEN: frozenset[int] = frozenset()
 CACHED_STRINGS = 256  # stop strings whose completing tokens are cached; the least recently used one is dropped
 
 
@@ -142,7 +143,8 @@ class StopHit(msgspec.Struct, frozen=True):
     """Stop string that a sample has completed.
 
     token_count  tokens of the sample, the completing one included
-    cut          number of bytes, of all these tokens, before the stop string
+    cut          number of bytes, of all these tokens, before the end of the text: where the stop string begins, or
+                 where it ends, with `include_stop_str_in_output`
     """
 
     stop: str
@@ -154,6 +156,8 @@ class _StopSet(msgspec.Struct, frozen=True):
     ignore_eos: bool
     token_ids: frozenset[int]
     strings: frozenset[str]
+    included: bool
+    skip_special_tokens: bool
 
 
 class StopSets:
@@ -196,7 +200,13 @@ class StopSets:
         Raises InvalidField for stop strings without a tokenizer and for stop_token_ids outside of the vocabulary;
         nothing is acquired then. SamplingParams have refused stop strings that are not valid Unicode.
         """
-        key = _StopSet(params.ignore_eos, frozenset(params.stop_token_ids), frozenset(params.stop))
+        key = _StopSet(
+            params.ignore_eos,
+            frozenset(params.stop_token_ids),
+            frozenset(params.stop),
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+        )
         if key not in self._ids:
             self._check(params)
             self._add(key)
@@ -225,12 +235,13 @@ class StopSets:
 
         Of several, the one that ends first counts; of those that end at the same byte, the longest.
         """
-        stops = self._stops[set_id]
+        key, stops = self._sets[set_id], self._stops[set_id]
         size = int(self._sizes[tokens].sum())
         last = self._pieces[tokens[-1]]
         before, count = self._end(tokens[:-1], len(stops[0]) - 1)
         found = [(-behind, size - behind - len(stop), stop) for _, behind, stop in _ends_in(before, last, stops)]
-        if int(tokens[-1]) not in self._hidden and not self._hidden.isdisjoint(tokens[-1 - count : -1].tolist()):
+        hidden = self._hidden if key.skip_special_tokens else NONE_HIDDEN
+        if int(tokens[-1]) not in hidden and not hidden.isdisjoint(tokens[-1 - count : -1].tolist()):
             shown, count = self._end(tokens[:-1], len(stops[0]) - 1, self._hidden)
             recent = tokens[-1 - count :].tolist()
             found += [
@@ -238,8 +249,8 @@ class StopSets:
             ]
         if not found:
             return None
-        _, cut, stop = min(found)
-        return StopHit(stop.decode(), len(tokens), cut)
+        behind, cut, stop = min(found)
+        return StopHit(stop.decode(), len(tokens), size + behind if key.included else cut)
 
     def _end(self, tokens: Int32, size: int, hidden: Collection[int] = ()) -> tuple[bytes, int]:
         """Return the bytes of the last tokens, at least `size`, and the number of these tokens; skip `hidden` ones."""

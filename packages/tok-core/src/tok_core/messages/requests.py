@@ -18,6 +18,7 @@ class Submit(msgspec.Struct, tag=True):
     pooling       how to pool the prompt's embedding, for embedding requests; `params.max_tokens` is 0 then
     tenant        an opaque name of the caller; "" if unknown
     salt          16 bytes, or none; requests with different salts share no pages of the prefix cache
+    banned        token sequences of `params.bad_words`, none of which may be generated
     """
 
     rid: int
@@ -27,6 +28,7 @@ class Submit(msgspec.Struct, tag=True):
     pooling: Pooling | None = None
     tenant: str = ""
     salt: bytes = b""
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -43,7 +45,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):  # never part of a re
 
     tokens  number of its tokens
     stop    the stop id or stop string that ended it; None for a model's own end id, and for other reasons
-    cut     for a stop string: bytes of the sample's tokens, special ones included, that precede the string
+    cut     for a stop string: bytes of the sample's tokens, special ones included, up to the end of the text
     """
 
     rid: int
@@ -60,6 +62,7 @@ class Scores(msgspec.Struct):
     rid: int
     first: int
     logprob: np.ndarray
+    rank: np.ndarray
     top_token: np.ndarray
     top_logprob: np.ndarray
 

@@ -13,7 +13,7 @@ from tok_core.messages.codec import EMPTY
 
 
 class NewSlots(msgspec.Struct):
-    """Slots assigned to new sequences: every array has one entry per slot, except `bias_*`.
+    """Slots assigned to new sequences: every array has one entry per slot, except `bias_*` and `prefix*`.
 
     length             positions already in the cache
     last_token         input of the first decode row, before the slot has sampled a token: a sample that forks from a
@@ -22,6 +22,8 @@ class NewSlots(msgspec.Struct):
     sampling           columns of sampling parameters, as `tok_core.sampling_params.DEVICE_COLUMNS` lists them
     bias_*             ragged, with a slot's entries side by side: `bias_value[i]` is added to the logit of
                        `bias_token[i]` at sampled positions below `bias_until[i]`, for slot `bias_slot[i]`
+    prefix_slot        ragged as `bias_slot`: slots whose first bias entries hold only after generated tokens
+    prefix             int32 `[n, K]`: these tokens, one row for each of `prefix_slot`, the last token first, then −1
     """
 
     slot: np.ndarray
@@ -35,6 +37,8 @@ class NewSlots(msgspec.Struct):
     bias_token: np.ndarray
     bias_value: np.ndarray
     bias_until: np.ndarray
+    prefix_slot: np.ndarray
+    prefix: np.ndarray
 
 
 MAX_CASCADE_LEVELS = 3
@@ -84,12 +88,14 @@ class PromptValues(msgspec.Struct):
     """Values of a step's `RequestedPromptOutputs`.
 
     logprob      float32 `[Q]`
+    rank         int32 `[Q]`, the number of tokens that are at least as likely
     top_token    int32 `[Q, top_logprobs]`
     top_logprob  float32 `[Q, top_logprobs]`
     pooled       float32 `[E, hidden size]`, sums of hidden states
     """
 
     logprob: np.ndarray
+    rank: np.ndarray
     top_token: np.ndarray
     top_logprob: np.ndarray
     pooled: np.ndarray
@@ -117,7 +123,7 @@ class StepInput(msgspec.Struct):
     filter_row   which of the R rows have top-k, top-p or min-p filters
     penalty_row  which of the R rows have penalties
     bias_row     which of the R rows have logit biases in effect
-    mask_row     which of the R rows have a grammar mask
+    mask_row     which of the R rows have a mask of allowed tokens, by a grammar or by their request
     mask_of      the row of `mask` for each entry of `mask_row`
     mask         `[m, ⌈V/32⌉]` bitmasks: token t is allowed if bit t mod 32 of word t div 32 is set
     top_row      which of the R rows need top log-probabilities, of up to `top_logprobs` tokens

@@ -25,8 +25,9 @@ class Detokeniser:
             completed one, are withheld until further tokens or `finish` decide whether they are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._utf8 = _Characters()
         self._watches = [_Watch(stop.encode()) for stop in stops]
         self._of_shown: list[_Watch] | None = None  # watches over the shown bytes, once these differ from all bytes
@@ -40,11 +41,13 @@ class Detokeniser:
             return self.push_one(ids[0])
         if self._watches:
             return "".join([self.push_one(token) for token in ids])
-        return self._utf8.decode(b"".join(self._tokenizer.pieces_of(ids, skip_special_tokens=True)))
+        return self._utf8.decode(b"".join(self._tokenizer.pieces_of(ids, self._skip_special_tokens)))
 
     def push_one(self, token: int) -> str:
         """Return the text that can be shown now that one token follows."""
         piece, shown = self._tokenizer.piece_and_shown(token)
+        if not self._skip_special_tokens:
+            shown = piece
         if not self._watches:
             return self._utf8.decode(shown)
         self._seen += len(piece)

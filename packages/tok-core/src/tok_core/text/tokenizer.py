@@ -83,13 +83,18 @@ class Tokenizer:
         """Return the text of `ids` as a text of its own; invalid UTF-8 becomes U+FFFD."""
         return self._decoder.join(self.pieces_of(ids, skip_special_tokens)).decode(errors="replace")
 
-    def continuation(self, ids: Int32, keep_bytes: int | None = None) -> str:
+    def continuation(self, ids: Int32, keep_bytes: int | None = None, skip_special_tokens: bool = True) -> str:
         """Return the text by which generated `ids` continue their prompt: all that a Detokeniser shows of them.
 
         keep_bytes  number of bytes of their pieces to keep, those of special tokens included; None: all
 
         Raise ValueError if the pieces have fewer bytes.
         """
+        if not skip_special_tokens:
+            whole_text = b"".join(self.pieces_of(ids.tolist()))
+            if keep_bytes is not None and not 0 <= keep_bytes <= len(whole_text):
+                raise ValueError(f"keep_bytes is {keep_bytes}; the pieces have {len(whole_text)}")
+            return whole_text[:keep_bytes].decode(errors="replace")
         if keep_bytes is None:
             return b"".join(self.shown(ids)).decode(errors="replace")
         known = np.minimum(ids, self.vocab_size)

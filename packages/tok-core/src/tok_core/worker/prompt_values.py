@@ -21,9 +21,10 @@ MAX_POOLED_ROWS = 512  # normed and summed at once, in fp32
 
 
 class PromptOutputs(NamedTuple):
-    """`PromptValues` on the device: float32 `[Q]`, int32 and float32 `[Q, K]`, float32 `[E, N]`."""
+    """`PromptValues` on the device: float32 and int32 `[Q]`, int32 and float32 `[Q, K]`, float32 `[E, N]`."""
 
     logprob: Tensor
+    rank: Tensor
     top_token: Tensor
     top_logprob: Tensor
     pooled: Tensor
@@ -63,8 +64,8 @@ def compute(
     parts = [
         _score(model, x_TN[row_Q[part]], token_Q[part], prompt_outputs.top_logprobs) for part in _slices(len(row_Q))
     ]
-    logprob, top_token, top_logprob = (torch.cat(values) for values in zip(*parts, strict=True))
-    return PromptOutputs(logprob, top_token, top_logprob, _pool(model, put, prompt_outputs.pooled_count, x_TN))
+    logprob, rank, top_token, top_logprob = (torch.cat(values) for values in zip(*parts, strict=True))
+    return PromptOutputs(logprob, rank, top_token, top_logprob, _pool(model, put, prompt_outputs.pooled_count, x_TN))
 
 
 def _pool(model: CausalLM, put: Mapping[str, Tensor], count_E: Int32, x_TN: Tensor) -> Tensor:
@@ -79,18 +80,20 @@ def _pool(model: CausalLM, put: Mapping[str, Tensor], count_E: Int32, x_TN: Tens
     return pooled_EN
 
 
-def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probability and rank of each row's token, and the top tokens with their log-probabilities."""
     logits_QV = model.logits(x_QN)
     if model.shards is not None:
         logits_QV = model.shards.whole(logits_QV)
     logits_QV = logits_QV.float()
     lse_Q1 = logits_QV.logsumexp(-1, keepdim=True)
-    logprob = logits_QV.gather(-1, token_Q.unsqueeze(-1)) - lse_Q1
-    value, token = logits_QV.topk(top, dim=-1)
+    own_Q1 = logits_QV.gather(-1, token_Q.unsqueeze(-1))
+    rank_Q = (logits_QV >= own_Q1).sum(-1)
+    value, token = logits_QV.topk(min(top, logits_QV.shape[1]), dim=-1)
     # Among equal values the lower id comes first; `topk` does not guarantee that.
     token, order = token.sort(dim=-1)
     value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return logprob.squeeze(-1), token.gather(-1, order).int(), value - lse_Q1
+    return (own_Q1 - lse_Q1).squeeze(-1), rank_Q.int(), token.gather(-1, order).int(), value - lse_Q1
 
 
 def _slices(rows: int) -> list[slice]:

@@ -143,6 +143,10 @@ def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias 
         return None
     slots = slot_R[rows]
     active = state.bias_until[slots] > state.columns.length[slots].unsqueeze(1)
+    prefix = state.bias_prefix[slots]
+    if prefix.numel():
+        generated = state.generated_before(slots, prefix.shape[2]).unsqueeze(1)
+        active[:, : prefix.shape[1]] &= ((prefix == generated) | (prefix < 0)).all(-1)
     token = torch.where(active, state.bias_token[slots], 0)
     value = torch.where(active, state.bias_value[slots], 0.0)
     return LogitBias(rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())

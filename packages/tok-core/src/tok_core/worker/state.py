@@ -1,6 +1,7 @@
 """Hold the state that the device keeps between steps: per-slot columns, page tables and the KV cache.
 
-Legend: S slots, P pages a slot may hold, E bias entries a slot.
+Legend: S slots, P pages a slot may hold, E bias entries a slot, the first F of which may hold after a prefix only, of
+up to K tokens.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class WorkerState:
         self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
         self.bias_until = torch.zeros((slots, 0), dtype=torch.int64, device=device)
+        # Generated tokens [S, F, K] that have to precede, the last one first; −1: any token.
+        self.bias_prefix = torch.zeros((slots, 0, 0), dtype=torch.int64, device=device)
 
     @property
     def max_len(self) -> int:
@@ -129,12 +132,32 @@ class WorkerState:
         index = _index_in_slot(new.bias_slot)
         self._widen_biases(int(index.max(initial=-1)) + 1)
         self.bias_until.index_fill_(0, slot, 0)
+        self.bias_prefix.index_fill_(0, slot, -1)
         if not len(index):
             return
         row, column = put["new_bias_slot"].long(), put["new_bias_index"].long()
         self.bias_token[row, column] = put["new_bias_token"].long()
         self.bias_value[row, column] = put["new_bias_value"]
         self.bias_until[row, column] = put["new_bias_until"].long()
+        if len(new.prefix_slot):
+            self._widen_prefixes(int(_index_in_slot(new.prefix_slot).max()) + 1, new.prefix.shape[1])
+            row, column, tokens = put["new_prefix_slot"].long(), put["new_prefix_index"].long(), put["new_prefix"]
+            self.bias_prefix[row, column, : tokens.shape[1]] = tokens.long()
+
+    def _widen_prefixes(self, width: int, length: int) -> None:
+        more, longer = width - self.bias_prefix.shape[1], length - self.bias_prefix.shape[2]
+        if more > 0 or longer > 0:
+            padding = (0, max(longer, 0), 0, max(more, 0))
+            self.bias_prefix = torch.nn.functional.pad(self.bias_prefix, padding, value=-1)
+
+    def generated_before(self, slots: Tensor, count: int) -> Tensor:
+        """Return the last `count` tokens of each slot, the last one first: int64 `[r, count]`; −2 for prompt tokens."""
+        position = self.columns.length[slots].unsqueeze(1) - 1 - torch.arange(count, device=self.device)
+        generated = position >= self.prompt_len[slots].unsqueeze(1)
+        position = position.clamp(min=0)
+        page = self.columns.page_table[slots.unsqueeze(1), position // self.page_size].long()
+        token = self.columns.token_of[page * self.page_size + position % self.page_size]
+        return torch.where(generated, token, -2)
 
     def _widen_biases(self, width: int) -> None:
         more = width - self.bias_token.shape[1]
@@ -163,6 +186,9 @@ def changes(step: StepInput) -> dict[str, np.ndarray]:
         arrays |= {f"new_{name}": getattr(step.new, name) for name in ("slot", *_COLUMNS, *bias)}
         arrays |= {f"new_{name}": values for name, values in step.new.sampling.items()}
         arrays["new_bias_index"] = _index_in_slot(step.new.bias_slot)
+        if len(step.new.prefix_slot):
+            arrays |= {"new_prefix_slot": step.new.prefix_slot, "new_prefix": step.new.prefix}
+            arrays["new_prefix_index"] = _index_in_slot(step.new.prefix_slot)
     return {name: array for name, array in arrays.items() if len(array)}
 
 

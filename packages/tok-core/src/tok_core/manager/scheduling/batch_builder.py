@@ -12,6 +12,7 @@ from tok_core.manager.faults import Faults
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prefix_groups import Groups
 from tok_core.manager.prompt_outputs import requested_prompt_outputs
+from tok_core.manager.requests import Request
 from tok_core.manager.sequences import NEVER, SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, NewSlots, SharedPages, StepInput, array
 from tok_core.sampling_params import DEVICE_COLUMNS, DeviceColumn, SamplingParams
@@ -111,6 +112,7 @@ class BatchBuilder:
                 self._faulty.add(rid)
         own = slots[np.isin(table.rid[slots], list(self._faulty))]
         table.guided[own] = table.filters[own] = table.penalises[own] = False
+        table.allowed_set[own] = -1
         table.bias_until[own] = table.top_logprobs[own] = 0
         self.asking = [index for index in self.asking if table.rid[self.chunks[index][0]] not in self._faulty]
         return bool(self._faulty)
@@ -119,7 +121,7 @@ class BatchBuilder:
         """Write the step's part of one request, to see whether it raises; `sampling`: slots that sample in the step."""
         table = self.table
         own = sampling[table.rid[sampling] == rid]
-        self.grammars.masks(own[table.guided[own]].astype(np.int32))
+        self.grammars.masks(own[table.guided[own] | (table.allowed_set[own] >= 0)].astype(np.int32))
         announced = [(slot, length) for slot, length in zip(self.announced, self.announced_length, strict=True)]
         announced = [one for one in announced if table.rid[one[0]] == rid]
         if announced:
@@ -138,8 +140,8 @@ class BatchBuilder:
             sample_slot = np.concatenate((decode_slot, array(self.sampling_slots)))
             sample_row = np.concatenate((sample_row, array(self.sampling_chunks) + np.int32(rows)))
             computed = np.concatenate((decode, chunk_slot))
-        guided = _rows(table.guided[sample_slot])
-        masks = self.grammars.masks(sample_slot[guided])
+        masked = _rows(table.guided[sample_slot] | (table.allowed_set[sample_slot] >= 0))
+        masks = self.grammars.masks(sample_slot[masked])
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
         return StepInput(
             step=self.step,
@@ -166,7 +168,7 @@ class BatchBuilder:
             max_kv=int(table.length[computed].max(initial=0)),
             prompts=requested_prompt_outputs(table, self.chunks, self.asking) if self.asking else None,
             shared=changes.shared,
-            mask_row=guided,
+            mask_row=masked,
             mask_of=masks.which,
             mask=masks.words,
             top_row=_rows(table.top_logprobs[sample_slot]),
@@ -187,23 +189,39 @@ class BatchBuilder:
             prompt_len=table.prompt_len[slots],
             sample=table.sample[slots],
             sampling={name: _column(params, name, column)[owner] for name, column in DEVICE_COLUMNS.items()},
-            **self._bias_columns(announced, params, owner),
+            **self._bias_columns(slots),
         )
 
-    def _bias_columns(self, announced: list[int], params: list[SamplingParams], owner: Int64) -> dict[str, np.ndarray]:
-        biased = np.array([bool(one.logit_bias or one.min_tokens) for one in params])
-        entries = [self._biases(announced[i], params[owner[i]]) for i in biased[owner].nonzero()[0]]
+    def _bias_columns(self, announced: Int32) -> dict[str, np.ndarray]:
+        slots = announced[self.table.bias_until[announced] > self.table.prompt_len[announced]].tolist()
+        entries = [self._biases(slot, self._params(slot)) for slot in slots]
         slot, token, value, until = list(zip(*chain.from_iterable(entries), strict=True)) or [(), (), (), ()]
         return {
             "bias_slot": array(slot),
             "bias_token": array(token),
             "bias_value": array(value, np.float32),
             "bias_until": array(until),
+            **self._prefix_columns(slots),
         }
 
+    def _prefix_columns(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return the tokens that have to precede the first bias entries of `slots`: those of `_bans` with a prefix."""
+        rows = [(slot, sequence[-2::-1]) for slot in slots for sequence in self._bans(slot) if len(sequence) > 1]
+        prefix = np.full((len(rows), max((len(before) for _, before in rows), default=0)), -1, np.int32)
+        for row, (_, before) in zip(prefix, rows, strict=True):
+            row[: len(before)] = before
+        return {"prefix_slot": array([slot for slot, _ in rows]), "prefix": prefix}
+
+    def _bans(self, slot: int) -> Sequence[tuple[int, ...]]:
+        """Return the sequences that the slot must not generate, those of several tokens first."""
+        return sorted(self._request(slot).banned, key=len, reverse=True)
+
     def _biases(self, slot: int, params: SamplingParams) -> list[tuple[int, int, float, int]]:
-        """Return bias table entries: logit_bias at all positions, and −inf for ending tokens until min_tokens."""
-        entries = [(slot, token, value, NEVER) for token, value in (params.logit_bias or {}).items()]
+        """Return bias table entries: −inf for the last token of each banned sequence, then logit_bias, both at all
+        positions, and −inf for ending tokens until min_tokens.
+        """
+        entries = [(slot, sequence[-1], float("-inf"), NEVER) for sequence in self._bans(slot)]
+        entries += [(slot, token, value, NEVER) for token, value in (params.logit_bias or {}).items()]
         if params.min_tokens:
             until = int(self.table.unstopped_length[slot])
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
@@ -211,9 +229,12 @@ class BatchBuilder:
         return entries
 
     def _params(self, slot: int) -> SamplingParams:
+        return self._request(slot).params
+
+    def _request(self, slot: int) -> Request:
         request = self.table.requests[slot]
         assert request is not None
-        return request.params
+        return request
 
 
 PLAIN = SamplingParams(temperature=0, seed=0)

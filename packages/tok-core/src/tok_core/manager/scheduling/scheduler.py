@@ -184,7 +184,8 @@ class Scheduler:
         step = builder.build(self.microbatches.step(self.steps, decode), decode, groups, changes)
         self.microbatches.record_sampled(self.steps, step.sample_slot)
         if len(step.mask_row):
-            table.held[step.sample_slot[step.mask_row]] = True
+            masked = step.sample_slot[step.mask_row]
+            table.held[masked[table.guided[masked]]] = True
         return step
 
     def _grow_decoders(self) -> Int64:

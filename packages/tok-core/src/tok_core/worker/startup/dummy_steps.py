@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tok_core.messages import EMPTY, GroupLevel, Int32, RequestedPromptOutputs, StepInput, StepOutput, array
-from tok_core.sampling_params import MAX_LOGPROBS
+from tok_core.sampling_params import MAX_PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
     from tok_core.worker.runner import Runner
@@ -93,7 +93,7 @@ def dummy_step(
 
 def _all_prompt_outputs(count: Int32) -> RequestedPromptOutputs:
     chunk = np.arange(len(count), dtype=np.int32)
-    return RequestedPromptOutputs(chunk, count, np.zeros(count.sum(), np.int32), MAX_LOGPROBS, chunk, count)
+    return RequestedPromptOutputs(chunk, count, np.zeros(count.sum(), np.int32), MAX_PROMPT_LOGPROBS, chunk, count)
 
 
 def _level(first: Int32, members: Int32, start: int, end: int) -> GroupLevel:
