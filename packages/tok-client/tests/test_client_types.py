@@ -27,6 +27,13 @@ EXTENSIONS = {
     "ignore_eos",
     "priority",
     "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "return_tokens_as_token_ids",
     "return_token_ids",
     "prompt_logprobs",
     "response_format",
@@ -39,7 +46,7 @@ EXTENSIONS = {
     "stop_when",
     "cache_salt",
 }
-OF_CHATS = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+OF_CHATS = {"chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 
 USAGE = wire.Usage(
     prompt_tokens=3,

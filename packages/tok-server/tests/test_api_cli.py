@@ -75,6 +75,7 @@ SERVE_FLAGS = {
     "--otlp-endpoint": None,
     "--tool-call-parser": "auto",
     "--reasoning-parser": "auto",
+    "--trust-request-chat-template": False,
     "--max-connections": 16_384,
     "--max-header": 16_384,
     "--max-body": 8 << 20,
@@ -168,6 +169,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--allowed-host",
         "--tool-call-parser",
         "--reasoning-parser",
+        "--trust-request-chat-template",
     }
     assert given.keys() | left | elsewhere | LIMIT_FLAGS == SERVE_FLAGS.keys()
 

@@ -141,7 +141,7 @@ def test_chat_prompt_logprobs_are_a_field_beside_choices(server: Server) -> None
     ("fields", "param"),
     [
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 101}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),

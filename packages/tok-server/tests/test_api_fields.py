@@ -6,13 +6,8 @@ import pytest
 
 from support.serving import Server
 from tok_client.types import ChatCompletionRequest, CompletionRequest, known_fields
-from tok_server.openai.generation.request_fields import (
-    ACCEPTED_FIELDS,
-    CHAT,
-    COMPLETION,
-    WITHOUT_EFFECT,
-    UnsupportedFields,
-)
+from tok_server.openai.generation.other_servers import REFUSED_PATHS, UnsupportedFields
+from tok_server.openai.generation.request_fields import ACCEPTED_FIELDS, CHAT, COMPLETION, WITHOUT_EFFECT
 
 
 def words(text: str) -> frozenset[str]:
@@ -24,14 +19,15 @@ BOTH = words(
     "model max_tokens temperature top_p n stream stream_options stop presence_penalty frequency_penalty logit_bias "
     "seed top_k min_p repetition_penalty min_tokens ignore_eos priority stop_token_ids return_token_ids logprobs "
     "prompt_logprobs response_format structured_outputs guided_json guided_regex guided_choice guided_grammar "
-    "guided_json_object stop_when cache_salt"
+    "guided_json_object stop_when cache_salt allowed_token_ids bad_words include_stop_str_in_output "
+    "skip_special_tokens add_special_tokens truncate_prompt_tokens return_tokens_as_token_ids"
 )
 HONOURED = {
     CompletionRequest: BOTH | {"prompt", "echo", "best_of"},
     ChatCompletionRequest: BOTH
     | words(
         "messages top_logprobs max_completion_tokens tools tool_choice parallel_tool_calls reasoning_effort verbosity "
-        "chat_template_kwargs add_generation_prompt continue_final_message"
+        "chat_template_kwargs add_generation_prompt continue_final_message chat_template"
     ),
 }
 TABLES: dict[type, tuple[UnsupportedFields, ...]] = {CompletionRequest: COMPLETION, ChatCompletionRequest: CHAT}
@@ -100,3 +96,37 @@ def test_effort_and_verbosity_that_the_template_lacks_are_listed_as_ignored(serv
     answer = server.chat(messages=messages, max_tokens=1, reasoning_effort="none", verbosity="medium")
     assert "x-tok-ignored" not in answer.headers
     assert server.chat(messages=messages, max_tokens=1, verbosity="loud").error()["param"] == "verbosity"
+
+
+@pytest.mark.parametrize("path", REFUSED_PATHS)
+def test_unsupported_nested_field_gets_400_by_name_unless_it_is_null(server: Server, path: str) -> None:
+    field, name = path.split(".")
+    answer = server.complete(prompt="one", max_tokens=2, **{field: {"regex": "a", name: {"type": "x"}}})
+    assert answer.status == 400
+    assert answer.error()["param"] == path
+    answer = server.complete(prompt="one", max_tokens=2, **{field: {"regex": "a", name: None}})
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("use_beam_search", True, "best_of"),
+        ("regex", "[a-z]+", "structured_outputs.regex"),
+        ("ebnf", 'root ::= "a"', "structured_outputs.grammar"),
+        ("grammar", 'root ::= "a"', "structured_outputs.grammar"),
+        ("json_schema", "{}", "structured_outputs.json"),
+        ("logprob_token_ids", [1], "allowed_token_ids"),
+        ("thinking_token_budget", 5, "max_tokens"),
+    ],
+)
+def test_refused_field_of_another_server_names_what_to_use_instead(
+    server: Server, field: str, value: object, instead: str
+) -> None:
+    for answer in (
+        server.complete(prompt="one", **{field: value}),
+        server.chat(messages=[{"role": "user", "content": "hi"}], **{field: value}),
+    ):
+        assert answer.status == 400
+        assert answer.error()["param"] == field
+        assert instead in str(answer.error()["message"])

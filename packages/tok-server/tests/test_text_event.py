@@ -65,7 +65,9 @@ def test_text_only_events_equal_full_events_without_token_ids(
 def _without_ids(chunk: Chunk) -> bool:
     """Remove the token ids from a chunk; return True, so that a filter can call it."""
     (choice,) = chunk["choices"]
-    choice.pop("token_ids", None)
+    for part in (chunk, choice):
+        part.pop("token_ids", None)
+        part.pop("prompt_token_ids", None)
     return True
 
 

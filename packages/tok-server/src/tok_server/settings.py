@@ -17,10 +17,15 @@ GIB = 1 << 30
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """Markup that the model writes. "auto": detected from the chat template (`tok_server.openai.chat.prompt`)."""
+    """Formats of chats: what their prompts may be rendered with, and the markup that the model writes.
+
+    tool_calls, reasoning        "auto": detected from the chat template (`tok_server.openai.chat.prompt`)
+    trust_request_chat_template  requests may carry their own chat template
+    """
 
     tool_calls: ToolCallParser = "auto"
     reasoning: ReasoningParser = "auto"
+    trust_request_chat_template: bool = False
 
 
 AUTO = Formats()
@@ -127,7 +132,7 @@ class Settings(Limits, frozen=True, kw_only=True):
     data_dir         directory of files and batches; None: the server has neither
     require_data_dir whether the start fails if `data_dir` cannot be used; else the server then has no files and batches
     otlp_endpoint    URL of an OpenTelemetry collector that spans are sent to; None: no spans
-    formats          how the model writes tool calls and reasoning
+    formats          how chats are rendered, and how the model writes tool calls and reasoning
     """
 
     model_name: str

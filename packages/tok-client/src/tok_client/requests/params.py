@@ -69,7 +69,14 @@ class GenerationParams(TypedDict, total=False):
     priority: Maybe[int]
     cache_salt: Maybe[str]
     stop_token_ids: Maybe[Sequence[int]]
+    allowed_token_ids: Maybe[Sequence[int]]
+    bad_words: Maybe[Sequence[str]]
+    include_stop_str_in_output: Maybe[bool]
+    skip_special_tokens: Maybe[bool]
+    add_special_tokens: Maybe[bool]
+    truncate_prompt_tokens: Maybe[int]
     return_token_ids: Maybe[bool]
+    return_tokens_as_token_ids: Maybe[bool]
     prompt_logprobs: Maybe[int]
     response_format: Maybe[ResponseFormat | Object]
     structured_outputs: Maybe[StructuredOutputs | Object]
@@ -128,6 +135,7 @@ class ChatCompletionOptions(GenerationParams, total=False):
     chat_template_kwargs: Maybe[Object]
     add_generation_prompt: Maybe[bool]
     continue_final_message: Maybe[bool]
+    chat_template: Maybe[str]
 
 
 class ChatCompletionParams(ChatCompletionOptions, total=False):

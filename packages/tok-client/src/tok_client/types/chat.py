@@ -25,6 +25,8 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     chat_template_kwargs    variables for the model's chat template (enable_thinking)
     add_generation_prompt   false: the prompt ends without the beginning of an answer
     continue_final_message  the answer continues the last message, which is the assistant's
+    chat_template           Jinja source to render the messages with instead of the model's own template; servers take
+                            it only if started to trust it
 
     ValueError (when decoding: msgspec.ValidationError): `messages` is empty.
     """
@@ -57,6 +59,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     chat_template_kwargs: Maybe[JSONObject] = UNSET
     add_generation_prompt: Maybe[bool] = UNSET
     continue_final_message: Maybe[bool] = UNSET
+    chat_template: Maybe[str] = UNSET
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -116,7 +119,7 @@ class ChatChoice(Wire, frozen=True, kw_only=True):
 class ChatCompletion(Wire, frozen=True, kw_only=True):
     """Response of `POST /chat/completions`. `created` is in seconds since 1970.
 
-    `prompt_logprobs` and `stop_when` are set if requested.
+    `prompt_token_ids`, `prompt_logprobs` and `stop_when` are set if requested.
     """
 
     id: str
@@ -129,6 +132,7 @@ class ChatCompletion(Wire, frozen=True, kw_only=True):
     service_tier: Maybe[str] = UNSET
     metadata: Maybe[dict[str, str]] = UNSET
     moderation: Maybe[JSONObject] = UNSET
+    prompt_token_ids: Maybe[list[int]] = UNSET
     prompt_logprobs: Maybe[PromptLogprobs] = UNSET
     stop_when: Maybe[StopWhenResult] = UNSET
 
@@ -173,7 +177,7 @@ class ChunkChoice(Wire, frozen=True, kw_only=True):
 class ChatCompletionChunk(Wire, frozen=True, kw_only=True):
     """One event of a streamed chat completion. `usage` is null on chunks before the one that carries it.
 
-    `stop_when`, if requested, comes with the last chunk.
+    If requested, `prompt_token_ids` comes with the first chunk of each choice, and `stop_when` with the last chunk.
     """
 
     id: str
@@ -186,4 +190,5 @@ class ChatCompletionChunk(Wire, frozen=True, kw_only=True):
     service_tier: Maybe[str] = UNSET
     moderation: Maybe[JSONObject] = UNSET
     obfuscation: Maybe[str] = UNSET
+    prompt_token_ids: Maybe[list[int]] = UNSET
     stop_when: Maybe[StopWhenResult] = UNSET

@@ -49,7 +49,7 @@ class CompletionChoice(Wire, frozen=True, kw_only=True):
     """One sample of one prompt; `index` is prompt × n + sample.
 
     `finish_reason` is None until the sample ends, then "stop", "length" or "stop_when". Other servers also send
-    "content_filter" and others.
+    "content_filter" and others. If requested, `prompt_token_ids` comes with the first chunk of a streamed choice.
     """
 
     index: int
@@ -57,6 +57,7 @@ class CompletionChoice(Wire, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: Maybe[list[int]] = UNSET
+    prompt_token_ids: Maybe[list[int]] = UNSET
     prompt_logprobs: Maybe[PromptLogprobs] = UNSET
 
 

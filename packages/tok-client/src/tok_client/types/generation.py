@@ -121,12 +121,21 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
 
     Beyond OpenAI's reference: top_k, min_p, repetition_penalty, min_tokens, ignore_eos and stop_token_ids, and
 
-    priority          lower values are served first
-    return_token_ids  adds `token_ids` to each choice of the response
-    prompt_logprobs   k: adds the log-probability of each prompt token and those of the k most likely tokens at its
-                      position
-    cache_salt        requests with different values share nothing in the prefix cache
-    stop_when         ends the samples still running once the finished ones meet a condition
+    allowed_token_ids  the only tokens that are sampled
+    bad_words          strings that are not generated, as the tokenizer writes them with or without a space before them
+    include_stop_str_in_output   what ends a sample is part of its text
+    skip_special_tokens          false: special tokens are part of the text
+    add_special_tokens           whether the tokenizer adds special tokens, such as BOS, to a prompt of text: by default
+                                 to a plain prompt, and not to a chat, whose template writes them
+    truncate_prompt_tokens       k: only the last k tokens of the prompt are used; -1: as many as the model's length
+                                 leaves room for
+    priority           lower values are served first
+    return_token_ids   adds `token_ids` to each choice of the response, and `prompt_token_ids`
+    return_tokens_as_token_ids   log-probabilities name tokens "token_id:42", not by their text
+    prompt_logprobs    k: adds the log-probability and rank of each prompt token and of the k most likely tokens at its
+                       position
+    cache_salt         requests with different values share nothing in the prefix cache
+    stop_when          ends the samples still running once the finished ones meet a condition
 
     At most one field constrains the text of the answer: response_format (for completions beyond the reference),
     structured_outputs, or their older names guided_json and so on.
@@ -153,7 +162,14 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
     priority: Maybe[int] = UNSET
     cache_salt: Maybe[str] = UNSET
     stop_token_ids: Maybe[list[int]] = UNSET
+    allowed_token_ids: Maybe[list[int]] = UNSET
+    bad_words: Maybe[list[str]] = UNSET
+    include_stop_str_in_output: Maybe[bool] = UNSET
+    skip_special_tokens: Maybe[bool] = UNSET
+    add_special_tokens: Maybe[bool] = UNSET
+    truncate_prompt_tokens: Maybe[int] = UNSET
     return_token_ids: Maybe[bool] = UNSET
+    return_tokens_as_token_ids: Maybe[bool] = UNSET
     prompt_logprobs: Maybe[int] = UNSET
     response_format: Maybe[ResponseFormat] = UNSET
     structured_outputs: Maybe[StructuredOutputs] = UNSET
@@ -166,7 +182,7 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
 
 
 class PromptLogprob(Wire, frozen=True, kw_only=True):
-    """A token at one position of a prompt. `rank` is 1 for the most likely token; None outside the requested top-k."""
+    """A token at one position of a prompt. `rank` is 1 for the most likely token; None if the server does not say."""
 
     logprob: float
     rank: int | None = None

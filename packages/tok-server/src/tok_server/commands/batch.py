@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tok_core import AsyncEngine
 from tok_server.batch import InvalidInput, OfflineBatch, Totals, show_progress
-from tok_server.flags import engine_config, model_and_name
+from tok_server.flags import engine_config, formats_of, model_and_name
 from tok_server.settings import Formats
 
 MAX_SHOWN_LINES = 10  # bad input lines that are printed
@@ -19,7 +19,7 @@ MAX_SHOWN_LINES = 10  # bad input lines that are printed
 def main(options: argparse.Namespace) -> int:
     """Run the command. Returns the exit code. Errors: InvalidField, TokError."""
     config, (_, name) = engine_config(options), model_and_name(options.model)
-    formats = Formats(options.tool_call_parser, options.reasoning_parser)
+    formats = formats_of(options)
     batch = OfflineBatch(Path(options.file), Path(options.output), name, retry_failed=options.retry_failed)
     began = time.monotonic()
     try:

@@ -27,6 +27,7 @@ from tok_server.flags.engine_flags import (
     model_and_name,
     server_settings,
 )
+from tok_server.flags.server_flags import formats_of
 
 __all__ = [
     "BATCH_EXAMPLES",
@@ -48,6 +49,7 @@ __all__ = [
     "add_kernels",
     "add_serve",
     "engine_config",
+    "formats_of",
     "model_and_name",
     "server_settings",
 ]

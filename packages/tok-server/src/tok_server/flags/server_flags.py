@@ -104,6 +104,13 @@ def add_formats(group: argparse._ActionsContainer) -> None:
         ("--reasoning-parser", ReasoningParser, "reasoning"),
     ):
         group.add_argument(flag, choices=get_args(kind), default="auto", help=text.format(what))
+    text = "let requests carry their own `chat_template`; only for trusted clients: it can take much time and memory"
+    group.add_argument("--trust-request-chat-template", action="store_true", help=text)
+
+
+def formats_of(options: argparse.Namespace) -> Formats:
+    """Return the formats from the flags of `add_formats`."""
+    return Formats(options.tool_call_parser, options.reasoning_parser, options.trust_request_chat_template)
 
 
 def add_field_flags(
@@ -150,7 +157,7 @@ def make_settings(options: argparse.Namespace, model_name: str) -> Settings:
         allowed_hosts=tuple(options.allowed_host or ()),
         data_dir=(options.data_dir or default_data_directory(name)) if options.batches else None,
         require_data_dir=options.data_dir is not None,
-        formats=Formats(options.tool_call_parser, options.reasoning_parser),
+        formats=formats_of(options),
         **{name: getattr(options, name) for name in same_names},
     )
 

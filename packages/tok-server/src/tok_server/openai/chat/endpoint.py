@@ -45,7 +45,7 @@ def parse(
     """
     request, ignored = parse_request(body, ChatCompletionRequest, CHAT)
     job = make_chat_job(request, engine, names, formats, ignored)
-    return job, ChatSerializer(job, TokenTexts(engine.tokenizer))
+    return job, ChatSerializer(job, TokenTexts.of(engine.tokenizer, job))
 
 
 def make_chat_job(
@@ -85,7 +85,7 @@ def make_chat_job(
     return GenerationJob(
         id=new_id("chatcmpl"),
         model=model,
-        prompts=[prompt.token_ids],
+        prompts=[params.truncate(prompt.token_ids, engine.info.max_model_len)],
         params=params,
         markup=constrained.markup,
         stop_when=parse_stop_when(

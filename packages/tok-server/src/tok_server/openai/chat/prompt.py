@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -43,6 +44,7 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "r
 Part = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
 TemplateMessage = dict[str, object]
 ONLY_TEXT = "is not supported yet; allowed: text"
+MAX_TEMPLATE_CHARS = 1 << 16  # characters of a request's own template; published ones have up to 20,000
 MAX_MESSAGES = 8192  # messages of a chat: a template takes some microseconds for each
 
 
@@ -61,7 +63,8 @@ class ChatPrompt:
 
 def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> ChatPrompt:
     """Return the request's prompt. Slow for long chats. Errors: ApiError naming what the model or template lacks."""
-    tokenizer, template = engine.tokenizer, engine.chat_template
+    tokenizer = engine.tokenizer
+    template = _request_template(request, engine, formats) or engine.chat_template
     if tokenizer is None or template is None:
         raise _no_template()
     allowed_calls = allowed_tool_calls(request)
@@ -74,7 +77,9 @@ def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Fo
         reasoning=writes_reasoning(formats, template),
         thinking=_ends_in_think_block(text, request),
     )
-    token_ids = _tokens(text, tokenizer, engine.info.max_model_len)
+    # By default no special tokens are added: the template's text already holds them.
+    special = bool(value_or_none(request.add_special_tokens))
+    token_ids = _tokens(text, tokenizer, engine.info.max_model_len, special)
     return ChatPrompt(token_ids, allowed_calls, markup, _ignored(request, template, markup.reasoning))
 
 
@@ -89,11 +94,36 @@ def chat_text(request: ChatCompletionRequest, engine: AsyncEngine, formats: Form
     return _text(request, template, allowed_calls)
 
 
-def _tokens(text: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+def _request_template(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> ChatTemplate | None:
+    """Return the template that the request carries, if it has one. Errors: ApiError."""
+    source = value_or_none(request.chat_template)
+    if source is None:
+        return None
+    if not formats.trust_request_chat_template:
+        reason = "is refused, since the server was started without --trust-request-chat-template; allowed: null"
+        raise invalid("chat_template", f"chat_template {reason}", "unsupported_parameter")
+    if len(source) > MAX_TEMPLATE_CHARS:
+        allowed = f"at most {MAX_TEMPLATE_CHARS}"
+        raise invalid("chat_template", f"chat_template has {len(source)} characters; allowed: {allowed}")
+    if engine.tokenizer is None:
+        raise _no_template()
+    return _compiled(source, engine.tokenizer)
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return a request's template, which may write the model's special tokens."""
+    try:
+        return ChatTemplate({"default": source}, tokenizer.roles)
+    except Exception as error:  # the source comes from a client
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+        raise invalid("chat_template", f"chat_template is no template that Jinja compiles ({reason})") from error
+
+
+def _tokens(text: str, tokenizer: Tokenizer, max_model_len: int, add_special_tokens: bool) -> list[int]:
     try:
         check_prompt_size(text, tokenizer, max_model_len, "messages")
-        # The template's text already holds the special tokens.
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens)
     except InvalidField as error:
         raise invalid("messages", str(error)) from error
 

@@ -78,6 +78,7 @@ class ChatSerializer(ChunkSerializer[ChunkChoice]):
         return ChatCompletion(
             choices=choices,
             usage=self._detailed_usage(total_usage(outputs, sum(len(one.token_ids) for one in output.outputs))),
+            prompt_token_ids=self._token_ids(self._job.prompts[0]),
             prompt_logprobs=prompt_entries,
             stop_when=stop_when_result(outputs) or UNSET,
             **self._envelope,
@@ -145,4 +146,11 @@ class ChatSerializer(ChunkSerializer[ChunkChoice]):
     def _chunk(
         self, choices: list[ChunkChoice], token_usage: Maybe[Usage], stop_when: Maybe[StopWhenResult] = UNSET
     ) -> ChatCompletionChunk:
-        return ChatCompletionChunk(choices=choices, usage=token_usage, stop_when=stop_when, **self._envelope)
+        begins = any(choice.delta.role is not UNSET for choice in choices)
+        return ChatCompletionChunk(
+            choices=choices,
+            usage=token_usage,
+            prompt_token_ids=self._token_ids(self._job.prompts[0]) if begins else UNSET,
+            stop_when=stop_when,
+            **self._envelope,
+        )

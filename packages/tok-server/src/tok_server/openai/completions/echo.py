@@ -19,7 +19,7 @@ class EchoedPrompt:
     """
 
     def __init__(self, token_ids: Sequence[int], texts: TokenTexts, top_logprobs: int | None) -> None:
-        self.text = texts.tokenizer.decode(token_ids) if texts.tokenizer else ""
+        self.text = texts.joined(token_ids)
         self._token_ids = token_ids
         self._texts = texts
         self._top_logprobs = top_logprobs

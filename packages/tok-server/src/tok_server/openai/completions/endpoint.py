@@ -58,7 +58,8 @@ def parse(
         grammar=None if chosen_format is None else chosen_format.grammar,
     )
     best_of = best_of_count(request, params)
-    prompts = _prompts(request, best_of or params.n, engine)
+    max_model_len = engine.info.max_model_len
+    prompts = [params.truncate(one, max_model_len) for one in _prompts(request, best_of or params.n, engine)]
     job = GenerationJob(
         id=new_id("cmpl"),
         model=model,
@@ -73,7 +74,7 @@ def parse(
         **common_fields(request),
     )
     check_echo_size(job)
-    return job, CompletionSerializer(job, TokenTexts(engine.tokenizer))
+    return job, CompletionSerializer(job, TokenTexts.of(engine.tokenizer, job))
 
 
 def _prompt_logprobs(request: CompletionRequest) -> int | None:
@@ -90,7 +91,8 @@ def _prompts(request: CompletionRequest, n: int, engine: AsyncEngine) -> list[li
     if len(prompts) * n > MAX_CHOICES:
         allowed = f"at most {MAX_CHOICES} choices (prompts × n)"
         raise invalid("prompt", f"prompt holds {len(prompts)} prompts, n is {n}; allowed: {allowed}")
-    return tokenise_prompts(prompts, engine, "prompt")
+    special = value_or_none(request.add_special_tokens) is not False
+    return tokenise_prompts(prompts, engine, "prompt", add_special_tokens=special)
 
 
 def best_of_count(request: CompletionRequest, params: SamplingParams) -> int | None:

@@ -87,6 +87,7 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
 
     def _chunk_choices(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
         """Return the gain; before a choice's first one, with `echo`, its prompt."""
+        begins = index not in self._offsets
         choices = self._begin_choice(prompt, index, delta)
         if delta.text or delta.finish_reason or delta.logprobs or (self._job.return_token_ids and delta.token_ids):
             choices.append(
@@ -98,6 +99,8 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
                     token_ids=self._token_ids(delta.token_ids),
                 )
             )
+        if begins and choices and self._job.return_token_ids:
+            choices[0] = msgspec.structs.replace(choices[0], prompt_token_ids=self._job.prompts[prompt])
         return choices
 
     def _begin_choice(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
@@ -124,6 +127,7 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
             logprobs=concatenate_logprobs(echo, self._logprobs(one.logprobs, offsets)),
             finish_reason=one.finish_reason,
             token_ids=self._token_ids(one.token_ids),
+            prompt_token_ids=self._token_ids(self._job.prompts[prompt]),
             prompt_logprobs=self._prompt_logprobs(prompt, output),
         )
 

@@ -22,6 +22,7 @@ from tok_server.openai.generation.job import (
     check_limits,
 )
 from tok_server.openai.generation.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+from tok_server.openai.generation.other_servers import NeutralValues, UnsupportedFields
 from tok_server.openai.generation.params import requested_format, sampling_params, value_or_none
 from tok_server.openai.generation.prompts import (
     check_prompt_size,
@@ -33,8 +34,6 @@ from tok_server.openai.generation.request_fields import (
     CHAT,
     COMPLETION,
     RESPONSE,
-    NeutralValues,
-    UnsupportedFields,
     cache_salt_of,
     check_model,
     check_prompt_logprobs,

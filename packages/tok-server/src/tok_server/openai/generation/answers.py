@@ -123,6 +123,7 @@ def estimate_bytes(job: GenerationJob, outputs: Sequence[RequestOutput]) -> int:
     top, prompt_top, max_tokens = job.params.logprobs, job.prompt_logprobs, job.params.max_tokens
     token_bytes = TOKEN_BYTES + (0 if top is None else LOGPROB_BYTES * (1 + top))
     prompt_bytes = (token_bytes if job.echo else 0) + (0 if prompt_top is None else LOGPROB_BYTES * (1 + prompt_top))
+    prompt_bytes += TOKEN_BYTES if job.return_token_ids else 0
     choices = len(outputs) * job.samples_per_prompt
     if max_tokens is not None and not prompt_bytes:
         max_bytes = choices * (CHOICE_BYTES + token_bytes * max_tokens)

@@ -33,7 +33,8 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
     prompts             token ids of each prompt
     best_of             samples per prompt of which the best params.n are returned; None: all samples are returned
     include_usage       a stream ends with a chunk that carries the usage
-    return_token_ids    choices carry their token ids
+    return_token_ids    choices carry their token ids, and those of their prompt
+    tokens_as_ids       log-probabilities name tokens by their ids
     continuous_usage    every chunk of a stream carries the usage so far
     echo                completions begin with their prompt
     prompt_logprobs     number of top tokens reported per prompt position; None: no prompt log-probabilities
@@ -53,6 +54,7 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool = False
     continuous_usage: bool = False
     best_of: int | None = None
     echo: bool = False

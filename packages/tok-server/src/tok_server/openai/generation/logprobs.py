@@ -1,6 +1,7 @@
 """Convert log-probabilities to OpenAI's two forms: parallel lists for completions, objects for chats.
 
-A token is shown as its text. A token that is not complete UTF-8 is shown as escaped bytes: "bytes:\\xe2\\x82"
+A token is shown as its text, or as "token_id:42" if the request asks for that.
+A token that is not complete UTF-8 is shown as escaped bytes: "bytes:\\xe2\\x82"
 in completions, "\\xe2\\x82" in chats (whose objects also hold the bytes as numbers).
 """
 
@@ -65,7 +66,7 @@ def _is_utf8_prefix(head: bytes) -> bool:
 def completion_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, offsets: TextOffsets) -> CompletionLogprobs:
     """Convert the log-probabilities of one choice, or of one delta of it, to the form of completions."""
     return CompletionLogprobs(
-        tokens=[texts.text(entry.token_id, "bytes:") for entry in entries],
+        tokens=[texts.name(entry.token_id, "bytes:") for entry in entries],
         token_logprobs=[clamp_logprob(entry.logprob) for entry in entries],
         top_logprobs=[_top(entry, texts) for entry in entries],
         text_offset=[offsets.next(texts.visible_bytes(entry.token_id)) for entry in entries],
@@ -76,7 +77,7 @@ def _top(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
     """Return the top-k tokens and the sampled one by text. Of tokens with the same text, the first one stays."""
     result: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        result.setdefault(texts.text(token, "bytes:"), clamp_logprob(logprob))
+        result.setdefault(texts.name(token, "bytes:"), clamp_logprob(logprob))
     return result
 
 
@@ -87,11 +88,11 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> ChatLog
 
 def _chat_token(entry: TokenLogprob, texts: TokenTexts) -> ChatTokenLogprob:
     return ChatTokenLogprob(
-        token=texts.text(entry.token_id, ""),
+        token=texts.name(entry.token_id, ""),
         logprob=clamp_logprob(entry.logprob),
         bytes=list(texts.piece(entry.token_id)),
         top_logprobs=[
-            TopLogprob(token=texts.text(token, ""), logprob=clamp_logprob(logprob), bytes=list(texts.piece(token)))
+            TopLogprob(token=texts.name(token, ""), logprob=clamp_logprob(logprob), bytes=list(texts.piece(token)))
             for token, logprob in entry.top
         ],
     )
@@ -110,6 +111,8 @@ def _ranked(entry: TokenLogprob, texts: TokenTexts, top_logprobs: int) -> dict[i
                 logprob=clamp_logprob(logprob), rank=rank, decoded_token=texts.text(token, "bytes:")
             )
     if entry.token_id not in result:
-        own = PromptLogprob(logprob=clamp_logprob(entry.logprob), decoded_token=texts.text(entry.token_id, "bytes:"))
-        result[entry.token_id] = own
+        decoded = texts.text(entry.token_id, "bytes:")
+        result[entry.token_id] = PromptLogprob(
+            logprob=clamp_logprob(entry.logprob), rank=entry.rank, decoded_token=decoded
+        )
     return result

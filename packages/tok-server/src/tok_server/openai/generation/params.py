@@ -41,6 +41,9 @@ SHARED_FIELDS = (
     "seed",
     "min_tokens",
     "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
     "priority",
 )
 _get_shared_fields = attrgetter(*SHARED_FIELDS)
@@ -86,6 +89,10 @@ def sampling_params(
         fields["stop"] = _stop_strings(request.stop)
     if request.stop_token_ids is not UNSET:
         fields["stop_token_ids"] = tuple(request.stop_token_ids or ())
+    if request.bad_words is not UNSET:
+        fields["bad_words"] = tuple(request.bad_words or ())
+    if request.allowed_token_ids is not UNSET and request.allowed_token_ids is not None:
+        fields["allowed_token_ids"] = tuple(request.allowed_token_ids)
     if request.logit_bias is not UNSET:
         fields["logit_bias"] = _biases(request.logit_bias, info.vocab_size)
     if max_tokens == 0 and not _wants_prompt_data(request):

@@ -30,7 +30,9 @@ def has_few_token_ids(field: str, body: bytes) -> bool:
     return len(body) <= MAX_LOOP_PROMPT_BYTES and re.search(pattern, body) is not None
 
 
-def tokenise_prompts(prompts: list[str | list[int]], engine: AsyncEngine, field: str) -> list[list[int]]:
+def tokenise_prompts(
+    prompts: list[str | list[int]], engine: AsyncEngine, field: str, *, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Return each prompt's token ids; all prompts are of one kind. `field`: name of their field. Errors: ApiError."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
@@ -42,7 +44,7 @@ def tokenise_prompts(prompts: list[str | list[int]], engine: AsyncEngine, field:
             check_prompt_size(
                 text, engine.tokenizer, engine.info.max_model_len, prompt_field_name(field, index, len(texts))
             )
-        return engine.tokenizer.encode_batch(texts)
+        return engine.tokenizer.encode_batch(texts, add_special_tokens)
     except InvalidField as error:
         raise invalid(field, str(error)) from error
 

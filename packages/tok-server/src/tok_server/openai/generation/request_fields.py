@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from heapq import nsmallest
 from itertools import chain, islice
@@ -30,10 +29,15 @@ from tok_client.types import (
     known_fields,
 )
 from tok_server.http import Members, decode_members
+from tok_server.openai.generation.other_servers import (
+    OTHER_SERVERS,
+    REFUSED_PATHS,
+    NeutralValues,
+    UnsupportedFields,
+)
 from tok_server.openai.generation.params import Request, value_or_none
 from tok_server.wire import ApiError, BadJson, decode, invalid
 
-NeutralValues = tuple[object, ...]
 MAX_LISTED_FIELDS = 32  # names that fit into a header
 
 MAX_CACHE_SALT = 1024  # characters
@@ -50,14 +54,6 @@ WITHOUT_EFFECT: Mapping[str, NeutralValues] = {
     "max_tool_calls": (None,),  # only limits calls of built-in tools, which no request can have
 }
 """Fields that change no answer here, with their neutral values; other values are listed as ignored."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UnsupportedFields:
-    """Unsupported fields, each with its neutral values (which ask for nothing), and why other values are refused."""
-
-    fields: Mapping[str, NeutralValues]
-    reason: str
 
 
 _COMPLETION: Mapping[str, NeutralValues] = {"suffix": (None, "")}
@@ -88,10 +84,12 @@ _CHAT_ONLY: Mapping[str, NeutralValues] = {
 _NOT_SUPPORTED = "is not supported yet"
 
 COMPLETION = (
+    *OTHER_SERVERS,
     UnsupportedFields(_COMPLETION, _NOT_SUPPORTED),
     UnsupportedFields({**_CHAT_ONLY, **_CHAT}, "is a field of /v1/chat/completions, not of /v1/completions"),
 )
 CHAT = (
+    *OTHER_SERVERS,
     UnsupportedFields(_CHAT, _NOT_SUPPORTED),
     UnsupportedFields(
         {"prompt": (None,), "best_of": (None, 1), "echo": (None, False), **_COMPLETION},
@@ -129,7 +127,17 @@ def parse_request(body: bytes, kind: type[R], unsupported: tuple[UnsupportedFiel
     refuse_unsupported(unsupported, members)
     request = decode(body, kind)
     unknown = unknown_fields(request, members, _accepted_fields(unsupported))
+    for path in REFUSED_PATHS.keys() & set(unknown):
+        _refuse_nested(path, members)
     return request, (*_without_effect(members), *unknown)[:MAX_LISTED_FIELDS]
+
+
+def _refuse_nested(path: str, members: Members) -> None:
+    """Raise ApiError (400) unless the unknown field inside a top-level one is null or false."""
+    field, _, name = path.partition(".")
+    value = decode(members[field], dict)
+    if value[name] is not None and value[name] is not False:
+        raise invalid(path, f"{path} {REFUSED_PATHS[path]}; allowed values: null", "unsupported_parameter")
 
 
 @cache
@@ -251,6 +259,7 @@ def common_fields(request: Request) -> dict[str, Any]:
         "include_usage": _wants_usage(request),
         "continuous_usage": _wants_continuous_usage(request),
         "return_token_ids": bool(value_or_none(request.return_token_ids)),
+        "tokens_as_ids": bool(value_or_none(request.return_tokens_as_token_ids)),
         "prompt_logprobs": check_prompt_logprobs(request),
         "cache_salt": cache_salt_of(request),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -75,18 +75,37 @@ class TextEvent:
 
 
 class TokenTexts:
-    """Texts and bytes of tokens; without a tokenizer, a token is shown by its id."""
+    """Texts and bytes of tokens; without a tokenizer, a token is shown by its id.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    skip_special_tokens  special tokens add nothing to the text
+    as_ids               log-probabilities name tokens by their ids, "token_id:42"
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True, as_ids: bool = False) -> None:
         self.tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._as_ids = as_ids
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, job: GenerationJob) -> Self:
+        """Return the texts as the job's request asks for them."""
+        return cls(tokenizer, skip_special_tokens=job.params.skip_special_tokens, as_ids=job.tokens_as_ids)
 
     def piece(self, token: int) -> bytes:
         """Return the token's bytes."""
         return self.tokenizer.piece(token) if self.tokenizer else f"token_id:{token}".encode()
 
     def visible_bytes(self, token: int) -> bytes:
-        """Return the bytes that the token adds to the text: none for special tokens."""
-        return self.tokenizer.pieces_of([token], True)[0] if self.tokenizer else b""
+        """Return the bytes that the token adds to the text: by default none for special tokens."""
+        return self.tokenizer.pieces_of([token], self._skip_special_tokens)[0] if self.tokenizer else b""
+
+    def joined(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens."""
+        return self.tokenizer.decode(token_ids, self._skip_special_tokens) if self.tokenizer else ""
+
+    def name(self, token: int, prefix: str) -> str:
+        """Return what log-probabilities call the token: its `text`, or its id."""
+        return f"token_id:{token}" if self._as_ids else self.text(token, prefix)
 
     def text(self, token: int, prefix: str) -> str:
         """Return the token's text or, if it is not UTF-8, `prefix` and its escaped bytes."""
