@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,22 @@ async def answer(engine: AsyncEngine, file: Path, output: Path, *, retry_failed:
 
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
+
+
+async def test_lines_honour_or_refuse_the_fields_of_other_servers(engine: AsyncEngine, tmp_path: Path) -> None:
+    lines = [
+        completion_line(0, allowed_token_ids=[40, 41], bad_words=["J"], return_token_ids=True, ignore_eos=True),
+        chat_line(1, truncate_prompt_tokens=2, return_token_ids=True),
+        chat_line(2, regex="[a-z]+"),
+    ]
+    (tmp_path / "in").write_bytes(jsonl(lines))
+    await answer(engine, tmp_path / "in", tmp_path / "out")
+    found: list[Any] = [line["response"] for line in read_jsonl((tmp_path / "out").read_bytes())]
+    assert [one["status_code"] for one in found] == [200, 200, 400]
+    completion, chat, refused = (one["body"] for one in found)
+    assert set(completion["choices"][0]["token_ids"]) == {40}  # 41 is the bad word
+    assert len(chat["prompt_token_ids"]) == 2
+    assert refused["error"]["param"] == "regex"
 
 
 async def test_output_has_an_answer_to_every_line_in_input_order(engine: AsyncEngine, tmp_path: Path) -> None:
