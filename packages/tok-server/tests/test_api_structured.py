@@ -156,6 +156,6 @@ def test_tokens_forced_by_a_grammar_are_counted_in_metrics(server: Server) -> No
 
 
 def test_a_too_large_grammar_is_refused_by_its_field() -> None:
-    with pytest.raises(ApiError, match=r"guided_grammar is") as refused:
+    with pytest.raises(ApiError, match=r"guided_grammar has") as refused:
         requested_format(CompletionRequest(prompt="", guided_grammar="x" * 300_000))
     assert refused.value.param == "guided_grammar"
