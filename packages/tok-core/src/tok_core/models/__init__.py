@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tok_core.models.decoder import CausalLM, DecoderLayer
 from tok_core.models.layers import Linear, RMSNorm
-from tok_core.models.registry import ARCHITECTURES, build
+from tok_core.models.registry import ARCHITECTURES, build, model_bytes
 from tok_core.models.weights import as_stored, dummy, load
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "build",
     "dummy",
     "load",
+    "model_bytes",
 ]

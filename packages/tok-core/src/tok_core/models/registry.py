@@ -18,7 +18,7 @@ from tok_core.models.qwen2 import Qwen2ForCausalLM
 from tok_core.models.qwen3 import Qwen3ForCausalLM
 from tok_core.parallel import ShardPlan, TensorParallel
 from tok_core.quantization import QuantizationConfig
-from tok_kernels import Backend
+from tok_kernels import Backend, choose
 
 ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
     {model.__name__: model for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)}
@@ -45,3 +45,15 @@ def build(
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
     placement = Placement(backend, device, dtype, ShardPlan.of(config, coordinates), tensor, quantization)
     return ARCHITECTURES[config.architecture](config, placement).eval()
+
+
+def model_bytes(
+    config: ModelConfig, dtype: torch.dtype, coordinates: RankCoordinates, quantization: QuantizationConfig
+) -> int:
+    """Return the bytes of the model, or of the shard of the worker at `coordinates`, without allocating them.
+
+    Raises as `build` does.
+    """
+    with torch.device("meta") as meta:
+        model = build(config, choose(torch.device("cpu")), meta, dtype, coordinates, None, quantization)
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -44,6 +44,14 @@ class ProcessGroups:
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
         return int(lowest)
 
+    def all_reduce_sum(self, *values: int) -> tuple[int, ...]:
+        """Return the sums of all workers' values. All workers call this at the same point; it waits for them."""
+        if self.coordinates.workers == 1:
+            return values
+        sums = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(sums)
+        return tuple(sums.tolist())
+
     def broadcast_from_first(self, value: int) -> int:
         """Return worker 0's value. All workers call this at the same point; it waits for the others."""
         if self.coordinates.workers == 1:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from tok_core.config import EngineConfig
-from tok_core.errors import EngineError, InvalidField
+from tok_core.errors import EngineError
 from tok_core.messages import StepInput
+from tok_core.runtime import available_memory
 from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 
 CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
 MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
+MIN_CACHE_PAGES = 2  # of the KV cache: one for a sequence, and the page that no sequence owns
 CHUNK_TOKENS = 512  # length of the prefill chunks in the largest step
 GRAPHS_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
 SLACK = 1.1  # factor on the measured activations, for the allocator's losses between blocks
@@ -126,30 +127,30 @@ def cache_tokens(
     measured         required on a CUDA device
     workers_on_host  number of workers that share the host's memory, evenly on a CPU
 
-    Raises InvalidField, or EngineError if the memory is too small.
+    Raises EngineError if the memory is too small. `require_memory` has checked a configured number.
     """
-    per_cpu = psutil.virtual_memory().available // workers_on_host
     if config.kv_cache_tokens is not None:
-        # CPU memory is overcommitted: a process that allocates more than is free is killed later.
-        free = per_cpu if device.type == "cpu" else None
-        if free is not None and config.kv_cache_tokens * per_token > free:
-            raise InvalidField(
-                "kv_cache_tokens", config.kv_cache_tokens, f"at most {free // per_token}, by free memory"
-            )
         return config.kv_cache_tokens
     if measured is None:
-        cache_bytes = int(per_cpu * CPU_MEMORY_SHARE)
+        cache_bytes = int(available_memory() // workers_on_host * CPU_MEMORY_SHARE)
         return max(config.page_size, min(cache_bytes // per_token, MAX_CPU_CACHE_TOKENS))
-    free, total = torch.cuda.mem_get_info(device)
-    weights = torch.cuda.memory_allocated(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    needed = weights + measured.activations + tables
-    cache_bytes = int(total * config.gpu_memory_fraction) - others - needed
-    if cache_bytes < per_token * 2 * config.page_size:
-        allowed, others_gib, needed_gib = (x / 2**30 for x in (total * config.gpu_memory_fraction, others, needed))
+    free, needed = free_device_memory(config, device), measured.activations + tables
+    cache_bytes = free - needed
+    if cache_bytes < per_token * MIN_CACHE_PAGES * config.page_size:
         raise EngineError(
-            f"no memory is left for the KV cache: of the {allowed:.1f} GiB of the device that may be used, weights and "
-            f"steps take {needed_gib:.1f} GiB, and CUDA and other processes {others_gib:.1f} GiB; raise "
-            "gpu_memory_fraction, lower max_step_tokens or max_running, or stop other processes on the device"
+            f"no memory is left for the KV cache: steps take {needed / 2**30:.1f} GiB, and weights, CUDA and other "
+            f"processes leave {free / 2**30:.1f} GiB; raise gpu_memory_fraction, lower max_step_tokens or max_running, "
+            "or stop other processes on the device"
         )
     return cache_bytes // per_token - config.page_size  # minus the page that no sequence owns
+
+
+def free_device_memory(config: EngineConfig, device: torch.device) -> int:
+    """Return the bytes of a CUDA device that may be allocated beside tensors, CUDA itself and other processes.
+
+    `gpu_memory_fraction` limits an engine that sizes its KV cache itself; a configured cache may fill the device.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    fraction = 1.0 if config.kv_cache_tokens is not None else config.gpu_memory_fraction
+    return max(0, int(total * fraction) - others - torch.cuda.memory_allocated(device))

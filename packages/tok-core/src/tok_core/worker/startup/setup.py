@@ -29,6 +29,7 @@ from tok_core.worker.startup.backend import (
 )
 from tok_core.worker.startup.cache_error import warn_of_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
+from tok_core.worker.startup.memory_check import require_memory
 from tok_core.worker.startup.tp_calibration import calibrate
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
@@ -59,7 +60,7 @@ def set_up(
     gpu              see `choose_device`
     workers_on_host  number of workers that share this host's memory; None: all workers of all replicas
 
-    Raises ModelError, InvalidField, or EngineError if the memory is too small.
+    Raises ModelError, InvalidField, or EngineError if the memory is too small: see `require_memory`.
     """
     path, coordinates = Path(config.model), coordinates or next(all_coordinates(config.pp, config.tp))
     clock = StartupTimer()
@@ -70,6 +71,8 @@ def set_up(
     peers = join(coordinates, rendezvous, device)
     clock.done("device and peers")
     dtype = choose_dtype(config.dtype, device)
+    workers_on_host = workers_on_host or config.dp * coordinates.workers
+    require_memory(config, model_config, dtype, peers, workers_on_host)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
@@ -99,7 +102,6 @@ def set_up(
         clock.done("largest step, and rows of graphs")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
     per_token = kv_bytes_per_token(local, cache_dtype)
-    workers_on_host = workers_on_host or config.dp * coordinates.workers
     tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
