@@ -1,4 +1,7 @@
-"""Tests that the four wheels suffice: `tok serve` answers in an environment without the workspace."""
+"""Tests that the four wheels suffice: `tok serve` answers in an environment without the workspace.
+
+The environment has this Python, or the one that UV_PYTHON names.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,19 +20,12 @@ from zipfile import ZipFile
 import pytest
 
 from support.lockfile import constraints
+from support.uv_runs import PYTHON, own_environment, run_offline_first, run_uv
 from support.workspace import PACKAGES, ROOT, files, uv
 
 DEADLINE = 120.0
 """Seconds for the server to be ready, and again for it to exit: a cold start on a busy machine."""
-
-
-def run_uv(*arguments: str | Path) -> None:
-    """Run uv offline from its cache, and online only if that fails."""
-    command = [uv(), *map(str, arguments)]
-    offline = subprocess.run([*command, "--offline"], cwd=ROOT, capture_output=True, text=True)
-    if offline.returncode:
-        online = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert online.returncode == 0, f"{' '.join(command)}\n{offline.stderr}\n{online.stderr}"
+INSTALL = ROOT / "packages" / "tok-server" / "docs" / "install.md"
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +37,77 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A constraints file of the locked versions."""
+    path = tmp_path_factory.mktemp("locked") / "constraints.txt"
+    path.write_text(constraints((ROOT / "uv.lock").read_text()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def missing_cpu_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Why no CPU build of torch can be fetched; "" if one can be."""
+    target = str(tmp_path_factory.mktemp("none"))
+    probe = [
+        uv(),
+        "pip",
+        "install",
+        "--dry-run",
+        "--python",
+        PYTHON,
+        "--target",
+        target,
+        "--torch-backend",
+        "cpu",
+        "torch",
+    ]
+    done = run_offline_first(probe, cwd=Path(target), variables=local_wheels())
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+
+
+@pytest.fixture(scope="module", params=["default", "CPU only"])
+def installed(request: pytest.FixtureRequest, locked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of a virtual environment with tok-server and its requirements in the locked versions."""
     folder = tmp_path_factory.mktemp("clean")
-    locked = folder / "constraints.txt"
-    locked.write_text(constraints((ROOT / "uv.lock").read_text()))
-    run_uv("venv", "--python", sys.executable, folder / "venv")
+    if request.param == "CPU only":
+        if reason := request.getfixturevalue("missing_cpu_torch"):
+            pytest.skip(f"no CPU build of torch can be fetched: {reason}")
+        return install_for_cpu(folder, locked)
+    wheels: Path = request.getfixturevalue("wheels")
+    run_uv("venv", "--python", PYTHON, folder / "venv")
     python = folder / "venv" / "bin" / "python"
     where = ("--python", python, "--find-links", wheels, "--constraints", locked)
     # Install the wheels by path, so that no index can offer other packages of these names.
     run_uv("pip", "install", *where, *sorted(wheels.glob("*.whl")))
     return python.parent
+
+
+def install_for_cpu(home: Path, locked: Path) -> Path:
+    """Run the documented commands for a host without a GPU, with `home` as the home directory.
+
+    The index of torch's CPU builds may have other versions of torch than the lock.
+    """
+    own = home / "constraints.txt"
+    own.write_text("".join(line for line in locked.read_text().splitlines(True) if not line.startswith("torch==")))
+    *commands, start = documented_commands("## Without a GPU")
+    assert start == ".venv/bin/tok serve"
+    commands[commands.index("uv venv")] += f" --python {PYTHON}"
+    settings = {"HOME": str(home), "UV_CACHE_DIR": run_uv("cache", "dir").strip(), "UV_CONSTRAINT": str(own)}
+    done = run_offline_first(["bash", "-ec", "\n".join(commands)], variables=settings | local_wheels())
+    assert done.returncode == 0, done.stderr
+    return home / "tok" / ".venv" / "bin"
+
+
+def local_wheels() -> dict[str, str]:
+    """Return the variable by which uv also takes wheels from the folder that pip does, if there is one."""
+    folder = os.environ.get("PIP_FIND_LINKS")
+    return {"UV_FIND_LINKS": folder} if folder else {}
+
+
+def documented_commands(heading: str) -> list[str]:
+    """Return the indented lines of a section of the page on installation."""
+    section = INSTALL.read_text().partition(f"{heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^    (.+)$", section, re.MULTILINE)
 
 
 def test_the_build_makes_a_wheel_of_each_package(wheels: Path) -> None:
@@ -77,6 +132,13 @@ def test_the_installed_packages_are_not_the_workspace(installed: Path) -> None:
         assert Path(path).is_relative_to(installed.parent)
 
 
+def test_an_installation_without_a_gpu_has_no_cuda_packages(installed: Path) -> None:
+    listed = re.findall(r"^([\w-]+)==", run_uv("pip", "freeze", "--python", installed / "python"), re.MULTILINE)
+    gpu = {name for name in listed if name.startswith(("nvidia-", "cuda-", "flashinfer", "triton"))}
+    assert "torch" in listed
+    assert bool(gpu) == (installed.parent.name == "venv")
+
+
 def test_the_installed_tok_command_prints_help(installed: Path) -> None:
     assert "serve" in _output(installed / "tok", "--help")
 
@@ -86,7 +148,7 @@ def server(installed: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]
     """`tok serve` of the clean environment, started in an empty folder; its output is in `out` and `err`."""
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         command: list[str | Path] = [installed / "tok", "serve", "--port", "0", "--device", "cpu"]
-        process = subprocess.Popen(command, cwd=tmp_path, env=_environment(), stdout=out, stderr=err)
+        process = subprocess.Popen(command, cwd=tmp_path, env=own_environment(), stdout=out, stderr=err)
     yield process
     if process.poll() is None:
         process.kill()
@@ -126,14 +188,9 @@ def _request(url: str, body: dict[str, Any] | None = None) -> bytes:
 
 
 def _output(*command: str | Path) -> str:
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=own_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment without the variables that lead to the workspace's Python."""
-    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
 
 
 def _printed(folder: Path) -> str:
