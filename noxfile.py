@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.lockfile import addressless  # noqa: E402
-from support.workspace import PACKAGES, uv  # noqa: E402
+from support.workspace import PACKAGES, PYTHONS, uv  # noqa: E402
 
 TEST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # each test process has one core; more threads only take turns on it
@@ -111,6 +111,14 @@ def build(session: nox.Session) -> None:
     expected = [package.replace("-", "_") for package in PACKAGES]
     if built != expected:
         session.error(f"dist/ holds wheels of {built}; expected {expected}")
+
+
+@nox.session
+def pythons(session: nox.Session) -> None:
+    """The wheels in a new environment of each Python: what follows `--` names other versions or interpreters."""
+    for python in session.posargs or PYTHONS:
+        tested = (sys.executable, "-m", "pytest", "tests/test_install_wheels.py")
+        session.run(*tested, env={**TEST_ENVIRONMENT, "UV_PYTHON": python})
 
 
 @nox.session

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 
 from support.lockfile import constraints
 from support.uv_runs import PYTHON, own_environment, run_offline_first, run_uv
-from support.workspace import PACKAGES, ROOT, files, uv
+from support.workspace import PACKAGES, PYTHONS, ROOT, files, uv
 
 DEADLINE = 120.0
 """Seconds for the server to be ready, and again for it to exit: a cold start on a busy machine."""
@@ -108,6 +109,23 @@ def documented_commands(heading: str) -> list[str]:
     """Return the indented lines of a section of the page on installation."""
     section = INSTALL.read_text().partition(f"{heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"^    (.+)$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_requirement_has_a_wheel_for_each_python(python: str, wheels: Path, locked: Path) -> None:
+    where = ("--python-version", python, "--find-links", wheels, "--constraints", locked, "--only-binary", ":all:")
+    (wheel,) = wheels.glob("tok_server-*.whl")
+    requirements = locked.with_name("requirements.txt")
+    requirements.write_text(f"tok-server @ {wheel.as_uri()}\n")
+    resolved = run_uv("pip", "compile", "--no-header", *where, requirements)
+    assert {"torch", "transformers", "xgrammar"} <= set(re.findall(r"^([\w-]+)==", resolved, re.MULTILINE))
+
+
+def test_packages_name_the_pythons_under_which_they_are_tested() -> None:
+    for package in PACKAGES:
+        project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+        assert project["classifiers"] == [f"Programming Language :: Python :: {python}" for python in PYTHONS]
+        assert project["requires-python"] == f">={PYTHONS[0]}"
 
 
 def test_the_build_makes_a_wheel_of_each_package(wheels: Path) -> None:

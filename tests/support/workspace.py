@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGES = ("tok-client", "tok-core", "tok-kernels", "tok-server")
 
+PYTHONS = ("3.11", "3.12", "3.13")
+"""Versions of Python under which the wheels are tested: `uv run nox -s pythons`."""
+
 _NOT_OURS = {".git", ".venv", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "__pycache__"}
 
 
