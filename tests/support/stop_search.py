@@ -9,8 +9,10 @@ from tok_core.manager.stops import StopHit
 
 def whole_text_search(
     pieces: Sequence[bytes], stops: Sequence[str], min_tokens: int = 0, shown: Sequence[bytes] | None = None
-) -> StopHit | None:
-    """Return the hit of `stops` in a sample's `pieces` that ends first; among equal ends, the one that begins first.
+) -> tuple[int, StopHit] | None:
+    """Return the hit of `stops` in a sample's `pieces` that ends first, and the number of pieces up to its end.
+
+    Among equal ends, the hit that begins first counts.
 
     Hits that end within the first `min_tokens` pieces do not count. `shown` has the shown bytes of each piece: all or
     none.
@@ -29,4 +31,4 @@ def whole_text_search(
     if not found:
         return None
     end, at, stop = min(found)
-    return StopHit(stop, next(count for count, reached in enumerate(ends) if reached >= end), at)
+    return next(count for count, reached in enumerate(ends) if reached >= end), StopHit(stop, at)

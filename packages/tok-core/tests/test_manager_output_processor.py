@@ -42,8 +42,9 @@ def expected(prompt: list[int], sample: int, params: SamplingParams) -> tuple[li
         token = next_token(np.array(context), sample, VOCAB)
         context.append(token)
         pieces.append(PIECES[token] if token < len(PIECES) else b"")
-        hit = whole_text_search(pieces, params.stop, params.min_tokens)
-        if hit is not None:
+        found = whole_text_search(pieces, params.stop, params.min_tokens)
+        if found is not None:
+            _, hit = found
             return context[len(prompt) :], ("stop", hit.stop, hit.cut)
         if count > params.min_tokens and (token == EOS or token in params.stop_token_ids):
             return context[len(prompt) :], ("stop", None if token == EOS else token, None)

@@ -104,8 +104,11 @@ def text_before(tokenizer: Tokenizer, ids: list[int], cut: int) -> bytes:
     return shown
 
 
-def search(sets: StopSets, set_id: int, ids: list[int]) -> StopHit | None:
-    """Search token by token, as the manager does; check that flags and prefilter allow each hit."""
+def search(sets: StopSets, set_id: int, ids: list[int]) -> tuple[int, StopHit] | None:
+    """Search token by token, as the manager does, and return the first hit and the number of tokens then.
+
+    Check that flags and prefilter allow each hit.
+    """
     possible = sets.possible(
         np.full(len(ids), set_id, np.int32), rows_of([ids[:count] for count in range(1, 1 + len(ids))])
     )
@@ -114,7 +117,7 @@ def search(sets: StopSets, set_id: int, ids: list[int]) -> StopHit | None:
         assert hit is None or flag & MAYBE_STRING
         assert hit is None or flag & WITHIN or possible[count - 1]
         if hit is not None:
-            return hit
+            return count, hit
     return None
 
 
@@ -148,11 +151,12 @@ def test_stop_search_and_stream_agree_with_a_search_of_the_whole_text(
 ) -> None:
     tokenizer, ids, stops = case
     sets = StopSets(tokenizer.vocab_size + 1, [], tokenizer.pieces, tokenizer.special_ids)
-    hit = search(sets, sets.acquire(SamplingParams(stop=tuple(stops))), ids)
-    assert hit == whole_text_search(tokenizer.pieces_of(ids), stops, shown=tokenizer.pieces_of(ids, True))
+    found = search(sets, sets.acquire(SamplingParams(stop=tuple(stops))), ids)
+    assert found == whole_text_search(tokenizer.pieces_of(ids), stops, shown=tokenizer.pieces_of(ids, True))
 
-    ids = ids if hit is None else ids[: hit.token_count]
-    cut = None if hit is None else hit.cut
+    cut = None
+    if found is not None:
+        ids, cut = ids[: found[0]], found[1].cut
     end = sum(map(len, tokenizer.pieces_of(ids))) if cut is None else cut
     expected = text_before(tokenizer, ids, end).decode(errors="replace")
     detokeniser = Detokeniser(tokenizer, stops)
@@ -176,8 +180,8 @@ def test_detokenizer_withholds_only_a_possible_stop_string_prefix(
     case: tuple[Tokenizer, list[int], list[str]],
 ) -> None:
     tokenizer, ids, stops = case
-    hit = whole_text_search(tokenizer.pieces_of(ids), stops, shown=tokenizer.pieces_of(ids, True))
-    ids = ids if hit is None else ids[: hit.token_count - 1]
+    found = whole_text_search(tokenizer.pieces_of(ids), stops, shown=tokenizer.pieces_of(ids, True))
+    ids = ids if found is None else ids[: found[0] - 1]
     detokeniser = Detokeniser(tokenizer, stops)
     shown = ""
     for count in range(1, len(ids) + 1):
@@ -246,7 +250,7 @@ def test_stop_prefilter_checks_the_last_eight_bytes_of_long_stops(stop: str, bor
     at = max(len(stop) - border, 1)
     sets = StopSets(5, [], [stop[:at].encode(), stop[at:].encode() + b"!", b"-" + stop[1:at].encode(), b"", b"y"])
     ids = np.full(3, sets.acquire(SamplingParams(stop=(stop,))), np.int32)
-    assert sets.find(int(ids[0]), np.array([0, 3, 1], np.int32)) == StopHit(stop, 3, 0)
+    assert sets.find(int(ids[0]), np.array([0, 3, 1], np.int32)) == StopHit(stop, 0)
     if len(stop) - at > 7:
         assert all_flags(sets, int(ids[0]), [1]) == [MAYBE_STRING | WITHIN]
         return
@@ -261,7 +265,7 @@ def test_stop_prefilter_keeps_rows_behind_many_tokens_without_bytes() -> None:
     rows = rows_of([[0, *[1] * 30, 2], [*[1] * 30, 2], [1, 2]])
     assert sets.possible(ids, rows).tolist() == [True, True, False]
     assert [sets.find(int(ids[0]), rows.tokens[2 - row, : count + 1]) for row, count in enumerate(rows.last)] == [
-        StopHit("abcd", 32, 0),
+        StopHit("abcd", 0),
         None,
         None,
     ]
@@ -271,9 +275,9 @@ def test_first_ending_then_longest_of_several_stop_strings_is_reported() -> None
     sets = StopSets(3, [], [b"a", b"bcd", b"x"])
     tokens = np.array([2, 0, 1], np.int32)
     for stops, expected in [
-        (("bcd", "ab"), StopHit("ab", 3, 1)),
-        (("cd", "abcd", "d"), StopHit("abcd", 3, 1)),
-        (("d", "cd"), StopHit("cd", 3, 3)),
+        (("bcd", "ab"), StopHit("ab", 1)),
+        (("cd", "abcd", "d"), StopHit("abcd", 1)),
+        (("d", "cd"), StopHit("cd", 3)),
     ]:
         assert sets.find(sets.acquire(SamplingParams(stop=stops)), tokens) == expected
 
@@ -285,7 +289,7 @@ def test_stop_string_of_thousands_of_tokens_is_found(between: int) -> None:
     sets = StopSets(4, [], pieces)
     set_id = sets.acquire(SamplingParams(stop=(stop,)))
     body = ([0] + [1] * (between // 100)) * 2000
-    assert sets.find(set_id, np.array([3, *body, 2], np.int32)) == StopHit(stop, len(body) + 2, 1)
+    assert sets.find(set_id, np.array([3, *body, 2], np.int32)) == StopHit(stop, 1)
     assert sets.find(set_id, np.array([*body[1 + between // 100 :], 2], np.int32)) is None
 
 
@@ -295,7 +299,7 @@ def test_a_special_token_can_be_a_stop_string() -> None:
     sets = StopSets(tokenizer.vocab_size, [], tokenizer.pieces)
     set_id = sets.acquire(SamplingParams(stop=("<a>",)))
     assert flags(sets, set_id, [0, 1, special]) == [0, 0, MAYBE_STRING]
-    assert sets.find(set_id, np.array([0, special], np.int32)) == StopHit("<a>", 2, 2)
+    assert sets.find(set_id, np.array([0, special], np.int32)) == StopHit("<a>", 2)
 
 
 @pytest.mark.parametrize("hidden", [1, 2, 9])
@@ -305,12 +309,12 @@ def test_a_stop_string_is_found_across_special_tokens_that_are_not_shown(hidden:
     sets = StopSets(tokenizer.vocab_size, [], tokenizer.pieces, tokenizer.special_ids)
     set_id = sets.acquire(SamplingParams(stop=("ab",)))
     ids = [0, *[special] * hidden, 1]
-    assert search(sets, set_id, ids) == StopHit("ab", len(ids), 1)
+    assert search(sets, set_id, ids) == (len(ids), StopHit("ab", 1))
     detokeniser = Detokeniser(tokenizer, ["ab"])
     assert [detokeniser.push_one(token) for token in ids] == ["x"] + [""] * (hidden + 1)
     assert detokeniser.finish(1) == ""
     assert search(sets, set_id, [2, special, 0, special]) is None
-    assert search(sets, set_id, [2, special, 2, special, 3]) == StopHit("ab", 5, 4)
+    assert search(sets, set_id, [2, special, 2, special, 3]) == (5, StopHit("ab", 4))
 
 
 def test_eos_and_stop_token_ids_are_flagged_by_separate_bits() -> None:

@@ -140,15 +140,13 @@ CACHED_STRINGS = 256  # stop strings whose completing tokens are cached; the lea
 
 
 class StopHit(msgspec.Struct, frozen=True):
-    """Stop string that a sample has completed.
+    """Stop string that a sample's last token has completed.
 
-    token_count  tokens of the sample, the completing one included
-    cut          number of bytes, of all these tokens, before the end of the text: where the stop string begins, or
-                 where it ends, with `include_stop_str_in_output`
+    cut  number of bytes before the end of the text: where the stop string begins, or where it ends, with
+         `include_stop_str_in_output`
     """
 
     stop: str
-    token_count: int
     cut: int
 
 
@@ -250,7 +248,7 @@ class StopSets:
         if not found:
             return None
         behind, cut, stop = min(found)
-        return StopHit(stop.decode(), len(tokens), size + behind if key.included else cut)
+        return StopHit(stop.decode(), size + behind if key.included else cut)
 
     def _end(self, tokens: Int32, size: int, hidden: Collection[int] = ()) -> tuple[bytes, int]:
         """Return the bytes of the last tokens, at least `size`, and the number of these tokens; skip `hidden` ones."""
