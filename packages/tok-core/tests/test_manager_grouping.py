@@ -316,7 +316,7 @@ def test_deep_random_trees_are_grouped_within_five_percent_of_the_best(
     found = cascade.find_branch_points(made.tree, counts)
     monkeypatch.setattr(cascade, "MAX_EXACT_HEIGHT", 1000)
     every = cascade.find_branch_points(made.tree, counts)
-    assert len(found.level) - 2 <= 16 < len(every.level) - 2
+    assert len(found.height_start) - 2 <= 16 < len(every.height_start) - 2
     for cost in (CascadeCosts(1, 0, 0), COSTS):
         assert best_cascade(found, 1, cost).saved >= 0.95 * best_cascade(every, 1, cost).saved
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 from typing import NamedTuple
 
@@ -39,17 +39,18 @@ MAX_EXACT_HEIGHT = 16
 class BranchPoints(NamedTuple):
     """Nodes with at least two rows at or below them, and with more than any child has; the root comes first.
 
-    up      int64 [V], the nearest branch above; the root's is itself
-    depth   int64 [V], pages from the root
-    rows    int64 [V], number of rows at or below
-    level   int64 [H + 2], branches of height h are level[h] to level[h + 1] − 1; siblings are adjacent
-    of      int64 by tree node id, for nodes that rows hold: the nearest branch at or above
+    up            int64 [V], the nearest branch above; the root's is itself
+    depth         int64 [V], pages from the root
+    rows          int64 [V], number of rows at or below
+    height_start  int64 [H + 2], branches of height h are height_start[h] to height_start[h + 1] − 1; siblings are
+                  adjacent
+    of            int64 by tree node id, for nodes that rows hold: the nearest branch at or above
     """
 
     up: Int64
     depth: Int64
     rows: Int64
-    level: Int64
+    height_start: Int64
     of: Int64
 
 
@@ -79,8 +80,8 @@ def find_branch_points(tree: PrefixTree, counts: Int64) -> BranchPoints:
     number[kept] = np.arange(len(kept))
     of, index[ids] = np.zeros(len(counts), np.int64), number[near]
     of[held] = index[place]
-    level = np.append(0, np.cumsum(np.bincount(heights[kept])))
-    return BranchPoints(number[near[up[kept]]], tree.depth[ids[kept]], rows[kept], level, of)
+    height_start = np.append(0, np.cumsum(np.bincount(heights[kept])))
+    return BranchPoints(number[near[up[kept]]], tree.depth[ids[kept]], rows[kept], height_start, of)
 
 
 def _shared(tree: PrefixTree, node_ids: Int64) -> Int64:
@@ -109,8 +110,8 @@ def _sum_upwards(rows: Int64, up: Int64) -> None:
     order = np.argsort(-heights, kind="stable")
     ends = np.cumsum(np.bincount(heights)[::-1])
     for start, end in zip([0, *ends[:-2].tolist()], ends[:-1].tolist(), strict=False):
-        level = order[start:end]
-        np.add.at(rows, up[level], rows[level])
+        nodes = order[start:end]  # of one height
+        np.add.at(rows, up[nodes], rows[nodes])
 
 
 def _branching(up: Int64, rows: Int64) -> NDArray[np.bool_]:
@@ -187,18 +188,18 @@ class CascadePlan(NamedTuple):
 
 def best_cascade(branches: BranchPoints, levels: int, costs: CascadeCosts) -> CascadePlan:
     """Return the groups of at most `levels` levels that save the most; the cost of further levels is left out."""
-    height = len(branches.level) - 2
+    height = len(branches.height_start) - 2
     paths = _paths(branches)
     below = np.zeros((1, 1))
     decided: list[Int64] = []
     for k in range(height, 0, -1):
-        first, last = branches.level[k : k + 2].tolist()
+        first, last = branches.height_start[k : k + 2].tolist()
         if k == height:
             below = np.zeros((last - first, len(_chains(k + 1, levels))))
         saved, chosen = _decide(branches, paths[k], first, below, _options(k, levels), costs)
         decided.append(chosen)
-        below = np.zeros((first - int(branches.level[k - 1]), saved.shape[1]))
-        above = branches.up[first:last] - branches.level[k - 1]
+        below = np.zeros((first - int(branches.height_start[k - 1]), saved.shape[1]))
+        above = branches.up[first:last] - branches.height_start[k - 1]
         eldest = np.append(True, above[1:] != above[:-1]).nonzero()[0]
         below[above[eldest]] = np.add.reduceat(saved, eldest)
     return CascadePlan(float(below[0, 0]), _follow(branches, paths, decided[::-1], levels))
@@ -211,8 +212,8 @@ def read_cost(rows: Int64 | int, costs: CascadeCosts) -> Float64:
 
 def choices(branches: BranchPoints, levels: int) -> int:
     """Return how many numbers `best_cascade` compares, as a measure of its cost."""
-    chains = [sum(comb(k - 1, links) for links in range(levels + 1)) for k in range(1, len(branches.level) - 1)]
-    return levels * int(np.diff(branches.level)[1:] @ np.array(chains, np.int64))
+    chains = [sum(comb(k - 1, links) for links in range(levels + 1)) for k in range(1, len(branches.height_start) - 1)]
+    return levels * int(np.diff(branches.height_start)[1:] @ np.array(chains, np.int64))
 
 
 class _Options(NamedTuple):
@@ -257,8 +258,8 @@ def _options(k: int, levels: int) -> _Options:
 def _paths(branches: BranchPoints) -> list[Int64]:
     """Return for each height k the path from the root to each branch of it, int64 [V of that height, k + 1]."""
     paths = [np.zeros((1, 1), np.int64)]
-    for k, (first, last) in enumerate(zip(branches.level[1:-1].tolist(), branches.level[2:].tolist(), strict=True)):
-        above = paths[k][branches.up[first:last] - branches.level[k]]
+    for k, (first, last) in enumerate(pairwise(branches.height_start[1:].tolist())):
+        above = paths[k][branches.up[first:last] - branches.height_start[k]]
         paths.append(np.column_stack((above, np.arange(first, last))))
     return paths
 
@@ -284,8 +285,8 @@ def _follow(branches: BranchPoints, paths: list[Int64], decided: list[Int64], le
     found = np.zeros((len(branches.up), levels), np.int64)
     above = np.zeros(1, np.int64)  # indices of the chains of the branches one height lower
     for k, chosen in enumerate(decided, 1):
-        first, last = branches.level[k : k + 2].tolist()
-        chain, options = above[branches.up[first:last] - branches.level[k - 1]], _options(k, levels)
+        first, last = branches.height_start[k : k + 2].tolist()
+        chain, options = above[branches.up[first:last] - branches.height_start[k - 1]], _options(k, levels)
         choice = chosen[np.arange(last - first), chain]
         above = np.where(choice < 0, options.same[chain], options.to[chain, choice])
         found[first:last] = paths[k][np.arange(last - first)[:, None], _links(k + 1, levels)[above]]

@@ -169,7 +169,7 @@ def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
     pages = branches.depth - branches.depth[branches.up]
     all_shared = float(((branches.rows * read_cost(1, costs) - read_cost(branches.rows, costs)) * pages).sum())
     best = best_cascade(branches, 1, costs)
-    for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.level) - 2)):
+    for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.height_start) - 2)):
         if all_shared - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
             break
         more = best_cascade(branches, levels, costs)
