@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tok_core.config import EngineConfig
 from tok_core.grammar import LocalWorkers, loader
@@ -90,7 +90,7 @@ class Manager:
         self.requests = self.intake.requests
         self.reporter = Reporter(self.scheduler, self.output_processor, self.intake, config.step_timeout, clock)
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Run until the process ends or a port raises."""
         while True:
             HEARTBEAT.turned()

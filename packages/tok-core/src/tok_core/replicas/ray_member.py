@@ -8,6 +8,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import msgspec
 import psutil
@@ -67,11 +68,10 @@ class _Member(ABC):
             if not isinstance(error, TokError):
                 log.exception("%s failed", launch.role)
             return to_wire(error)
-        raise AssertionError("what serves never returns")
 
     @abstractmethod
-    def serve(self, launch: ProcessLaunch) -> None:
-        """Run the actor's main loop; never returns."""
+    def serve(self, launch: ProcessLaunch) -> NoReturn:
+        """Run the actor's main loop."""
 
     def _at_home(self, config: EngineConfig) -> EngineConfig:
         """Return the configuration with the model's directory on this host."""
@@ -98,7 +98,7 @@ class RayWorker(_Member):
         meeting = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
         return ActorLocation(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
 
-    def serve(self, launch: ProcessLaunch) -> None:
+    def serve(self, launch: ProcessLaunch) -> NoReturn:
         from tok_core.replicas.processes.worker_process import run_worker
 
         if self._listener is not None:
@@ -123,7 +123,7 @@ class RayManager(_Member):
         """Return the location of this manager, for the other actors."""
         return ActorLocation(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
 
-    def serve(self, launch: ProcessLaunch) -> None:
+    def serve(self, launch: ProcessLaunch) -> NoReturn:
         from tok_core.replicas.processes.manager_process import run_manager
 
         run_manager(self.context, launch, self._requests, self._outputs)

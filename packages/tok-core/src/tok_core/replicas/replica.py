@@ -147,7 +147,7 @@ class ProcessReplica:
     program   Python code that the children run
     """
 
-    program = "from tok_core.replicas import run_child; sys.exit(run_child())"
+    program = "from tok_core.replicas import run_child; run_child()"
 
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config

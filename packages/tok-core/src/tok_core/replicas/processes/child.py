@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, NoReturn
 
 import zmq
 
@@ -30,8 +30,8 @@ BEATS = 20  # minimum number of heartbeats within a step timeout
 FAULTY = 71  # exit status of a process that ended with an exception other than TokError
 ORPHANED = 70  # exit status of a child whose parent has ended
 
-Work = Callable[["zmq.Context[zmq.Socket[bytes]]", ProcessLaunch, Receiver[StepInput]], None]
-"""Main loop of a worker, which receives steps; never returns."""
+Work = Callable[["zmq.Context[zmq.Socket[bytes]]", ProcessLaunch, Receiver[StepInput]], NoReturn]
+"""Main loop of a worker, which receives steps."""
 
 
 def write_launch(stream: IO[bytes], launch: ProcessLaunch) -> None:
@@ -48,7 +48,7 @@ def read_launch(stream: IO[bytes]) -> ProcessLaunch:
     return launch
 
 
-def run_child(work: Work | None = None) -> int:
+def run_child(work: Work | None = None) -> NoReturn:
     """Run until the lifeline closes, or report the failure and exit.
 
     work  main loop of a worker; None: `run_worker`
@@ -64,8 +64,8 @@ def run_child(work: Work | None = None) -> int:
         _run(zmq.Context(), launch, work)
     except BaseException as error:
         report_failure(launch, error)
+        # Skips destructors, since other threads still use sockets and the device.
         os._exit(1 if isinstance(error, TokError) else FAULTY)
-    os._exit(1)  # skips destructors, since other threads still use sockets and the device
 
 
 def start_beating(launch: ProcessLaunch) -> None:
@@ -81,7 +81,7 @@ def _send_beats(launch: ProcessLaunch) -> None:
         time.sleep(pause)
 
 
-def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: Work | None) -> None:
+def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: Work | None) -> NoReturn:
     """Import and run the worker or the manager.
 
     Imports are local, so that the manager process never loads torch, and the lifeline is watched during slow imports.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import NoReturn
 
 import zmq
 
@@ -89,8 +90,8 @@ def run_manager(
     launch: ProcessLaunch,
     requests: Receiver[list[ToManager]],
     outputs: Receiver[FromWorker],
-) -> None:
-    """Run the manager; never returns."""
+) -> NoReturn:
+    """Run the manager."""
     ports = SocketPorts(context, launch, requests, outputs)
     tokenizer = load_tokenizer(launch.config.model)
     info = ports.await_worker()

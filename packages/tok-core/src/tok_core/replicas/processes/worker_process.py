@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import zmq
@@ -22,8 +23,8 @@ def run_worker(
     launch: ProcessLaunch,
     coordinates: RankCoordinates,
     steps: Receiver[StepInput],
-) -> None:
-    """Run a worker; never returns."""
+) -> NoReturn:
+    """Run a worker."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.workers_on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous

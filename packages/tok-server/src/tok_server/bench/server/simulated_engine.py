@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import psutil
@@ -57,18 +57,18 @@ class SimulatedEngine(AsyncEngine):
 class _SimulatedReplica(ProcessReplica):
     def __init__(self, step_seconds: float, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         super().__init__(config, index, report, death)
-        self.program = f"from tok_server.bench.server.simulated_engine import main; sys.exit(main({step_seconds!r}))"
+        self.program = f"from tok_server.bench.server.simulated_engine import main; main({step_seconds!r})"
 
 
-def main(step_seconds: float) -> int:
+def main(step_seconds: float) -> NoReturn:
     """Run a child process of the engine, like `tok_core.replicas.run_child`."""
-    return run_child(partial(_run_worker, step_seconds))
+    run_child(partial(_run_worker, step_seconds))
 
 
 def _run_worker(
     step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, steps: Receiver[StepInput]
-) -> None:
-    """Run the steps of the simulated worker; never return."""
+) -> NoReturn:
+    """Run the steps of the simulated worker."""
     tokenizer, running = Tokenizer.load(launch.config.model), launch.config.max_running
     assert running is not None
     info = EngineInfo(
