@@ -97,14 +97,14 @@ class RetainedPrompts:
         kept = [retained for retained in self._retained.values() if retained.request.params.priority <= priority]
         return np.array([retained.node for retained in kept], np.int64), sum(len(retained.tail) for retained in kept)
 
-    def drop_youngest(self, below: int | None = None) -> bool:
-        """Evict the prompt of the youngest request of the lowest class; return whether there was one.
+    def drop_lowest_ranked(self, below: int | None = None) -> bool:
+        """Evict the prompt of lowest rank: of the lowest class, the youngest request's. Return whether there was one.
 
         below  evict only prompts of classes lower than this one
         """
         requests = (retained.request for retained in self._retained.values())
-        last = max(requests, key=lambda one: (one.params.priority, one.serial), default=None)
-        if last is None or (below is not None and last.params.priority <= below):
+        lowest = max(requests, key=lambda one: (one.params.priority, one.serial), default=None)
+        if lowest is None or (below is not None and lowest.params.priority <= below):
             return False
-        self.drop(last.rid)
+        self.drop(lowest.rid)
         return True

@@ -68,7 +68,7 @@ class ChunkedPrefill:
         """Make `count` pages free for `slot`, preempting sequences of lower rank if needed; return whether they are."""
         table = self._table
         while not self._reclaimer.make_room(count):
-            if self._retained_prompts.drop_youngest():
+            if self._retained_prompts.drop_lowest_ranked():
                 continue
             running = table.active()
             priority, order = table.priority[running], table.order[running]

@@ -93,7 +93,7 @@ class Reclaimer:
 
         spared  slots that are not preempted
         """
-        while not (free := self.make_room(count)) and self._retained_prompts.drop_youngest(priority):
+        while not (free := self.make_room(count)) and self._retained_prompts.drop_lowest_ranked(priority):
             pass
         for slot in () if free else self.rank_below(priority, spared):
             self.preempt_for_slots([slot])

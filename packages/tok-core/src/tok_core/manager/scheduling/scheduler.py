@@ -108,7 +108,7 @@ class Scheduler:
                 return step
         # No sequence runs that could finish and free pages, so retained prompts block the waiting samples: evict one.
         idle = ((self.table.state == State.FREE) | (self.table.state == State.PREFILL)).all()
-        return self.next_step(depth=depth) if idle and self.retained_prompts.drop_youngest() else None
+        return self.next_step(depth=depth) if idle and self.retained_prompts.drop_lowest_ranked() else None
 
     def _next_turn(self, *, first: bool) -> StepInput | None:
         """Return the step of the microbatch whose turn it is, or None if nothing can be computed in it.
@@ -204,7 +204,7 @@ class Scheduler:
             if self.reclaimer.make_room(count):
                 self.paging.grow(slots[full], self.paging.allocator.allocate(count))
                 return slots
-            if self.retained_prompts.drop_youngest():
+            if self.retained_prompts.drop_lowest_ranked():
                 continue
             running = table.active()
             if len(running) == 1:  # the other pages belong to sequences in DRAIN, whose last tokens are in flight
