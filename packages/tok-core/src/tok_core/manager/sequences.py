@@ -84,7 +84,7 @@ class SequenceTable:
     matchers           matcher states by slot, of guided sequences that have sampled
     order              age: smaller came first
     account            number (`Account.id`) of its caller's account in its class
-    overdue            whether it was started because it had waited too long
+    started_overdue    whether it was started because it had waited too long
     priority           class: the smallest number is the highest class, served first and preempted last
     preempted          whether the sample was preempted for lack of pages before
     salt               salt of its request, by slot; kept until the slot has another owner
@@ -106,7 +106,7 @@ class SequenceTable:
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
         self.account = np.zeros(slots, np.int64)
-        self.overdue = np.zeros(slots, np.bool_)
+        self.started_overdue = np.zeros(slots, np.bool_)
         self.preempted = np.zeros(slots, np.bool_)
         self.rid = np.zeros(slots, np.int64)
         self.sample = np.zeros(slots, np.int32)
@@ -226,7 +226,7 @@ class SequenceTable:
             self.requests_running -= not request.slots
             self.requests[slot] = None
         self.state[slots] = State.ENDED
-        self.overdue[slots] = False
+        self.started_overdue[slots] = False
         self.epoch[slots] += 1
         self.ended += len(slots)
 

@@ -46,8 +46,8 @@ class LeastWorkLost:
         _, owner, held = np.unique(table.account[slots], return_inverse=True, return_counts=True)
         if len(held) > 1:
             slots = slots[held[owner] >= held.mean()]
-        if not table.overdue[slots].all():
-            slots = slots[~table.overdue[slots]]
+        if not table.started_overdue[slots].all():
+            slots = slots[~table.started_overdue[slots]]
         order, before = table.order[slots], table.preempted[slots]
         slots = slots[~before | (order > order[~before].max(initial=-1))]
         return int(self.rank(slots)[0][0])

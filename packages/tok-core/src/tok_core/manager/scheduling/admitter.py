@@ -51,7 +51,7 @@ class Admitter:
         `computed`: tokens computed before this step.
         """
         overdue = self._fair_shares.overdue
-        displaceable_rows = int(np.count_nonzero(~self._table.overdue[decode])) if overdue else 0
+        displaceable_rows = int(np.count_nonzero(~self._table.started_overdue[decode])) if overdue else 0
         if budget + displaceable_rows <= 0 or not self._waiting:
             return budget
         self._admission.observe(computed, self._starter.recomputed_tokens)
@@ -64,7 +64,7 @@ class Admitter:
         """Start only samples that have waited too long; return the budget left."""
         classes = self._waiting.classes()[:1]
         allowed = min(self._fair_shares.overdue, self._starter.unreserved_slots)
-        displaceable_rows = int(np.count_nonzero(~self._table.overdue[decode]))
+        displaceable_rows = int(np.count_nonzero(~self._table.started_overdue[decode]))
         if allowed <= 0:
             return budget
         return self._start(builder, list(self._fair_shares.turns(allowed, classes)), allowed, budget, displaceable_rows)
@@ -126,7 +126,7 @@ class Admitter:
                 self._faults.add(pending.request.rid, error)
                 return min(budget, 0)  # unknown: the failed start may have used some of it
             if overdue:
-                self._table.overdue[slots] = True
+                self._table.started_overdue[slots] = True
                 overdue = self._fair_shares.overdue = max(0, overdue - started)
             allowed, budget = allowed - started, budget - tokens
             if not started or (len(slots) and not tokens):

@@ -24,7 +24,7 @@ class ChunkedPrefill:
     def slots(self) -> Int64:
         """Return the prefilling slots: higher classes first; within a class, overdue ones first, then by arrival."""
         table, slots = self._table, self._table.in_state(State.PREFILL)
-        in_order: Int64 = slots[np.lexsort((table.order[slots], ~table.overdue[slots], table.priority[slots]))]
+        in_order: Int64 = slots[np.lexsort((table.order[slots], ~table.started_overdue[slots], table.priority[slots]))]
         return in_order
 
     def displaceable_rows(self, slot: int, decode: Int64, budget: int) -> int:
@@ -33,8 +33,8 @@ class ChunkedPrefill:
         if budget >= table.target[slot] - table.length[slot]:
             return 0
         displaceable = table.priority[decode] > table.priority[slot]
-        if table.overdue[slot]:
-            displaceable |= (table.priority[decode] == table.priority[slot]) & ~table.overdue[decode]
+        if table.started_overdue[slot]:
+            displaceable |= (table.priority[decode] == table.priority[slot]) & ~table.started_overdue[decode]
         return int(np.count_nonzero(displaceable & (table.state[decode] == State.DECODE)))
 
     def schedule(self, builder: BatchBuilder, slot: int, budget: int, *, preempting: bool) -> int:
@@ -73,8 +73,8 @@ class ChunkedPrefill:
             running = table.active()
             priority, order = table.priority[running], table.order[running]
             same, younger = priority == table.priority[slot], order > table.order[slot]
-            spared = table.overdue[running]
-            same &= (~spared | younger) if table.overdue[slot] else (~spared & younger)
+            spared = table.started_overdue[running]
+            same &= (~spared | younger) if table.started_overdue[slot] else (~spared & younger)
             later = running[same | (priority > table.priority[slot])]
             later = later[~np.isin(later, builder.busy)]
             if not len(later):

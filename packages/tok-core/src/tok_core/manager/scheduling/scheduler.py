@@ -214,7 +214,7 @@ class Scheduler:
     def _without(self, decode: Int64, count: int) -> Int64:
         """Return `decode` without the `count` rows of lowest rank: by class, then overdue slots first, then by age."""
         table = self.table
-        ranked = np.lexsort((table.order[decode], ~table.overdue[decode], table.priority[decode]))
+        ranked = np.lexsort((table.order[decode], ~table.started_overdue[decode], table.priority[decode]))
         rows: Int64 = np.sort(decode[ranked[: max(0, len(decode) - count)]])
         return rows
 
