@@ -71,6 +71,7 @@ def make_model(
     vocab_size: int = 512,
     layers: int = 2,
     head_dim: int | None = None,
+    hidden_size: int = 64,
     max_positions: int = 1024,
     dtype: torch.dtype = torch.float32,
     shards: int = 1,
@@ -80,7 +81,7 @@ def make_model(
 ) -> Path:
     """Write a random model of one of `CONFIGS`, with tokenizer and chat template; return `directory`.
 
-    The hidden size is 64, with 4 query and 2 key/value heads of size 16 (qwen3: 32). Equal seeds give equal weights.
+    There are 4 query and 2 key/value heads, of size 16 (qwen3: 32). Equal seeds give equal weights.
     `biases` adds a bias to every projection that can have one (qwen2 always has biases on q, k and v).
     `rope` replaces the kind's own RoPE settings. `<|end_of_text|>` and `<|eot_id|>` both end a text.
     """
@@ -88,7 +89,7 @@ def make_model(
     begin, *ends = range(first_special, first_special + len(SPECIAL_TOKENS))
     config = CONFIGS[kind](
         vocab_size=vocab_size,
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=128,
         num_hidden_layers=layers,
         num_attention_heads=4,

@@ -16,11 +16,13 @@ from tok_server.flags import (
     CHAT_EXAMPLES,
     KERNELS_EXAMPLES,
     MODELS_EXAMPLES,
+    QUANTIZE_EXAMPLES,
     SERVE_EXAMPLES,
     TOK_EXAMPLES,
     add_batch,
     add_chat,
     add_kernels,
+    add_quantize,
     add_serve,
 )
 
@@ -85,6 +87,8 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     text = "list the supported architectures, or describe a model directory"
     models = add("models", "commands.models", text, epilog=MODELS_EXAMPLES)
     models.add_argument("model", nargs="?", metavar="MODEL", help="model directory to describe")
+    text = "Write a model with its linear layers rounded to fewer bits, as a checkpoint of compressed-tensors."
+    add_quantize(add("quantize", "commands.quantize", "round a model's weights to fewer bits", text, QUANTIZE_EXAMPLES))
     text = "show the attention kernels chosen for a model on this machine, and their times"
     add_kernels(add("kernels", "commands.kernels", text, epilog=KERNELS_EXAMPLES))
     measure = add(PASS_AT_K, "passatk.command", "sample many answers per problem and estimate pass@k")

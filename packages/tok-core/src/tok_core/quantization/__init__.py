@@ -5,7 +5,9 @@ from __future__ import annotations
 from tok_core.quantization.checkpoint_format import read_quantization
 from tok_core.quantization.dense import DenseMethod
 from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
+from tok_core.quantization.packed_layouts import PackQuantizedMethod
 from tok_core.quantization.quantization_config import QuantizationConfig
+from tok_core.quantization.scaled_method import ScaledMethod
 from tok_core.quantization.weight_target import StoredTensor, WeightTarget
 
 __all__ = [
@@ -14,7 +16,9 @@ __all__ = [
     "LinearLayer",
     "LinearMethod",
     "MakeParameter",
+    "PackQuantizedMethod",
     "QuantizationConfig",
+    "ScaledMethod",
     "StoredTensor",
     "WeightTarget",
     "read_quantization",

@@ -6,10 +6,12 @@ from tok_server.flags.command_flags import (
     BATCH_EXAMPLES,
     BENCH_EXAMPLES,
     KERNELS_EXAMPLES,
+    QUANTIZE_EXAMPLES,
     SIZES,
     add_batch,
     add_bench_kernels,
     add_kernels,
+    add_quantize,
 )
 from tok_server.flags.engine_flags import (
     CHAT_EXAMPLES,
@@ -39,6 +41,7 @@ __all__ = [
     "ENGINE_FLAGS",
     "KERNELS_EXAMPLES",
     "MODELS_EXAMPLES",
+    "QUANTIZE_EXAMPLES",
     "SERVE_EXAMPLES",
     "SIZES",
     "TOK_EXAMPLES",
@@ -47,6 +50,7 @@ __all__ = [
     "add_chat",
     "add_engine_flags",
     "add_kernels",
+    "add_quantize",
     "add_serve",
     "engine_config",
     "formats_of",

@@ -28,7 +28,12 @@ BENCH_EXAMPLES = """examples:
   tok bench kernels --model ./my-model --json
   tok bench kernels --model ./my-model --tp 4
 """
+QUANTIZE_EXAMPLES = """examples:
+  tok quantize ./my-model ./my-model-fp8
+  tok quantize Qwen/Qwen3-8B ./qwen3-8b-int4 --scheme int4-g128
+"""
 SIZES = ("heads", "kv_heads", "head_dim", "layers")
+ROUNDING_SCHEMES = ("fp8-dynamic", "fp8-block", "int4-g128")
 KERNEL_ENGINE_FLAGS = ("device", "dtype", "backend", "kv_cache_dtype", "page_size", "data_dir", "tp")
 """Engine flags that influence which kernels are chosen."""
 
@@ -47,6 +52,20 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )
     add_formats(parser.add_argument_group("tool calls and reasoning"))
     add_engine_flags(parser.add_argument_group("engine, as in tok serve"))
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tok quantize`."""
+    parser.add_argument("model", metavar="MODEL", help="a directory or a Hugging Face hub id")
+    parser.add_argument("out", metavar="OUT", help="directory to write, which must not exist yet")
+    parser.add_argument(
+        "--scheme",
+        choices=ROUNDING_SCHEMES,
+        default=ROUNDING_SCHEMES[0],
+        help="fp8-dynamic: float8, a scale for each row; fp8-block: a scale for each block of 128 × 128; int4-g128: a "
+        "scale for each 128 columns (default: %(default)s)",
+    )
+    add_engine_flags(parser, ("data_dir",))
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,158 @@
+"""Write a dense checkpoint with its linear layers rounded to fewer bits, in the format of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tok_core.config import RankCoordinates
+from tok_core.errors import InvalidField, ModelError
+from tok_core.model_config import read_config
+from tok_core.models.layers import Linear, Placement
+from tok_core.models.weights.loading import INDEX, checkpoint_files
+from tok_core.parallel import ShardPlan, Slice
+from tok_core.quantization import LinearMethod, PackQuantizedMethod, QuantizationConfig, ScaledMethod, read_quantization
+from tok_kernels import choose
+
+LINEAR = re.compile(r"layers\.\d+\..*_proj\.weight$")  # the linear layers of all supported families but the LM head
+CPU, FLOAT8, GROUP, BLOCK = torch.device("cpu"), torch.float8_e4m3fn, 128, (128, 128)
+TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingScheme:
+    """A weight format, and how compressed-tensors names it: the format, and the arguments of weights and inputs.
+
+    multiples  numbers that a matrix's rows and columns must be multiples of
+    """
+
+    multiples: tuple[int, int]
+    method: LinearMethod
+    form: str
+    weights: Mapping[str, object]
+    inputs: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedTensor:
+    """A tensor that has been written.
+
+    error  length of the difference, relative to the length of the tensor; None: the tensor is written as it was
+    """
+
+    name: str
+    error: float | None
+
+
+SCHEMES: Mapping[str, RoundingScheme] = MappingProxyType(
+    {
+        "fp8-dynamic": RoundingScheme(
+            (1, 1), ScaledMethod(FLOAT8), "float-quantized", {**WEIGHTS, "strategy": "channel"}, TOKENS
+        ),
+        "fp8-block": RoundingScheme(
+            BLOCK,
+            ScaledMethod(FLOAT8, block=BLOCK),
+            "float-quantized",
+            {**WEIGHTS, "strategy": "block", "block_structure": list(BLOCK)},
+            {**TOKENS, "strategy": "group", "group_size": BLOCK[1]},
+        ),
+        "int4-g128": RoundingScheme(
+            (1, GROUP),
+            PackQuantizedMethod(bits=4, group=GROUP),
+            "pack-quantized",
+            {**WEIGHTS, "num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+            None,
+        ),
+    }
+)
+
+
+def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTensor]:
+    """Write the model in directory `source` to the new directory `out`, each linear layer rounded to the nearest.
+
+    Embedding, LM head and norms stay as they are. Yields each tensor once it is rounded; a file is written when all its
+    tensors are, and config.json last. One file of tensors is in memory at a time.
+    Errors: InvalidField for an unknown scheme or an `out` that exists; ModelError for a model that cannot be read or
+    is quantised already, and for columns that the scheme cannot divide.
+    """
+    if scheme not in SCHEMES:
+        raise InvalidField("scheme", scheme, ", ".join(SCHEMES))
+    if out.exists():
+        raise InvalidField("out", str(out), "a directory that does not exist yet")
+    if read_quantization(source) != QuantizationConfig():
+        raise ModelError(f"{source}: is quantised already; allowed: a model of float32, float16 or bfloat16")
+    chosen, files = SCHEMES[scheme], checkpoint_files(source)
+    plan = ShardPlan.of(read_config(source), RankCoordinates())
+    placement = Placement(choose(CPU), CPU, torch.float32, plan, quantization=QuantizationConfig(chosen.method))
+    _check_sizes(files, chosen)
+    out.mkdir(parents=True)
+    where: dict[str, str] = {}
+    for file in files:
+        tensors: dict[str, Tensor] = {}
+        with safe_open(file, framework="pt", device="cpu") as stored:
+            for name in stored.keys():  # noqa: SIM118 – no mapping
+                dense = stored.get_tensor(name)
+                rounded, error = {name: dense}, None
+                if LINEAR.search(name):
+                    rows, columns = (Slice.whole(size) for size in dense.shape)
+                    rounded, error = _round(name, dense, Linear(columns, {"": rows}, placement))
+                tensors |= rounded
+                yield RoundedTensor(name, error)
+        save_file(tensors, out / file.name, {"format": "pt"})
+        where |= dict.fromkeys(tensors, file.name)
+    if len(files) > 1:
+        total = sum((out / file.name).stat().st_size for file in files)
+        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    for path in source.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
+            shutil.copy(path, out)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    _write_json(out / "config.json", config | {"quantization_config": _config(chosen)})
+
+
+def _check_sizes(files: list[Path], scheme: RoundingScheme) -> None:
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as stored:
+            for name in filter(LINEAR.search, stored.keys()):
+                shape = stored.get_slice(name).get_shape()
+                if any(size % multiple for size, multiple in zip(shape, scheme.multiples, strict=True)):
+                    raise ModelError(f"{name}: is {shape}; allowed: multiples of {list(scheme.multiples)}")
+
+
+def _round(name: str, dense: Tensor, linear: Linear) -> tuple[dict[str, Tensor], float]:
+    """Return a matrix's tensors in the format of `linear`, by their names, and their relative error once loaded."""
+    start = name.removesuffix("weight")
+    tensors = {end: tensor.contiguous() for end, tensor in linear.method.quantize(dense).items()}
+    for end, target in linear.targets():
+        target.fill(target.part_of(tensors[end.removeprefix(".")]))
+    exact = dense.float()
+    error = torch.linalg.vector_norm(linear.method.dense_weight(linear) - exact) / torch.linalg.vector_norm(exact)
+    if isinstance(linear.method, PackQuantizedMethod):
+        tensors["weight_shape"] = torch.tensor(dense.shape)
+    return {f"{start}{end}": tensor for end, tensor in tensors.items()}, error.item()
+
+
+def _config(scheme: RoundingScheme) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": scheme.weights, "input_activations": scheme.inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": scheme.form,
+        "config_groups": {"group_0": {**group, "output_activations": None, "format": scheme.form}},
+        "ignore": ["lm_head"],
+    }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,86 @@
+"""`round_checkpoint` writes checkpoints that the engine loads and whose weights are the nearest of their format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from support.parallel_models import model_of
+from support.tiny_models import make_model
+from tok_core import InvalidField, ModelError
+from tok_core.models import Linear
+from tok_core.models.weights import SCHEMES, round_checkpoint
+from tok_core.quantization import read_quantization
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+E4M3 = E4M3[~E4M3.isnan()]
+LARGEST_ERRORS = {"fp8-dynamic": 0.03, "fp8-block": 0.03, "int4-g128": 0.13}  # relative, of normal weights
+
+
+def wide_model(directory: Path, **options: Any) -> Path:
+    """Write a model whose matrices have multiples of 128 rows and columns."""
+    return make_model("llama-untied", directory, hidden_size=128, head_dim=64, **options)
+
+
+def dense_weights(path: Path) -> dict[str, Tensor]:
+    model = model_of(path, quantization=read_quantization(path))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {name: linear.method.dense_weight(linear) for name, linear in linears.items()}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rounded_checkpoint_loads_with_the_errors_reported(scheme: str, shards: int, tmp_path: Path) -> None:
+    path, out = wide_model(tmp_path / "dense", shards=shards), tmp_path / "rounded"
+    reported = {tensor.name: tensor.error for tensor in round_checkpoint(path, out, scheme)}
+    stored = {name: weight for file in path.glob("*.safetensors") for name, weight in load_file(file).items()}
+    rounded = {name: weight for file in out.glob("*.safetensors") for name, weight in load_file(file).items()}
+    assert set(reported) == set(stored)
+    exact, found = dense_weights(path), dense_weights(out)
+    squares = dict.fromkeys(exact, 0.0)
+    for name, error in reported.items():
+        if error is None:
+            assert torch.equal(rounded[name], stored[name])
+        else:
+            assert 0 < error < LARGEST_ERRORS[scheme]
+            layer, kind = name.removesuffix(".weight").rsplit(".", 1)
+            stacked = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+            stacked |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+            squares[f"{layer}.{stacked.get(kind, kind)}"] += (error * stored[name].norm().item()) ** 2
+    for name, expected in squares.items():
+        assert (found[name] - exact[name]).norm().item() ** 2 == pytest.approx(expected, rel=1e-4)
+    assert {file.name for file in out.iterdir()} == {file.name for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rounded_weights_are_the_nearest_that_their_scales_allow(scheme: str, tmp_path: Path) -> None:
+    path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
+    assert list(round_checkpoint(path, out, scheme))
+    name = "model.layers.1.mlp.down_proj.weight"
+    exact, scale = load_file(path / "model.safetensors")[name], load_file(out / "model.safetensors")[f"{name}_scale"]
+    grid = torch.arange(-8.0, 8.0) if scheme == "int4-g128" else E4M3
+    unit = scale if scale.shape[0] == len(exact) else scale.repeat_interleave(128, 0)
+    assert scale.shape == ((1, 1) if scheme == "fp8-block" else (128, 1))
+    expected = grid[(exact[..., None] / unit[..., None] - grid).abs().argmin(-1)] * unit
+    found = dense_weights(out)["model.layers.1.mlp.down_proj"]
+    assert ((found - exact).abs() <= (expected - exact).abs() * 1.00001 + 1e-9).all()
+
+
+def test_model_that_cannot_be_rounded_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path, out = wide_model(tmp_path / "dense"), tmp_path / "out"
+    with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128"):
+        next(round_checkpoint(path, out, "int3"))
+    with pytest.raises(InvalidField, match=r"out is '.*'; allowed: a directory that does not exist yet"):
+        next(round_checkpoint(path, path, "fp8-dynamic"))
+    assert list(round_checkpoint(path, tmp_path / "fp8", "fp8-dynamic"))
+    with pytest.raises(ModelError, match="is quantised already"):
+        next(round_checkpoint(tmp_path / "fp8", out, "fp8-dynamic"))
+    small = make_model("llama", tmp_path / "small")
+    with pytest.raises(ModelError, match=r"_proj.weight: is \[\d+, 64\]; allowed: multiples of \[1, 128\]"):
+        list(round_checkpoint(small, out, "int4-g128"))
+    assert not out.exists()

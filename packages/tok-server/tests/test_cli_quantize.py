@@ -1,0 +1,46 @@
+"""`tok quantize` writes a model that `tok models` describes, and reports the errors of its layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tok_server.cli import main
+from tok_server.demo import MODEL_DIR
+
+
+def test_quantize_writes_a_model_and_reports_the_error_of_each_matrix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "fp8"
+    assert main(["quantize", str(MODEL_DIR), str(out)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "_proj" in line]
+    assert {row[1] for row in rows} == {
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    }
+    assert all(0.01 < float(row[3]) <= float(row[5]) < 0.05 for row in rows)
+    assert main(["models", str(out)]) == 0
+    assert "linear layers  float8 with a scale for each row; dense: lm_head" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--scheme", "int4-g128"], 1, "allowed: multiples of [1, 128]"),  # the demo model's width is 192
+        (["--scheme", "int3"], 2, "--scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128"),
+    ],
+)
+def test_quantize_refuses_what_it_cannot_round_in_one_line(
+    arguments: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ended = main(["quantize", str(MODEL_DIR), str(tmp_path / "out"), *arguments])
+    except SystemExit as error:
+        ended = error.code  # type: ignore[assignment]
+    error_text = capsys.readouterr().err
+    assert ended == code
+    assert message in error_text
+    assert error_text.count("\n") == 1
+    assert not (tmp_path / "out").exists()
