@@ -68,13 +68,16 @@ def test_tool_choice_required_allows_only_tool_calls(kind: CallFormat) -> None:
 
 def test_named_tool_choice_allows_only_calls_of_that_tool() -> None:
     markup = Markup(calls="hermes")
-    for choice in (
-        {"type": "function", "function": {"name": "time"}},
-        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function("time")]}},
-        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"name": "time"}]}},
-    ):
+    one = call("time", "{}")
+    choices: list[tuple[dict[str, Any], bool]] = [
+        ({"type": "function", "function": {"name": "time"}}, False),  # a named function is called exactly once
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function("time")]}}, True),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"name": "time"}]}}, True),
+    ]
+    for choice, several in choices:
         found = offered(tool_choice=choice)
-        assert matches(found, markup, call("time", "{}"))
+        assert matches(found, markup, one)
+        assert matches(found, markup, f"{one}\n{one}") is several
         assert not matches(found, markup, call("weather", PARIS))
 
 

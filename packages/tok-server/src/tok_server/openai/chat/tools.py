@@ -55,7 +55,7 @@ class AllowedToolCalls:
     template_tools  the tools as chat templates take them; empty: none are offered
     allowed         tools that may be called, by name
     required        an answer must hold at least one call
-    parallel        an answer may hold more than one call
+    parallel        an answer may hold more than one call; never if tool_choice names a function, as in OpenAI's API
     """
 
     template_tools: Sequence[Mapping[str, object]] = ()
@@ -77,7 +77,7 @@ def allowed_tool_calls(request: ChatCompletionRequest) -> AllowedToolCalls:
         template_tools=[msgspec.to_builtins(tool) for tool in value_or_none(request.tools) or ()],
         allowed=allowed,
         required=required,
-        parallel=value_or_none(request.parallel_tool_calls) is not False,
+        parallel=value_or_none(request.parallel_tool_calls) is not False and not isinstance(choice, NamedFunction),
     )
 
 
