@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from support.lockfile import NOWHERE, Pin, addresses, addressless, constraints, pins
@@ -86,3 +88,10 @@ def test_the_committed_lock_pins_the_versions_of_the_working_copy(committed: str
 def test_the_committed_lock_pins_the_benchmarked_versions(committed: str) -> None:
     measured = {Pin("torch", "2.11.0"), Pin("triton", "3.6.0"), Pin("transformers", "5.17.0")}
     assert measured <= pins(committed)
+
+
+def test_documented_clients_have_the_locked_versions(committed: str) -> None:
+    text = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    rows = re.findall(r"^\| ([\w-]+) \| ([0-9.]+) \|", text, re.MULTILINE)
+    assert len(rows) > 5
+    assert {Pin(name.lower(), version) for name, version in rows} <= pins(committed)

@@ -1,4 +1,7 @@
-"""Run `tok serve` of the demo model for unmodified clients, with batches and a chat template that takes tools."""
+"""Run `tok serve` of the demo model for unmodified clients, with batches and a chat template that takes tools.
+
+`python -m support.conformance DIR` serves it until a line is entered, for clients with an environment of their own.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +75,8 @@ def served(directory: Path) -> Iterator[str]:
         finally:
             popen.terminate()
             assert popen.wait(PATIENCE) == 0
+
+
+if __name__ == "__main__":
+    with served(Path(sys.argv[1])) as address:
+        input(f"{address} serves {NAME}; press Enter to stop\n")

@@ -1,0 +1,187 @@
+"""Tests of unmodified frameworks against `tok serve` of the demo model.
+
+instructor, outlines, OpenAI's Agents SDK, pydantic-ai and DSPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from support.conformance import NAME, served
+from support.patience import PATIENCE
+
+QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. How much does he spend in all?"
+USER: Any = [{"role": "user", "content": QUESTION}]
+GREEDY: Any = {"model": NAME, "messages": USER, "temperature": 0}
+
+# Libraries under test warn about themselves, and about Python versions.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+class Purchase(BaseModel):
+    """A purchase."""
+
+    buyer: Literal["Tom", "Ann"]
+    thing: Literal["books", "pens"]
+    dear: bool
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server's address, without /v1."""
+    with served(tmp_path_factory.mktemp("frameworks")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as one:
+        yield one
+
+
+@pytest.fixture
+async def async_client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def solution(client: openai.OpenAI) -> str:
+    """The model's answer to the question."""
+    found: str = client.chat.completions.create(**GREEDY).choices[0].message.content
+    assert found.endswith("#### 63")
+    return found
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+def test_instructor_parses_an_answer_whole_and_in_parts(client: openai.OpenAI, mode: str) -> None:
+    import instructor
+
+    patched: Any = instructor.from_openai(client, mode=instructor.Mode[mode])
+    asked = GREEDY | {"response_model": Purchase, "max_retries": 0, "max_tokens": 100}
+    whole = patched.chat.completions.create(**asked)
+    assert isinstance(whole, Purchase)
+    *_, last = patched.chat.completions.create_partial(**asked)
+    assert last.model_dump() == whole.model_dump()
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_outlines_constrains_answers_by_the_fields_of_either_server(
+    client: openai.OpenAI, solution: str, server: str
+) -> None:
+    import outlines
+    from outlines.types import regex
+
+    ask: Any = getattr(outlines, f"from_{server}")(client, NAME)
+    settings: Any = {"max_tokens": 60, "temperature": 0}
+    assert ask(QUESTION, **settings) == solution
+    Purchase.model_validate_json(ask(QUESTION, Purchase, **settings))
+    assert ask(QUESTION, Literal["yes", "no"], **settings) in ("yes", "no")
+    assert int(ask(QUESTION, int, **settings)) >= 0
+    digits = regex("[0-9]{3}")
+    whole = ask(QUESTION, digits, **settings)
+    assert (len(whole), whole.isdigit()) == (3, True)
+    assert "".join(ask.stream(QUESTION, digits, **settings)) == whole
+
+
+def test_outlines_takes_a_schema_by_the_field_of_openai(client: openai.OpenAI) -> None:
+    import outlines
+
+    ask: Any = outlines.from_openai(client, NAME)
+    Purchase.model_validate_json(ask(QUESTION, Purchase, max_tokens=60, temperature=0))
+
+
+@pytest.mark.parametrize("endpoint", ["ChatCompletions", "Responses"])
+async def test_agents_sdk_runs_agents_whole_and_streamed(
+    async_client: openai.AsyncOpenAI, solution: str, endpoint: str
+) -> None:
+    import agents
+
+    agents.set_tracing_disabled(True)
+    model = getattr(agents, f"OpenAI{endpoint}Model")(model=NAME, openai_client=async_client)
+    cities: list[str] = []
+
+    def weather(city: Literal["Paris", "Rome"]) -> str:
+        """The weather of a city."""
+        cities.append(city)
+        return "sunny"
+
+    tool = agents.function_tool(weather)
+
+    def agent(**more: Any) -> agents.Agent[Any]:
+        choice = "required" if "tools" in more else None
+        settings = agents.ModelSettings(temperature=0, max_tokens=100, tool_choice=choice, parallel_tool_calls=False)
+        return agents.Agent(name="helper", model=model, model_settings=settings, **more)
+
+    plain = await agents.Runner.run(agent(), QUESTION)
+    assert plain.final_output == solution
+    assert plain.context_wrapper.usage.output_tokens > 0
+    streamed = agents.Runner.run_streamed(agent(), QUESTION)
+    raw = [event.data async for event in streamed.stream_events() if event.type == "raw_response_event"]
+    deltas = [event.delta for event in raw if event.type == "response.output_text.delta"]
+    assert len(deltas) > 2
+    assert "".join(deltas) == streamed.final_output == solution
+    typed = await agents.Runner.run(agent(output_type=Purchase), QUESTION)
+    assert isinstance(typed.final_output, Purchase)
+
+    # The tool's result goes back to the model, unless the agent stops at it.
+    answered = await agents.Runner.run(agent(tools=[tool]), QUESTION)
+    kinds = [item.type for item in answered.new_items]
+    assert kinds == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+    stopping = agent(tools=[tool], tool_use_behavior="stop_on_first_tool")
+    calling = agents.Runner.run_streamed(stopping, QUESTION)
+    named = [event.name async for event in calling.stream_events() if event.type == "run_item_stream_event"]
+    assert named == ["tool_called", "tool_output"]
+    assert calling.final_output == "sunny"
+    assert len(cities) == 2
+
+
+@pytest.mark.parametrize("endpoint", ["Chat", "Responses"])
+async def test_pydantic_ai_runs_agents_whole_and_streamed(
+    async_client: openai.AsyncOpenAI, solution: str, endpoint: str
+) -> None:
+    import pydantic_ai
+    from pydantic_ai.models import openai as models
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = getattr(models, f"OpenAI{endpoint}Model")(NAME, provider=OpenAIProvider(openai_client=async_client))
+    settings: Any = {"temperature": 0, "max_tokens": 100, "parallel_tool_calls": False}
+
+    def agent(output_type: Any = str) -> pydantic_ai.Agent[None, Any]:
+        return pydantic_ai.Agent(model, model_settings=settings, retries=0, output_type=output_type)
+
+    plain = await agent().run(QUESTION)
+    assert plain.output == solution
+    assert plain.usage.output_tokens > 0
+    async with agent().run_stream(QUESTION) as stream:
+        assert [part async for part in stream.stream_output()][-1] == solution
+    for kind in (pydantic_ai.ToolOutput, pydantic_ai.NativeOutput):
+        assert isinstance((await agent(kind(Purchase)).run(QUESTION)).output, Purchase)
+        async with agent(kind(Purchase)).run_stream(QUESTION) as stream:
+            assert isinstance(await stream.get_output(), Purchase)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses"])
+def test_dspy_gets_text_objects_and_several_choices(
+    url: str, solution: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSPY_CACHEDIR", str(tmp_path))
+    import dspy
+
+    lm = dspy.LM(
+        f"openai/{NAME}", api_base=f"{url}/v1", api_key="none", model_type=endpoint, cache=False, num_retries=0
+    )
+
+    def texts(**more: Any) -> list[str]:
+        return [one["text"] if isinstance(one, dict) else one for one in lm(QUESTION, max_tokens=100, **more)]
+
+    assert texts(temperature=0) == [solution]
+    assert lm.history[-1]["usage"]["completion_tokens"] > 0
+    Purchase.model_validate_json(texts(temperature=0, response_format=Purchase)[0])
+    assert len(texts(temperature=1, n=3)) == 3
