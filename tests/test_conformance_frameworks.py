@@ -59,7 +59,7 @@ def solution(client: openai.OpenAI) -> str:
     return found
 
 
-@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"])
 def test_instructor_parses_an_answer_whole_and_in_parts(client: openai.OpenAI, mode: str) -> None:
     import instructor
 

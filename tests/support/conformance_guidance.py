@@ -30,7 +30,8 @@ def answer(url: str, grammar: Any) -> str:
         state += QUESTION
     with guidance.assistant():
         state += grammar
-    return str(state["answer"])
+    # If a chunk has several tokens, guidance joins the texts of their log-probabilities, which include the end token.
+    return str(state["answer"]).removesuffix("<|eot_id|>")
 
 
 def main(url: str) -> None:
