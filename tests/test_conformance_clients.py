@@ -166,7 +166,8 @@ def test_openai_runs_a_batch_to_its_output_file(client: openai.OpenAI, solution:
 
 def test_lm_eval_scores_choices_and_answers(url: str, directory: Path) -> None:
     found = run_client("lm_eval", url, str(directory / "lm_eval"))
-    plain, chat = found["local-completions"], found["local-chat-completions"]
+    plain, chat, remote = found["completions"], found["chats"], found["remote"]
+    assert remote["results"] == plain["results"]
     assert plain["results"][CHOICE]["acc,none"] == 1
     assert plain["results"][PLAIN]["exact_match,result"] == chat["results"][CHAT]["exact_match,result"] == 1
     for chosen, answered in zip(plain["samples"][CHOICE], plain["samples"][PLAIN], strict=True):

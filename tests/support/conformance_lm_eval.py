@@ -1,7 +1,8 @@
 """Run lm-eval as a client in a process of its own: `python -m support.conformance_lm_eval URL DIR`.
 
-Writes local tasks of the demo model's held-out problems into DIR, runs them over /v1/completions and
-/v1/chat/completions, and prints a JSON object: the results of each run, and its documents with their answers.
+Writes local tasks of the demo model's held-out problems into DIR, runs them over /v1/completions (with a tokenizer of
+its own, and with the server's) and /v1/chat/completions, and prints a JSON object: the results of each run, and its
+documents with their answers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TASKS = {CHOICE: ("plain", CHOOSE), PLAIN: ("plain", GENERATE), CHAT: ("question
 
 
 def main(url: str, directory: Path) -> None:
-    """Print the results of both runs."""
+    """Print the results of all runs."""
     directory.mkdir()
     _write_tasks(directory)
     # Set before lm-eval is imported, so that nothing is downloaded.
@@ -48,12 +49,13 @@ def main(url: str, directory: Path) -> None:
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager(include_path=str(directory), include_defaults=False)
-    runs: tuple[tuple[str, str, dict[str, str], list[str]], ...] = (
-        ("local-completions", "completions", {"tokenizer": str(MODEL_DIR)}, [CHOICE, PLAIN]),
-        ("local-chat-completions", "chat/completions", {}, [CHAT]),
+    runs: tuple[tuple[str, str, str, dict[str, str], list[str]], ...] = (
+        ("completions", "local-completions", "completions", {"tokenizer": str(MODEL_DIR)}, [CHOICE, PLAIN]),
+        ("remote", "local-completions", "completions", {"tokenizer_backend": "remote"}, [CHOICE, PLAIN]),
+        ("chats", "local-chat-completions", "chat/completions", {}, [CHAT]),
     )
     found = {}
-    for model, path, more, names in runs:
+    for label, model, path, more, names in runs:
         result = simple_evaluate(
             model=model,
             model_args={"model": NAME, "base_url": f"{url}/v1/{path}", "max_length": 1024, "num_concurrent": 4, **more},
@@ -62,7 +64,7 @@ def main(url: str, directory: Path) -> None:
             apply_chat_template=CHAT in names,
             bootstrap_iters=0,
         )
-        found[model] = {"results": result["results"], "samples": result["samples"]}
+        found[label] = {"results": result["results"], "samples": result["samples"]}
     print(json.dumps(found, default=str))
 
 
