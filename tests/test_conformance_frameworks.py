@@ -1,6 +1,6 @@
 """Tests of unmodified frameworks against `tok serve` of the demo model.
 
-instructor, outlines, OpenAI's Agents SDK, pydantic-ai and DSPy.
+instructor, outlines, OpenAI's Agents SDK, pydantic-ai and DSPy; TRL's client of a generation server.
 """
 
 from __future__ import annotations
@@ -185,3 +185,34 @@ def test_dspy_gets_text_objects_and_several_choices(
     assert lm.history[-1]["usage"]["completion_tokens"] > 0
     Purchase.model_validate_json(texts(temperature=0, response_format=Purchase)[0])
     assert len(texts(temperature=1, n=3)) == 3
+
+
+def test_trl_generates_chats_and_scores_sequences(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.generation import vllm_client
+
+    # The class asks for an installed vLLM, of which only updates of weights use anything.
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_: True)
+    trl = vllm_client.VLLMClient(base_url=url)
+    with trl.session:
+        prompts, whole_length = [f"Question: {QUESTION}\nAnswer:", "Question:"], {"ignore_eos": True}
+        texts = trl.generate(prompts, n=2, max_tokens=5, generation_kwargs=whole_length)
+        assert [len(ids) for ids in texts["completion_ids"]] == [5] * 4
+        assert [len(logprobs) for logprobs in texts["logprobs"]] == [5] * 4
+        assert texts["logprob_token_ids"] == [[[token] for token in ids] for ids in texts["completion_ids"]]
+        # As in GRPO: prompts as ids, the most likely tokens beside each sampled one, an answer of a given form.
+        ids = trl.generate(texts["prompt_ids"], max_tokens=5, top_k=50, logprobs=2, structured_outputs_regex="[0-9]{3}")
+        assert ids["prompt_ids"] == texts["prompt_ids"]
+        assert all(len(top) >= 2 for logprobs in ids["logprobs"] for top in logprobs)
+        tools = [{"type": "function", "function": {"name": "time"}}]
+        chats = trl.chat([USER, USER], n=2, max_tokens=5, tools=tools, generation_kwargs=whole_length)
+        assert len(chats["prompt_ids"]) == 2
+        assert [len(one) for one in chats["completion_ids"]] == [5] * 4
+        # A teacher's log-probabilities of given sequences.
+        whole = [prompt + answer for prompt, answer in zip(ids["prompt_ids"], ids["completion_ids"], strict=True)]
+        lengths = [len(prompt) for prompt in ids["prompt_ids"]]
+        teacher = trl.get_sequence_logprobs(whole, lengths, top_logprobs=100)
+    for sequence, length, top, actual in zip(
+        whole, lengths, teacher["logprobs"], teacher["actual_token_ids"], strict=True
+    ):
+        assert [len(one) for one in top] == [100] * (len(sequence) - length)
+        assert actual == [[token] for token in sequence[length:]]
