@@ -5,6 +5,7 @@ instructor, outlines, OpenAI's Agents SDK, pydantic-ai and DSPy; TRL's client of
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +96,15 @@ def test_outlines_takes_a_schema_by_the_field_of_openai(client: openai.OpenAI) -
 
     ask: Any = outlines.from_openai(client, NAME)
     Purchase.model_validate_json(ask(QUESTION, Purchase, max_tokens=60, temperature=0))
+
+
+def test_outlines_constrains_an_answer_by_a_lark_grammar(client: openai.OpenAI) -> None:
+    import outlines
+    from outlines.types import CFG
+
+    ask: Any = outlines.from_vllm(client, NAME)
+    grammar = CFG('start: sum\nsum: NUMBER "+" NUMBER\nNUMBER: /[0-9]{1,2}/\n')
+    assert re.fullmatch(r"[0-9]{1,2}\+[0-9]{1,2}", ask(QUESTION, grammar, max_tokens=60, temperature=0))
 
 
 @pytest.mark.parametrize("endpoint", ["ChatCompletions", "Responses"])
