@@ -72,14 +72,11 @@ def test_instructor_parses_an_answer_whole_and_in_parts(client: openai.OpenAI, m
     assert last.model_dump() == whole.model_dump()
 
 
-@pytest.mark.parametrize("server", ["vllm", "sglang"])
-def test_outlines_constrains_answers_by_the_fields_of_either_server(
-    client: openai.OpenAI, solution: str, server: str
-) -> None:
+def test_outlines_constrains_answers_by_the_fields_of_vllm(client: openai.OpenAI, solution: str) -> None:
     import outlines
     from outlines.types import regex
 
-    ask: Any = getattr(outlines, f"from_{server}")(client, NAME)
+    ask: Any = outlines.from_vllm(client, NAME)
     settings: Any = {"max_tokens": 60, "temperature": 0}
     assert ask(QUESTION, **settings) == solution
     Purchase.model_validate_json(ask(QUESTION, Purchase, **settings))
