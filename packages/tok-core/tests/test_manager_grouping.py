@@ -248,13 +248,13 @@ def test_a_level_is_added_only_if_its_reads_would_not_hide_behind_matmuls(
     assert len(MostPagesSaved().choose(made.tree, made.slots, made.node_ids).levels) == levels
 
 
-def test_system_prompt_examples_and_questions_make_three_cascade_levels() -> None:
+def test_system_prompt_examples_and_questions_make_two_cascade_levels() -> None:
     system, examples = tuple(range(40)), [tuple(range(100 + 30 * i, 130 + 30 * i)) for i in range(3)]
     questions = [system + examples[i % 3] + tuple(range(1000 + 20 * i, 1020 + 20 * i)) for i in range(12)]
     made = Rows([questions[row % 12] for row in range(48)])
     found = listed(made, made.groups(level=20))
     assert [(group.level, group.start, group.end, len(group.rows)) for group in found] == (
-        [(0, 0, 40, 48)] + [(1, 40, 70, 16)] * 3 + [(2, 70, 90, 4)] * 12
+        [(0, 0, 70, 16)] * 3 + [(1, 70, 90, 4)] * 12
     )
     assert [len(made.groups(level=pages).levels) for pages in (40, 600)] == [2, 1]
 

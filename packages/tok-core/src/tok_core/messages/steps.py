@@ -41,7 +41,7 @@ class NewSlots(msgspec.Struct):
     prefix: np.ndarray
 
 
-MAX_CASCADE_LEVELS = 3
+MAX_CASCADE_LEVELS = 2
 """Cascade levels of a step: enough for a system prompt, few-shot examples, and a question sampled many times."""
 
 
