@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import openai
 import pytest
 from openai.types.responses import ResponseFunctionToolCall
+from openai.types.responses import response_create_params as theirs
 
 from support.patience import PATIENCE
 from support.scripted_model import CHAT_TEMPLATE, make_scripted_model
 from support.serving import NAME, Answer, Server, serving
+from tok_client.types import ResponseRequest, known_fields
 from tok_core.text import ChatTemplate
 from tok_server.openai.generation.job import GenerationJob
 from tok_server.openai.responses.endpoint import parse
@@ -84,6 +86,17 @@ def test_structured_outputs_and_template_variables_are_those_of_chat_completions
     assert text_of(ask(server, structured_outputs={"regex": "[a-c]{5}"}, seed=1)).strip("abc") == ""
     job = parsed(server, chat_template_kwargs={"enable_thinking": False})
     assert "<think>\n\n</hm>" in prompt_of(server, job)
+
+
+EXTENSIONS = {
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p", "seed", "stop", "ignore_eos"),
+    *("priority", "cache_salt", "structured_outputs", "chat_template_kwargs"),
+}
+
+
+def test_response_request_has_openais_fields_and_the_extensions() -> None:
+    fields = frozenset(get_type_hints(theirs.ResponseCreateParamsBase)) | {"stream"}
+    assert known_fields(ResponseRequest) == fields | EXTENSIONS
 
 
 SENT_BY_CLIENTS: dict[str, Any] = {

@@ -88,7 +88,7 @@ def test_other_commands_have_no_names_of_vllm(capsys: pytest.CaptureFixture[str]
         (["serve", "--port"], "tok serve: error: --port: expected one argument (see tok serve --help)"),
         (
             ["serv"],
-            "tok: error: COMMAND is 'serv'; allowed: serve, batch, chat, models, kernels, pass-at-k, bench; did you",
+            "tok: error: COMMAND is 'serv'; allowed: serve, batch, chat, models, quantize, kernels, pass-at-k, bench; ",
         ),
         (
             ["batch"],
