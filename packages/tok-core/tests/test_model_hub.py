@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from support.tiny_models import make_model
 from tok_core.errors import ModelError
-from tok_core.model_config.hub import resolve
+from tok_core.model_config.hub import resolve, resolve_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "owner/tiny"
@@ -34,6 +34,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.directory = directory
         self.served: list[str] = []
+        self.asked: list[str] = []
         self.refused_files: set[str] = set()
 
     @property
@@ -45,6 +46,7 @@ class HubHandler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
+        self.server.asked.append(self.path)
         for name, (status, code) in REFUSALS.items():
             if name in self.path:
                 return self.answer(status, b"{}", {"X-Error-Code": code})
@@ -145,6 +147,15 @@ def test_resolve_rejects_a_file(tmp_path: Path) -> None:
 def test_a_malformed_hub_id_is_named(model: str, cache: Path) -> None:
     with pytest.raises(ModelError, match=r"as a hub id it is malformed; allowed: \"owner/name\""):
         resolve(model)
+
+
+def test_revision_and_tokenizer_are_what_the_hub_is_asked_for(hub: Hub, cache: Path) -> None:
+    path = resolve(REPOSITORY, revision="some-tag")
+    assert any("/revision/some-tag" in asked for asked in hub.asked)
+    assert (path / "config.json").is_file()
+    hub.served.clear()
+    words = resolve_tokenizer(REPOSITORY, str(cache / "other"))
+    assert set(hub.served) == {file.name for file in words.iterdir()} <= {"tokenizer.json", "tokenizer_config.json"}
 
 
 def test_a_repository_is_downloaded_once_without_code_and_pickles(hub: Hub, cache: Path) -> None:

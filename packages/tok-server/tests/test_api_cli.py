@@ -76,6 +76,9 @@ SERVE_FLAGS = {
     "--tool-call-parser": "auto",
     "--reasoning-parser": "auto",
     "--trust-request-chat-template": False,
+    "--revision": None,
+    "--tokenizer": None,
+    "--chat-template": None,
     "--max-connections": 16_384,
     "--max-header": 16_384,
     "--max-body": 8 << 20,
@@ -132,7 +135,7 @@ def test_serve_defaults_equal_engine_config_defaults() -> None:
 def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     given = {
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
-        "--generation-config": "none",
+        "--generation-config": "none", "--revision": "v1", "--tokenizer": "o/t", "--chat-template": "t.jinja",
         "--backend": "reference", "--admission": "watermark",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--admin-key": "k",

@@ -31,6 +31,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine, fixed at its start. Checked when constructed (`InvalidField`).
 
     model                a local directory in Hugging Face's layout, or a hub id
+    revision             branch, tag or commit of a hub id; None: its main branch
+    tokenizer            directory or hub id with another tokenizer for the same vocabulary, and its chat template;
+                         None: those of `model`
+    chat_template        file with a chat template in Jinja, or its text; None: that of `tokenizer` or `model`
     data_dir             directory for fetched models; None: the hub library's own cache
     device               auto: the GPU if there is one, else the CPU
     dtype                dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
@@ -76,6 +80,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
     data_dir: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
@@ -113,6 +120,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise InvalidField("model", self.model, "a directory or a hub id")
+        for field in ("revision", "tokenizer", "chat_template"):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, str) and value):
+                raise InvalidField(field, value, "a text of at least one character")
         _choice("device", self.device, get_args(Device))
         _choice("dtype", self.dtype, get_args(DType))
         _choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))

@@ -28,7 +28,7 @@ from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.grammar import Checker, GrammarLimits, LocalExaminer, process_checker, refuse
 from tok_core.messages import EngineInfo, Int32, Progress
-from tok_core.model_config import resolve
+from tok_core.model_config import resolve, resolve_tokenizer
 from tok_core.outputs import Ending, Pooling
 from tok_core.replicas import Health, MakeReplica, Replica, ReplicaSet, Router, RoutingRequest
 from tok_core.sampling_params import Grammar, SamplingParams, seeded
@@ -104,15 +104,21 @@ class EngineCore:
             self._begun = True
         # A thread that still computes at the interpreter's exit would abort the process.
         atexit.register(self.close)
-        path = resolve(self._config.model, self._config.data_dir)
-        self._output_router.tokenizer, self.chat_template = load_text(path)
+        config = self._config
+        path = words = resolve(config.model, config.data_dir, config.revision)
+        found = {"model": str(path)}
+        if config.tokenizer is not None:
+            words = resolve_tokenizer(config.tokenizer, config.data_dir)
+            if config.ray is None:  # else each host finds it itself
+                found["tokenizer"] = str(words)
+        self._output_router.tokenizer, self.chat_template = load_text(words, config.chat_template)
         self._replica_set.start(
-            msgspec.structs.replace(self._config, model=str(path)),
+            msgspec.structs.replace(config, **found),
             _model_id(self._config.model),
             self._events,
         )
         self._replica_set.await_start()
-        task = GrammarLimits(str(path), self.info.vocab_size, self.info.eos_token_ids)
+        task = GrammarLimits(str(words), self.info.vocab_size, self.info.eos_token_ids)
         self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
 
     def close(self, drain: float = 0.0) -> None:

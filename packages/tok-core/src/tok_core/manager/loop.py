@@ -72,7 +72,8 @@ class Manager:
         self.lengths = LengthModel()
         hidden = () if tokenizer is None else tokenizer.special_ids
         self.stops = StopSets(info.vocab_size, info.eos_token_ids, pieces, hidden)
-        workers = workers or LocalWorkers(loader(config.model, info.vocab_size, info.eos_token_ids, tokenizer))
+        words = config.tokenizer or config.model
+        workers = workers or LocalWorkers(loader(words, info.vocab_size, info.eos_token_ids, tokenizer))
         self.grammars = GrammarManager(self.table, workers, info.vocab_size, self.faults, clock)
         self.scheduler = Scheduler(
             *(info, self.paging, self.lengths, self.stops, self.grammars, self.faults),

@@ -1,6 +1,6 @@
 """Find a model's directory, and read its shape and settings from the JSON files in it.
 
-`Fields` and `resolve` load no torch: the engine's process uses them.
+`Fields`, `resolve` and `resolve_tokenizer` load no torch: the engine's process uses them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tok_core.model_config.fields import Fields
-from tok_core.model_config.hub import resolve
+from tok_core.model_config.hub import resolve, resolve_tokenizer
 
 if TYPE_CHECKING:
     from tok_core.model_config.model_config import ModelConfig, read_config
@@ -19,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "read_config",
     "resolve",
+    "resolve_tokenizer",
     "short_prompt",
 ]
 

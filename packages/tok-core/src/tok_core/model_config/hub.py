@@ -11,39 +11,64 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
-from tok_core.errors import ModelError
+from tok_core.errors import InvalidField, ModelError
 
 WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # excludes pickles and code
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.jinja"]
 UNWANTED_FILES = ["*/*", "consolidated*"]  # copies of the same weights in other formats
 
 
-def resolve(model: str, data_dir: str | None = None) -> Path:
+def resolve(model: str, data_dir: str | None = None, revision: str | None = None) -> Path:
     """Return the directory of `model`: an existing directory as it is, any other name as a hub id ("owner/name").
 
     A hub repository is downloaded once and stored below `data_dir`, or in the hub library's own cache if that is
-    None. Code in a repository is neither downloaded nor run. Raises ModelError, which says how `model` was resolved.
+    None; `revision` is its branch, tag or commit (None: main). Code in a repository is neither downloaded nor run.
+    Raises ModelError, which says how `model` was resolved, and InvalidField for a revision of a directory.
     """
-    local = Path(model).expanduser()
-    if model and local.is_dir():
-        return _with_config(local, f"directory {model}")
-    if not model or local.exists() or model.startswith(("/", "./", "../", "~")):
-        raise ModelError(f"model {model!r}: is no directory; allowed: a directory or a hub id (owner/name)")
-    return _with_config(_download(model, data_dir), f"hub repository {model}")
+    path, name = _resolve("model", model, data_dir, WANTED_FILES, revision)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{name}: has no config.json; a model is config.json with *.safetensors")
+    return path
 
 
-def _download(model: str, data_dir: str | None) -> Path:
+def resolve_tokenizer(tokenizer: str, data_dir: str | None = None) -> Path:
+    """Return the directory of a tokenizer, as `resolve` does that of a model; only its files are downloaded."""
+    path, name = _resolve("tokenizer", tokenizer, data_dir, TOKENIZER_FILES, None)
+    if not (path / "tokenizer.json").is_file():
+        raise ModelError(f"{name}: has no tokenizer.json")
+    return path
+
+
+def _resolve(what: str, source: str, data_dir: str | None, files: list[str], revision: str | None) -> tuple[Path, str]:
+    """Return the directory of a model or tokenizer, and words for it."""
+    local = Path(source).expanduser()
+    if source and local.is_dir():
+        if revision is not None:
+            raise InvalidField("revision", revision, f"none, since {what} is a directory")
+        return local, f"directory {source}"
+    if not source or local.exists() or source.startswith(("/", "./", "../", "~")):
+        raise ModelError(f"{what} {source!r}: is no directory; allowed: a directory or a hub id (owner/name)")
+    return _download(what, source, data_dir, files, revision), f"hub repository {source}"
+
+
+def _download(what: str, source: str, data_dir: str | None, files: list[str], revision: str | None) -> Path:
     cache = None if data_dir is None else Path(data_dir).expanduser() / "models"
-    tried = f"model {model!r}: is no directory, and as a hub id"
+    tried = f"{what} {source!r}: is no directory, and as a hub id"
     try:
         return Path(
-            snapshot_download(model, cache_dir=cache, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+            snapshot_download(
+                source, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=UNWANTED_FILES
+            )
         )
     except HFValidationError as error:
         raise ModelError(f'{tried} it is malformed; allowed: "owner/name": {error}') from error
     except GatedRepoError as error:
         raise ModelError(f"{tried} it is gated: accept its terms there, then set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{tried} it has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise ModelError(f"{tried} it is not found; a private repository needs HF_TOKEN") from error
     except LocalEntryNotFoundError as error:
@@ -51,9 +76,3 @@ def _download(model: str, data_dir: str | None) -> Path:
         raise ModelError(f"{tried} it is not cached, and the hub does not answer: {cause}") from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"{tried} its download failed: {error}") from error
-
-
-def _with_config(path: Path, name: str) -> Path:
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{name}: has no config.json; a model is config.json with *.safetensors")
-    return path

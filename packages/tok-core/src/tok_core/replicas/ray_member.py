@@ -18,7 +18,7 @@ import zmq
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, StepInput, ToManager, decoder
-from tok_core.model_config import resolve
+from tok_core.model_config import resolve, resolve_tokenizer
 from tok_core.replicas.processes import start_beating
 from tok_core.runtime import HEARTBEAT, set_format
 
@@ -76,7 +76,10 @@ class _Member(ABC):
     def _at_home(self, config: EngineConfig) -> EngineConfig:
         """Return the configuration with the model's directory on this host."""
         try:
-            return msgspec.structs.replace(config, model=str(resolve(config.model, config.data_dir)))
+            found = {"model": str(resolve(config.model, config.data_dir, config.revision))}
+            if config.tokenizer is not None:
+                found["tokenizer"] = str(resolve_tokenizer(config.tokenizer, config.data_dir))
+            return msgspec.structs.replace(config, **found)
         except ModelError as error:
             raise ModelError(f"{error} (on host {self.host}; each host needs the model)") from None
 

@@ -125,7 +125,7 @@ class ThreadReplica:
         self._ports = ports = LocalPorts(runner, config.run_ahead, self._report)
         if self._closed.is_set():
             return
-        tokenizer = load_tokenizer(self._config.model)
+        tokenizer = load_tokenizer(self._config.tokenizer or self._config.model)
         pieces = None if tokenizer is None else tokenizer.pieces
         self.manager = manager = Manager(config, info, ports, pieces, tokenizer=tokenizer)
         self._report(info)

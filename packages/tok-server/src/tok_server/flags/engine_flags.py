@@ -38,6 +38,9 @@ MODELS_EXAMPLES = """examples:
 """
 
 ENGINE_TEXTS = {
+    "revision": ("REVISION", "branch, tag or commit of a hub id (default: its main branch)"),
+    "tokenizer": ("DIR", "directory or hub id of another tokenizer, with its chat template (default: the model's)"),
+    "chat_template": ("FILE", "file with a chat template in Jinja, or its text (default: the tokenizer's)"),
     "device": ("", "device to run on; auto: the GPU if there is one, else the CPU"),
     "dtype": ("", "dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"),
     "backend": ("", "kernels to use; auto: the fastest measured on a GPU, plain PyTorch (reference) on a CPU"),

@@ -36,10 +36,8 @@ ALWAYS_TRUE = {
 }
 """vLLM's switches whose effect always holds here, and that effect."""
 
-_DIRECTORY = "put it into the model's directory instead"
 REFUSED = {
     "--allowed-origins": "use --allow-origin URL, once per origin",
-    "--chat-template": f"the model's own template is used; {_DIRECTORY}, as chat_template.jinja",
     "--cpu-offload-gb": "weights are never offloaded to the CPU",
     "--default-chat-template-kwargs": "set chat_template_kwargs in each request",
     "--distributed-executor-backend": "replicas run in processes of this host, or by --ray ADDRESS",
@@ -56,7 +54,6 @@ REFUSED = {
     "--no-enable-prefix-caching": "prefix caching is always on; a request's cache_salt keeps it apart from others",
     "--override-generation-config": "edit the model's generation_config.json, or set the fields in each request",
     "--quantization": "the format of the weights is read from the model's config.json",
-    "--revision": "a hub id is always its main branch; download the revision and serve its directory",
     "--rope-scaling": "the scaling is read from the model's config.json",
     "--runner": "generation and embeddings are always both served",
     "--scheduling-policy": "requests are always served by priority, and within one fairly among API keys",
@@ -64,7 +61,6 @@ REFUSED = {
     "--structured-outputs-config": "grammars are always compiled by xgrammar",
     "--swap-space": "the KV cache is never swapped to the CPU; preempted samples are computed again",
     "--task": "generation and embeddings are always both served",
-    "--tokenizer": f"the model's own tokenizer is used; {_DIRECTORY}, as tokenizer.json",
     "--tokenizer-mode": "tokenizer.json is always read by the tokenizers library",
     "--uds": "the server listens on --host and --port only",
 }

@@ -93,10 +93,11 @@ def run_manager(
 ) -> NoReturn:
     """Run the manager."""
     ports = SocketPorts(context, launch, requests, outputs)
-    tokenizer = load_tokenizer(launch.config.model)
+    words = launch.config.tokenizer or launch.config.model
+    tokenizer = load_tokenizer(words)
     info = ports.await_worker()
     pieces = None if tokenizer is None else tokenizer.pieces
-    workers = WorkerProcesses(GrammarLimits(launch.config.model, info.vocab_size, info.eos_token_ids))
+    workers = WorkerProcesses(GrammarLimits(words, info.vocab_size, info.eos_token_ids))
     ports.watch(workers.fileno())
     manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers)
     settle()

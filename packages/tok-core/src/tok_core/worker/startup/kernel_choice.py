@@ -124,7 +124,7 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     """
     device = choose_device(config, 0, RankCoordinates())  # only one rank is measured
     dtype = choose_dtype(config.dtype, device)
-    model = read_config(resolve(config.model, config.data_dir), config.ignore_config_keys or ())
+    model = read_config(resolve(config.model, config.data_dir, config.revision), config.ignore_config_keys or ())
     for name, value in sizes.items():
         if value < 1:
             raise InvalidField(name, value, "integers from 1")
