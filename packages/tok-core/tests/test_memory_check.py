@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -127,7 +128,8 @@ def test_lengths_that_do_not_fit_beside_the_weights_are_refused_by_name(
     field: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def config(tokens: int) -> EngineConfig:
-        return EngineConfig(model=str(path), device="cpu", **{field: tokens})  # type: ignore[arg-type]
+        options: dict[str, Any] = {field: tokens}
+        return EngineConfig(model=str(path), device="cpu", **options)
 
     needs = needs_of(config(100))
     make_free(monkeypatch, needs.weights + 100 * needs.per_token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,13 +151,13 @@ def test_format_that_is_not_computed_is_refused_by_the_name_of_its_key(
 
 def test_layers_of_two_groups_have_the_format_of_the_most_exact_target(tmp_path: Path) -> None:
     path, _ = write_quantized("llama", tmp_path, "int4")
-    four = SCHEMES["int4"].config["config_groups"]["group_0"]  # type: ignore[index]
-    eight = SCHEMES["int8-rows-packed"].config["config_groups"]["group_0"]  # type: ignore[index]
-    three = SCHEMES["int4-zero-points"].config["config_groups"]["group_0"]  # type: ignore[index]
+    names = "int4", "int8-rows-packed", "int4-zero-points"
+    configs: list[Any] = [SCHEMES[name].config for name in names]
+    four, eight, with_zero_points = (config["config_groups"]["group_0"] for config in configs)
     groups = {
         "a": four,
         "b": {**eight, "targets": [r"re:.*\.down_proj$"]},
-        "c": {**three, "targets": ["model.layers.1.mlp.down_proj"]},
+        "c": {**with_zero_points, "targets": ["model.layers.1.mlp.down_proj"]},
     }
     found = read_quantization(with_config(path, {"config_groups": groups, "ignore": ["lm_head", r"re:.*layers\.2\."]}))
     methods = [found.method_of([f"model.layers.{layer}.mlp.down_proj"]) for layer in range(3)]

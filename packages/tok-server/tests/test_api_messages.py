@@ -375,7 +375,7 @@ def test_message_events_of_any_pieces_add_up_to_the_blocks(groups: list[Piece | 
     content = MessageContent()
     events = [event for piece in pieces for event in content.add([piece])] + content.end()
     assert blocks_of(json.loads(encode(events))) == json.loads(encode(content.blocks))
-    told = "".join(piece.text for piece in pieces if isinstance(piece, ContentPiece | ReasoningPiece))
+    expected = "".join(piece.text for piece in pieces if isinstance(piece, ContentPiece | ReasoningPiece))
     kept = [block for block in content.blocks if isinstance(block, TextBlock | ThinkingBlock)]
-    assert "".join(block.text if isinstance(block, TextBlock) else block.thinking for block in kept) == told
+    assert "".join(block.text if isinstance(block, TextBlock) else block.thinking for block in kept) == expected
     assert len(content.blocks) - len(kept) == sum(isinstance(piece, CallBegin) for piece in pieces)

@@ -71,7 +71,7 @@ def test_other_commands_have_no_names_of_vllm(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (
             ["serve", "--max-modellen", "5"],
@@ -97,5 +97,5 @@ def test_other_commands_have_no_names_of_vllm(capsys: pytest.CaptureFixture[str]
         (["bench", "serve", "--concurency", "1"], "tok bench serve: error: "),
     ],
 )
-def test_mistyped_arguments_get_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, *words).startswith(told)
+def test_mistyped_arguments_get_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *words).startswith(expected)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -141,19 +141,23 @@ async def answer_embedding(request: web.Request, parse: ParseEmbedding) -> web.S
 def parse(body: bytes, engine: AsyncEngine, names: tuple[str, ...]) -> EmbeddingJob:
     """Parse the body into a job with inputs as token ids. Slow for long inputs. Errors: ApiError."""
     request, ignored = parse_request(body, EmbeddingRequest, ())
+    return EmbeddingJob(**job_fields(request, engine, names), ignored=ignored)
+
+
+def job_fields(request: EmbeddingRequest, engine: AsyncEngine, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a job takes from a request for vectors: model, token ids and form. Errors: ApiError."""
     model = check_model(value_or_none(request.model), names)
     inputs = request.inputs()
     check_count("input", len(inputs))
-    return EmbeddingJob(
-        model=model,
-        prompts=tokenise_prompts(inputs, engine, "input"),
-        fields=(("input", len(inputs)),),
-        pooling=value_or_none(request.pooling) or "last",
-        dimensions=value_or_none(request.dimensions),
-        base64=value_or_none(request.encoding_format) == "base64",
-        ignored=ignored,
-        cache_salt=cache_salt_of(request),
-    )
+    return {
+        "model": model,
+        "prompts": tokenise_prompts(inputs, engine, "input"),
+        "fields": (("input", len(inputs)),),
+        "pooling": value_or_none(request.pooling) or "last",
+        "dimensions": value_or_none(request.dimensions),
+        "base64": value_or_none(request.encoding_format) == "base64",
+        "cache_salt": cache_salt_of(request),
+    }
 
 
 def check_count(field: str, count: int) -> None:

@@ -25,7 +25,7 @@ from tok_client.types import (
     ScoreResponse,
 )
 from tok_core import AsyncEngine, EmbeddingOutput
-from tok_server.openai.embeddings import EmbeddingJob, answer_embedding, check_count
+from tok_server.openai.embeddings import EmbeddingJob, answer_embedding, check_count, job_fields
 from tok_server.openai.generation import (
     UnsupportedFields,
     cache_salt_of,
@@ -133,20 +133,8 @@ async def rerank(request: web.Request) -> web.StreamResponse:
 def parse_pooling(body: bytes, engine: AsyncEngine, names: tuple[str, ...]) -> PoolingJob:
     """Parse the body of a `PoolingRequest`. Slow for long inputs. Errors: ApiError."""
     request, ignored = parse_request(body, PoolingRequest, POOLING)
-    model = check_model(value_or_none(request.model), names)
-    inputs = request.inputs()
-    check_count("input", len(inputs))
-    return PoolingJob(
-        model=model,
-        prompts=tokenise_prompts(inputs, engine, "input"),
-        fields=(("input", len(inputs)),),
-        pooling=value_or_none(request.pooling) or "last",
-        dimensions=value_or_none(request.dimensions),
-        base64=value_or_none(request.encoding_format) == "base64",
-        normalize=value_or_none(request.use_activation) is not False,
-        ignored=ignored,
-        cache_salt=cache_salt_of(request),
-    )
+    normalize = value_or_none(request.use_activation) is not False
+    return PoolingJob(**job_fields(request, engine, names), normalize=normalize, ignored=ignored)
 
 
 def parse_score(body: bytes, engine: AsyncEngine, names: tuple[str, ...]) -> ScoreJob:
