@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from msgspec import structs
 
 from support.quantized_models import SCHEMES, write_quantized
 from support.tiny_models import KINDS, make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineError, InvalidField
-from tok_core.config import RankCoordinates, all_coordinates
+from tok_core.config import Quantization, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import build
 from tok_core.parallel import ProcessGroups
@@ -56,8 +57,9 @@ def require(config: EngineConfig, device: torch.device = CPU, dtype: torch.dtype
     require_memory(config, read_config(Path(config.model)), dtype, peers, config.dp)
 
 
-def check_counted_weights(path: Path, pp: int, tp: int) -> None:
-    config, model, quantization = EngineConfig(model=str(path)), read_config(path), read_quantization(path)
+def check_counted_weights(path: Path, pp: int, tp: int, name: Quantization = "auto") -> None:
+    config, model = EngineConfig(model=str(path), quantization=name), read_config(path)
+    quantization = read_quantization(path, name)
     for worker in all_coordinates(pp, tp):
         for dtype in (torch.float32, torch.bfloat16):
             built = build(model, choose(CPU), CPU, dtype, worker, None, quantization)
@@ -70,6 +72,7 @@ def check_counted_weights(path: Path, pp: int, tp: int) -> None:
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])
 def test_counted_weights_are_those_of_the_built_model(kind: str, pp: int, tp: int, tmp_path: Path) -> None:
     check_counted_weights(make_model(kind, tmp_path / kind), pp, tp)
+    check_counted_weights(tmp_path / kind, pp, tp, "fp8")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -105,6 +108,13 @@ def test_error_gives_the_numbers_and_the_dtype_that_fits(config: EngineConfig, m
         f"cache, but only {free} of this host's memory are free; use --dtype bfloat16 or a smaller model"
     )
     require(config, dtype=torch.bfloat16)
+    rounded = structs.replace(config, quantization="fp8")
+    fp8 = needs_of(rounded).total
+    assert half < fp8  # the embedding is most of this model
+    make_free(monkeypatch, fp8)
+    require(rounded)
+    with pytest.raises(EngineError, match="free; use --dtype bfloat16 or --quantization fp8 or a smaller model"):
+        require(config)
     make_free(monkeypatch, half - 1)
     with pytest.raises(EngineError, match="free; use a smaller model"):
         require(config)
@@ -115,7 +125,8 @@ def test_all_replicas_on_a_host_count(config: EngineConfig, path: Path, monkeypa
     make_free(monkeypatch, 2 * needs_of(three).total)
     require(config)
     with pytest.raises(
-        EngineError, match=r"3 workers on this host need .*; use --dtype bfloat16 or --dp 2 or a smaller"
+        EngineError,
+        match=r"3 workers on this host need .*; use --dtype bfloat16 or --quantization fp8 or --dp 2 or a smaller",
     ):
         require(three)
     # One replica restarts while the others hold their weights.
@@ -152,7 +163,7 @@ def test_device_memory_is_bounded_by_the_fraction_and_more_ranks_are_named(
     ):
         require(config, GPU, torch.float32)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - 9, total))  # another process takes 9 bytes
-    with pytest.raises(EngineError, match="use --tp 2 or a smaller model"):
+    with pytest.raises(EngineError, match="use --quantization fp8 or --tp 2 or a smaller model"):
         require(config, GPU, torch.bfloat16)
     # The fraction does not bound an engine whose cache is configured.
     require(EngineConfig(model=str(path), kv_cache_tokens=32), GPU, torch.bfloat16)

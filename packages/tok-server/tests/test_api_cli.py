@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tok_core import EngineConfig
-from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat
+from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat, Quantization
 from tok_core.sampling_params import MAX_N
 from tok_server.cli import main, make_parser
 from tok_server.flags.engine_flags import (
@@ -36,6 +36,7 @@ SERVE_FLAGS = {
     "--backend": "auto",
     "--load-format": "auto",
     "--generation-config": "auto",
+    "--quantization": "auto",
     "--ignore-config-keys": None,
     "--page-size": 16,
     "--kv-cache-tokens": None,
@@ -135,6 +136,7 @@ def test_serve_defaults_equal_engine_config_defaults() -> None:
 def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     given = {
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
+        "--quantization": "fp8",
         "--generation-config": "none", "--revision": "v1", "--tokenizer": "o/t", "--chat-template": "t.jinja",
         "--backend": "reference", "--admission": "watermark",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
@@ -196,6 +198,7 @@ def test_every_engine_config_field_has_a_flag_except_measuring_fields() -> None:
         ("backend", BackendName),
         ("load_format", LoadFormat),
         ("kv_cache_dtype", KVCacheDType),
+        ("quantization", Quantization),
     ],
 )
 def test_flag_choices_equal_those_of_the_engine_config(field: str, allowed: object) -> None:

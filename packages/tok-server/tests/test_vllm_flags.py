@@ -11,7 +11,13 @@ from tok_server.cli import make_parser
 from tok_server.flags import engine_config, server_settings
 from tok_server.flags.vllm_flags import ALWAYS_TRUE, REFUSED, SAME_FLAGS
 
-VALUES = {"--gpu-memory-fraction": ["0.5"], "--no-cuda-graphs": [], "--tls-cert": ["c"], "--tls-key": ["k"]}
+VALUES = {
+    "--gpu-memory-fraction": ["0.5"],
+    "--no-cuda-graphs": [],
+    "--tls-cert": ["c"],
+    "--tls-key": ["k"],
+    "--quantization": ["fp8"],
+}
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -35,11 +41,12 @@ def test_name_of_vllm_has_the_effect_of_the_flag(name: str, flag: str) -> None:
 
 def test_names_of_vllm_reach_engine_and_server() -> None:
     sizes = "--tensor-parallel-size 2 --max-num-seqs 8 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5"
-    words = "--enforce-eager --dtype half --generation-config vllm --load-format safetensors"
+    words = "-q awq_marlin --enforce-eager --dtype half --generation-config vllm --load-format safetensors"
     options = parse(*shlex.split(f"{sizes} {words} --tool-call-parser llama3_json --served-model-name a b"))
     config, settings = engine_config(options), server_settings(options)
     assert (config.tp, config.max_running, config.max_step_tokens, config.gpu_memory_fraction) == (2, 8, 64, 0.5)
     assert (config.cuda_graphs, config.dtype, config.generation_config) == (False, "float16", "none")
+    assert config.quantization == "awq"
     assert (config.load_format, settings.formats.tool_calls, settings.model_names) == ("auto", "llama3", ("a", "b"))
 
 

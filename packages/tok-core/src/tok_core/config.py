@@ -15,6 +15,7 @@ Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "fp8", "int8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq"]
 GenerationConfig = Literal["auto", "none"]
 AdmissionName = Literal["forecast", "watermark"]
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
@@ -41,6 +42,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend              kernels to compute with. auto: plain torch (reference) on a CPU; on a GPU the faster of Triton
                          and FlashInfer for each phase of attention, measured once
     load_format          dummy: random weights, for measuring speed without a checkpoint
+    quantization         auto: load the checkpoint as it is; fp8, int8: round the linear layers of a dense checkpoint
+                         to float8 or int8 while loading, with a scale for each row, the LM head excepted. A quantised
+                         checkpoint keeps its format, and no other may be named
     generation_config    auto: read `EngineInfo.sampling_defaults` from the model's generation_config.json; none:
                          leave them empty
     ignore_config_keys   unknown keys of the model's config.json to ignore. Other unknown keys are refused, since they
@@ -88,6 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     backend: BackendName = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "auto"
     generation_config: GenerationConfig = "auto"
     ignore_config_keys: tuple[str, ...] | None = None
     kv_cache_dtype: KVCacheDType = "auto"
@@ -129,6 +134,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         _choice("backend", self.backend, get_args(BackendName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
+        _choice("quantization", self.quantization, get_args(Quantization))
         _choice("admission", self.admission, get_args(AdmissionName))
         _choice("generation_config", self.generation_config, get_args(GenerationConfig))
         keys = self.ignore_config_keys

@@ -12,6 +12,7 @@ from tok_core.messages.steps import StepOutput
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     """Properties that a worker determines at its start: sizes of model and cache, and the value of every `auto`.
 
+    linear_layers                              weight formats of the linear layers
     sampling_defaults                          fields of SamplingParams that the model's generation_config.json sets.
                                                The server applies them to requests that leave a field out; the engine
                                                takes complete SamplingParams and applies none
@@ -35,6 +36,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     backend: str
     model_id: str = ""
     hidden_size: int = 0
+    linear_layers: str = "dense"
     sampling_defaults: dict[str, int | float] = {}
     max_all_reduce_tokens: int | None = None
     min_overlap_tokens: int | None = None

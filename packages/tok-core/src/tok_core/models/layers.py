@@ -111,6 +111,7 @@ class Linear(nn.Module):
         self.inputs, self.parts, self.gated = inputs, dict(parts), gated
         self.backend = placement.backend
         self.method = placement.quantization.method_of([f"{placement.prefix}{name}" for name in parts])
+        self._online = placement.quantization.online
         self.bias, self._has_bias, self._make = None, bias, placement.parameter
         self.recast(torch.float16 if fp16 and placement.dtype == torch.bfloat16 else placement.dtype)
 
@@ -123,7 +124,7 @@ class Linear(nn.Module):
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Yield the names of the layer's tensors in a checkpoint, such as "q_proj.weight", and what each fills."""
-        yield from self.method.targets(self)
+        yield from self.method.dense_targets(self) if self._online else self.method.targets(self)
         yield from self._bias_targets()
 
     def fill_dense(self, fill: FillTarget) -> None:

@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from tok_core.errors import ModelError
+from tok_core.config import Quantization
+from tok_core.errors import InvalidField, ModelError
 from tok_core.model_config import Fields
 from tok_core.quantization.dense import DENSE
 from tok_core.quantization.linear_method import LinearMethod
@@ -22,6 +23,7 @@ from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
 
 FP8 = torch.float8_e4m3fn
+ONLINE: Mapping[str, LinearMethod] = MappingProxyType({"fp8": ScaledMethod(FP8), "int8": ScaledMethod(torch.int8)})
 DENSE_HEAD = ("lm_head",)  # formats of other libraries leave it dense
 LINEAR = "Linear"  # compressed-tensors' word for all linear layers
 ALL_COLUMNS = -1  # as group_size
@@ -45,17 +47,25 @@ NOTES = frozenset(
 )
 
 
-def read_quantization(path: Path) -> QuantizationConfig:
-    """Return the weight format of each linear layer of the model in directory `path`.
+def read_quantization(path: Path, requested: Quantization = "auto") -> QuantizationConfig:
+    """Return the weight format of each linear layer of the model in directory `path`, as `requested`.
 
-    Raises ModelError, which names key and value, for a format that is not supported.
+    Raises ModelError, which names key and value, for a format that is not supported, and InvalidField if the
+    checkpoint's format is not the one requested.
     """
     config = Fields.of_file(path / "config.json").section("quantization_config")
     if config is None:
-        return QuantizationConfig()
+        if requested == "auto":
+            return QuantizationConfig()
+        if requested not in ONLINE:
+            allowed = f"auto, {', '.join(ONLINE)}, since the checkpoint is not quantised"
+            raise InvalidField("quantization", requested, allowed)
+        return QuantizationConfig(ONLINE[requested], DENSE_HEAD, online=True)
     name = config.text("quant_method")
     if name not in READERS:
         raise config.wrong("quant_method", name, ", ".join(READERS))
+    if requested not in ("auto", name):
+        raise InvalidField("quantization", requested, f"auto, {name}, since the checkpoint is quantised so")
     return READERS[name](config)
 
 

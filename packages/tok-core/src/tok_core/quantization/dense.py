@@ -33,6 +33,9 @@ class DenseMethod(LinearMethod):
     def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
         return {"weight": weight_FK}
 
+    def dense_targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
+        return self.targets(layer)
+
     def fill_dense(self, layer: LinearLayer, fill: FillTarget) -> None:
         """Fill the parameters in place, without a copy of the whole matrix."""
         for name, target in self.targets(layer):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tok_core.parallel import Slice
-from tok_core.quantization.weight_target import WeightTarget
+from tok_core.quantization.weight_target import RoundedTarget, WeightTarget
 from tok_kernels import Backend
 
 MakeParameter = Callable[..., nn.Parameter]
@@ -70,17 +70,35 @@ class LinearMethod(ABC):
     def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
         """Return the tensors that hold a whole matrix in a checkpoint, by the ends of their names ("weight_scale")."""
 
+    @property
+    def rows_apart(self) -> bool:
+        """Whether `quantize` rounds each row independently of others, into tensors with an entry for each row."""
+        return False
+
+    def dense_targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the names of the layer's matrices in a dense checkpoint, and targets that quantise them."""
+        targets = dict(self.targets(layer))
+        for name, rows in layer.parts.items():
+            start = f"{name}."
+            tensors = {full.removeprefix(start): one for full, one in targets.items() if full.startswith(start)}
+            yield (
+                f"{name}.weight",
+                RoundedTarget(
+                    view=next(iter(tensors.values())).view,
+                    parts=(rows if self.rows_apart else Slice.whole(rows.size), Slice.whole(layer.inputs.size)),
+                    quantize=self.quantize,
+                    tensors=tensors,
+                    rows_apart=self.rows_apart,
+                ),
+            )
+
     def fill_dense(self, layer: LinearLayer, fill: FillTarget) -> None:
         """Fill the layer's parameters with dense matrices, which `fill` writes and this method quantises."""
-        targets = dict(self.targets(layer))
-        device = next(iter(targets.values())).view.device
-        for name, rows in layer.parts.items():
-            axes = Slice.whole(rows.size), Slice.whole(layer.inputs.size)
-            dense_FK = torch.empty([axis.size for axis in axes], dtype=layer.dtype, device=device)
-            fill(f"{name}.weight", WeightTarget(dense_FK, axes))
-            for end, stored in self.quantize(dense_FK).items():
-                target = targets[f"{name}.{end}"]
-                target.fill(target.part_of(stored))
+        for name, target in self.dense_targets(layer):
+            sizes = [part.count for part in target.parts]
+            dense = WeightTarget(torch.empty(sizes, dtype=layer.dtype, device=target.view.device), target.parts)
+            fill(name, dense)
+            target.fill(dense.view)
 
     def apply(
         self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, residual_TF: Tensor | None

@@ -19,15 +19,18 @@ class QuantizationConfig:
     ignored  layers that stay dense. An entry is a name, consecutive components of names ("lm_head", "layers.3.mlp"),
              or "re:" and a regular expression that matches from the start of a name
     special  further entries, and the method of the layers that they match; the first one that matches counts
+    online   the checkpoint is dense, and loading quantises it
     """
 
     method: LinearMethod = DENSE
     ignored: tuple[str, ...] = ()
     special: tuple[tuple[str, LinearMethod], ...] = ()
+    online: bool = False
 
     def __str__(self) -> str:
         dense = [f"dense: {', '.join(self.ignored)}"] if self.ignored else []
-        return "; ".join([str(self.method), *(f"{method}: {entry}" for entry, method in self.special), *dense])
+        method = f"{self.method}, rounded while loading" if self.online else str(self.method)
+        return "; ".join([method, *(f"{method}: {entry}" for entry, method in self.special), *dense])
 
     def method_of(self, names: Sequence[str]) -> LinearMethod:
         """Return the method of a layer that stacks the matrices `names`. Raise ModelError if they have several."""

@@ -85,6 +85,10 @@ class ScaledMethod(LinearMethod):
         return {"weight": rounded_FK.to(self.dtype), self.scale_name: stored}
 
     @property
+    def rows_apart(self) -> bool:
+        return self.block is None and not self.per_matrix
+
+    @property
     def _columns(self) -> int | None:
         """Number of columns that share a scale; None: all."""
         return None if self.block is None else self.block[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from tok_core.parallel import Slice
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
+MAX_ROUNDED = 1 << 24  # weights that are rounded at once, if rows can be rounded apart; bounds the memory
 
 
 class StoredTensor(Protocol):
@@ -66,3 +67,29 @@ class WeightTarget:
         ):
             return True
         return bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedTarget(WeightTarget):
+    """Target of a dense matrix, which is rounded on the device of `view` and never held there whole beside the result.
+
+    quantize    makes the tensors of a checkpoint in the layer's format, by the ends of their names
+    tensors     what these tensors fill
+    rows_apart  rows are rounded independently: `parts` holds this rank's rows only, and few rows are rounded at once
+    """
+
+    quantize: Callable[[Tensor], Mapping[str, Tensor]]
+    tensors: Mapping[str, WeightTarget]
+    rows_apart: bool
+
+    def fill(self, own: Tensor) -> bool:
+        """Round the dense matrix `own`, in any dtype, into the layer's parameters; return True."""
+        rows = max(1, MAX_ROUNDED // own.shape[1]) if self.rows_apart else len(own)
+        for start in range(0, len(own), rows):
+            stop = min(start + rows, len(own))
+            for end, stored in self.quantize(own[start:stop].to(self.view.device)).items():
+                target = self.tensors[end]
+                if self.rows_apart:
+                    target = WeightTarget(target.view[start:stop], (Slice.whole(stop - start), *target.parts[1:]))
+                target.fill(target.part_of(stored))
+        return True

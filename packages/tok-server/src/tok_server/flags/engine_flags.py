@@ -45,6 +45,11 @@ ENGINE_TEXTS = {
     "dtype": ("", "dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"),
     "backend": ("", "kernels to use; auto: the fastest measured on a GPU, plain PyTorch (reference) on a CPU"),
     "load_format": ("", "auto: load the checkpoint; dummy: random weights, to measure speed without one"),
+    "quantization": (
+        "",
+        "auto: load the checkpoint as it is; fp8, int8: round its linear layers while loading; another word, or fp8, "
+        "must be the format that the checkpoint has",
+    ),
     "generation_config": (
         "",
         "defaults of sampling parameters; auto: from generation_config.json; none: temperature 1, no filters",

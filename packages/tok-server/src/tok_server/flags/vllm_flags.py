@@ -15,6 +15,7 @@ SAME_FLAGS = {
     ("--gpu-memory-utilization",): "--gpu-memory-fraction",
     ("--block-size",): "--page-size",
     ("--enforce-eager",): "--no-cuda-graphs",
+    ("-q",): "--quantization",
     ("--ssl-certfile",): "--tls-cert",
     ("--ssl-keyfile",): "--tls-key",
 }
@@ -53,7 +54,6 @@ REFUSED = {
     "--no-enable-chunked-prefill": "long prompts are always prefilled in chunks; --max-step-tokens sets their size",
     "--no-enable-prefix-caching": "prefix caching is always on; a request's cache_salt keeps it apart from others",
     "--override-generation-config": "edit the model's generation_config.json, or set the fields in each request",
-    "--quantization": "the format of the weights is read from the model's config.json",
     "--rope-scaling": "the scaling is read from the model's config.json",
     "--runner": "generation and embeddings are always both served",
     "--scheduling-policy": "requests are always served by priority, and within one fairly among API keys",
@@ -69,6 +69,7 @@ REFUSED = {
 SPELLINGS = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto"},
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "generation_config": {"vllm": "none"},
     "tool_call_parser": {"llama3_json": "llama3"},
 }

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import structs
 
 from tok_core.config import MAX_PARALLEL_DEGREE, EngineConfig, RankCoordinates
 from tok_core.errors import EngineError, InvalidField
 from tok_core.model_config import ModelConfig
 from tok_core.models import model_bytes
 from tok_core.parallel import ProcessGroups, ShardPlan
-from tok_core.quantization import read_quantization
+from tok_core.quantization import QuantizationConfig, read_quantization
 from tok_core.runtime import available_memory, memory_of_siblings
 from tok_core.worker.startup.backend import choose_cache_dtype
 from tok_core.worker.startup.memory import MIN_CACHE_PAGES, free_device_memory
@@ -38,7 +39,7 @@ class MemoryNeeds(msgspec.Struct, frozen=True):
         local = ShardPlan.of(model, worker).local(model)
         per_token = kv_bytes_per_token(local, choose_cache_dtype(config.kv_cache_dtype, dtype))
         tokens = MIN_CACHE_PAGES * config.page_size
-        weights = model_bytes(model, dtype, worker, read_quantization(Path(config.model)))
+        weights = model_bytes(model, dtype, worker, read_quantization(Path(config.model), config.quantization))
         return cls(weights, per_token, per_token * min(tokens, config.kv_cache_tokens or tokens))
 
     @property
@@ -86,10 +87,16 @@ def _remedies(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, peers: ProcessGroups, needs: MemoryNeeds, free: int
 ) -> Iterator[str]:
     """Yield the flags that would make the model fit, each by itself."""
+    own = MemoryNeeds.of(config, model, dtype, peers.coordinates).total
+    smaller: dict[str, tuple[EngineConfig, torch.dtype]] = {}
     if dtype == torch.float32:
-        single, half = (MemoryNeeds.of(config, model, one, peers.coordinates) for one in (dtype, torch.bfloat16))
-        if needs.total * half.total <= free * single.total:  # of all workers on this host
-            yield "--dtype bfloat16"
+        smaller["--dtype bfloat16"] = config, torch.bfloat16
+    if read_quantization(Path(config.model), config.quantization) == QuantizationConfig():
+        smaller["--quantization fp8"] = structs.replace(config, quantization="fp8"), dtype
+    for flag, (other, short) in smaller.items():
+        total = MemoryNeeds.of(other, model, short, peers.coordinates).total
+        if needs.total * total <= free * own:  # of all workers on this host
+            yield flag
     if peers.device.type == "cpu":
         fitting = free * config.dp // needs.total
         if 1 <= fitting < config.dp:

@@ -125,6 +125,7 @@ def set_up(
         dtype=str(dtype).removeprefix("torch."),
         backend=backend.name,
         hidden_size=model_config.hidden_size,
+        linear_layers=str(read_quantization(path, config.quantization)),
         sampling_defaults=defaults,
         max_all_reduce_tokens=max_all_reduce_tokens,
         min_overlap_tokens=min_overlap_tokens,
@@ -158,7 +159,7 @@ def _load_model(
     tensor = None
     if peers.tensor is not None:
         tensor = TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
-    quantization = read_quantization(path)
+    quantization = read_quantization(path, config.quantization)
     if peers.coordinates.number == 0 and quantization != QuantizationConfig():
         log.info("linear layers are %s; each is dequantised before it is used", quantization)
     try:

@@ -215,6 +215,7 @@ def _result(
         prefix_hit_share=round(ratio(sum(output.cached_tokens for output in outputs), prompt_tokens), 4),
         device=info.device,
         dtype=info.dtype,
+        linear_layers=info.linear_layers,
         backend=info.backend,
         kv_cache_tokens=info.kv_cache_tokens,
         max_step_tokens=info.max_step_tokens,

@@ -43,6 +43,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     gpu_busy_share    share of the run in which the device was between a step's first operation and its last
     *_ms              mean time per step: to schedule it, to launch it, on the device, to process its output
     startup_s         from the engine's construction until it was ready
+    linear_layers     weight formats of the linear layers
     tp_few_tokens     with tp above 1: largest step, in tokens, that keeps the whole residual stream on every rank
     tp_async_tokens   with tp above 1: smallest step, in tokens, that overlaps GEMMs with collectives; None: no step
     """
@@ -85,6 +86,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float | None = None
     device: str | None = None
     dtype: str | None = None
+    linear_layers: str | None = None
     backend: str | None = None
     kv_cache_tokens: int | None = None
     max_step_tokens: int | None = None

@@ -1,0 +1,170 @@
+"""`EngineConfig.quantization` rounds a dense checkpoint while loading, to what `round_checkpoint` would have written.
+
+Peaks of memory are those that torch's profiler records; tensors of a mapped file do not count.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from support.engines import cpu_engine, random_prompts
+from support.parallel_models import CPU, compute, greedy, model_of, tokens_of
+from support.quantized_models import write_quantized
+from support.ranks import run_ranks
+from support.tiny_models import change_weights, make_model, reference_greedy
+from tok_core import InvalidField, SamplingParams
+from tok_core.config import Quantization, RankCoordinates, all_coordinates
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, Linear, build, dummy
+from tok_core.models.weights import round_checkpoint
+from tok_core.quantization import QuantizationConfig, read_quantization, weight_target
+from tok_core.quantization.checkpoint_format import ONLINE, READERS
+from tok_kernels import choose
+
+SHARDS = [RankCoordinates(), *all_coordinates(2, 1), *all_coordinates(1, 2)]
+
+
+def rounded(path: Path) -> Path:
+    """Write the model as `tok quantize` does, beside it."""
+    out = path.parent / f"{path.name}-fp8"
+    assert list(round_checkpoint(path, out, "fp8-dynamic"))
+    return out
+
+
+def assert_same_parameters(found: CausalLM, expected: CausalLM) -> None:
+    parameters = dict(found.named_parameters())
+    assert parameters.keys() == dict(expected.named_parameters()).keys()
+    for name, one in expected.named_parameters():
+        assert parameters[name].dtype == one.dtype, name
+        assert torch.equal(parameters[name].view(torch.uint8), one.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("rows", [1 << 24, 5 * 64])
+@pytest.mark.parametrize(
+    ("kind", "stored", "dtype"),
+    [
+        ("llama", torch.float32, torch.float32),
+        ("llama-untied", torch.bfloat16, torch.bfloat16),
+        ("qwen2", torch.float16, torch.float32),
+        ("qwen3", torch.bfloat16, torch.float16),
+    ],
+)
+def test_every_shard_holds_the_bits_that_quantize_would_have_written(
+    kind: str, stored: torch.dtype, dtype: torch.dtype, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_target, "MAX_ROUNDED", rows)
+    path = make_model(kind, tmp_path / kind, dtype=stored, layers=3, shards=2, biases=kind != "qwen2")
+    out = rounded(path)
+    for coordinates in SHARDS:
+        found = model_of(path, coordinates, dtype=dtype, quantization=read_quantization(path, "fp8"))
+        assert_same_parameters(found, model_of(out, coordinates, dtype=dtype, quantization=read_quantization(out)))
+
+
+def test_projection_beyond_the_float16_range_is_rounded_again(tmp_path: Path) -> None:
+    def enlarge(weights: dict[str, Tensor]) -> None:
+        weights["model.layers.1.self_attn.q_proj.weight"] *= 1e5
+
+    path = change_weights(make_model("llama", tmp_path / "llama", layers=3), enlarge)
+    out = rounded(path)
+    found = model_of(path, dtype=torch.bfloat16, quantization=read_quantization(path, "fp8"))
+    expected = model_of(out, dtype=torch.bfloat16, quantization=read_quantization(out))
+    assert_same_parameters(found, expected)
+    projections = [module for name, module in found.named_modules() if name.endswith("qkv_proj")]
+    assert [one.dtype for one in projections] == [torch.float16, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_dummy_weights_of_every_shard_are_slices_of_the_rounded_ones(name: Quantization, tmp_path: Path) -> None:
+    path = make_model("llama-untied", tmp_path / "llama", layers=3)
+    quantization = read_quantization(path, name)
+
+    def layers(coordinates: RankCoordinates, config: QuantizationConfig = quantization) -> dict[str, Linear]:
+        model = build(read_config(path), choose(CPU), CPU, torch.float32, coordinates, quantization=config)
+        dummy(model, 5)
+        return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+
+    whole, dense = layers(RankCoordinates()), layers(RankCoordinates(), QuantizationConfig())
+    for part, linear in whole.items():
+        if part != "lm_head":
+            tensors = linear.method.quantize(dense[part].weight)
+            assert all(torch.equal(linear.get_parameter(end), tensor) for end, tensor in tensors.items())
+    for coordinates in SHARDS[1:]:
+        for part, linear in layers(coordinates).items():
+            stored = dict(whole[part].method.targets(whole[part]))
+            for end, target in linear.method.targets(linear):
+                assert torch.equal(target.view, target.part_of(stored[end].view)), (part, end)
+
+
+def test_loading_never_holds_more_than_the_rounded_model_and_a_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_target, "MAX_ROUNDED", 16 * 64)  # weights, an eighth of the largest matrix
+    path = make_model("llama-untied", tmp_path / "llama", layers=24)
+    matrix, trace = 64 * 128 * 4, tmp_path / "trace.json"
+    sizes = []
+    for quantization in (read_quantization(path, "fp8"), QuantizationConfig()):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+            model = model_of(path, quantization=quantization)
+        profiled.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+        totals = [event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"]
+        steps = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
+        held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        sizes.append(held)
+        before = totals[0] - steps[0]
+        assert held <= max(totals) - before <= 1.1 * held + matrix
+        del model
+    assert 1.1 * sizes[0] + matrix < sizes[1] / 2  # hence a second copy would have been noticed
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_engine_generates_what_the_dequantised_model_does(name: Quantization, tmp_path: Path) -> None:
+    path = make_model("qwen2", tmp_path / "model", dtype=torch.bfloat16, layers=3)
+    method = ONLINE[name]
+
+    def dequantise(weights: dict[str, Tensor]) -> None:
+        for key in [key for key in weights if key.endswith("_proj.weight")]:
+            tensors = method.quantize(weights[key])
+            weights[key] = tensors["weight"].float() * tensors["weight_scale"]
+
+    dequantised = change_weights(make_model("qwen2", tmp_path / "same", dtype=torch.bfloat16, layers=3), dequantise)
+    prompts = random_prompts((7, 40))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with cpu_engine(path, quantization=name, max_step_tokens=16, max_running=16) as engine:
+        found = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
+        assert engine.info.linear_layers == f"{method}, rounded while loading; dense: lm_head"
+    assert found == [tokens for tokens, _ in reference_greedy(dequantised, prompts, 12)]
+
+
+def test_ranks_of_a_model_rounded_while_loading_compute_what_one_process_does(tmp_path: Path) -> None:
+    path = make_model("llama-untied", tmp_path / "llama", layers=3)
+    quantization = read_quantization(path, "fp8")
+    tokens = greedy(model_of(path, quantization=quantization), tokens_of(37), 6)
+    for [(_, _, chosen, _)] in run_ranks(all_coordinates(1, 2), compute, [path], (0, 1000), 6, quantization):
+        assert chosen == tokens
+
+
+def test_checkpoints_own_format_may_be_named_and_no_other(tmp_path: Path) -> None:
+    assert set(get_args(Quantization)) == {"auto", *READERS, *ONLINE}
+    path, dense = write_quantized("llama", tmp_path, "awq")
+    assert read_quantization(path, "awq") == read_quantization(path)
+    with pytest.raises(InvalidField) as refused:
+        read_quantization(path, "fp8")
+    assert str(refused.value) == "quantization is 'fp8'; allowed: auto, awq, since the checkpoint is quantised so"
+    with pytest.raises(InvalidField) as refused:
+        read_quantization(dense, "awq")
+    assert str(refused.value) == (
+        "quantization is 'awq'; allowed: auto, fp8, int8, since the checkpoint is not quantised"
+    )
+    fp8, _ = write_quantized("llama", tmp_path, "fine-grained-fp8")
+    assert read_quantization(fp8, "fp8") == read_quantization(fp8)
+    assert str(read_quantization(dense, "fp8")) == (
+        "float8 with a scale for each row, rounded while loading; dense: lm_head"
+    )
