@@ -170,6 +170,26 @@ def compute(
     return found
 
 
+def greedy_of_shards(
+    peers: ProcessGroups, models: Sequence[tuple[Path, QuantizationConfig]], prompt: Sequence[int], count: int
+) -> list[tuple[list[int], list[int]]]:
+    """Return each model's greedy tokens after a prompt: by the ranks alone, and by two pipeline stages of them."""
+    assert peers.tensor is not None
+    coordinates, tensor, found = peers.coordinates, TensorParallel(peers.tensor, CPU), []
+    for path, quantization in models:
+        model = model_of(path, coordinates, tensor, quantization=quantization)
+        places = [RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks) for stage in range(2)]
+        first, last = (Sequences(model_of(path, one, tensor, quantization=quantization), 1, 16) for one in places)
+        staged, chunk = list[int](), list(prompt)
+        for _ in range(count):
+            rows = [len(chunk) - 1]
+            hidden = last.forward([(0, chunk)], rows, first.forward([(0, chunk)], rows))
+            staged.append(int(whole(last.model, last.model.logits(hidden))[0].argmax()))
+            chunk = staged[-1:]
+        found.append((greedy(model, prompt, count), staged))
+    return found
+
+
 def held_by_ranks(peers: ProcessGroups, path: Path) -> tuple[list[str], NDArray[np.float32], NDArray[np.float32]]:
     """Return the QKV dtype of each layer of a bfloat16 model, and logits with and without sequence parallelism."""
     assert peers.tensor is not None

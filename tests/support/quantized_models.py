@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.tiny_models import make_model
+from support.tiny_models import change_weights, make_model
+from tok_core.config import Quantization
 
 Ints = NDArray[np.int64]
+# Names of cases -> words of --quantization that round a dense model while loading.
+ROUNDED: dict[str, Quantization] = {"--quantization fp8": "fp8", "--quantization int8": "int8"}
 Make = Callable[[int, int, np.random.Generator], tuple[dict[str, Tensor], Tensor]]
 BLOCK = (16, 32)
 GROUP = 32
@@ -126,6 +129,7 @@ def of_linears(weights: dict[str, object], inputs: dict[str, object] | None, for
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
         "format": form,
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
@@ -165,6 +169,21 @@ SCHEMES: dict[str, Scheme] = {
     "gptq-8-bit": Scheme(GPTQ | {"bits": 8, "group_size": -1, "sym": True}, packed("gptq", 8, None)),
     "gptq-v2": Scheme(GPTQ | {"checkpoint_format": "gptq_v2"}, packed("gptq", offset=0)),
 }
+
+
+def write_rounded(kind: str, directory: Path, name: str) -> tuple[Path, Path]:
+    """Write a dense model of three layers, and the one whose linear layers are rounded as a key of ROUNDED says."""
+    path, rounded = (make_model(kind, directory / f"{name}{end}", layers=3) for end in ("", "-rounded"))
+    limit = 448 if ROUNDED[name] == "fp8" else 127
+
+    def round_rows(weights: dict[str, Tensor]) -> None:
+        for key in [key for key in weights if key.endswith("_proj.weight")]:
+            scale = weights[key].abs().amax(1, keepdim=True) / limit
+            divided = weights[key] / scale
+            whole = divided.to(torch.float8_e4m3fn).float() if ROUNDED[name] == "fp8" else divided.round()
+            weights[key] = whole * scale
+
+    return path, change_weights(rounded, round_rows)
 
 
 def write_quantized(kind: str, directory: Path, scheme: str, dense: tuple[str, ...] = ()) -> tuple[Path, Path]:

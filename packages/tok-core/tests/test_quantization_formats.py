@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from support.engines import cpu_engine
 from support.parallel_models import CPU, PROMPT, chained_logits, compute, greedy, logits_of, model_of, tokens_of
 from support.quantized_models import GROUP, SCHEMES, write_quantized
 from support.ranks import run_ranks
 from support.tiny_models import make_model
-from tok_core import ModelError, SamplingParams
+from tok_core import ModelError
 from tok_core.config import all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, Linear, build, dummy
@@ -55,20 +54,6 @@ def test_ranks_of_a_quantised_model_compute_what_the_dense_model_does(tmp_path: 
         for found, reference in [*((one, expected) for one in logits), *((one, in_chunks) for one in chained)]:
             for a, b in zip(found, reference, strict=True):
                 assert np.abs(a - b).max(initial=0) <= 5e-5 * np.abs(b).max(initial=0)
-
-
-@pytest.mark.parametrize("scheme", ["fine-grained-fp8", "awq"])
-def test_quantised_engine_generates_what_the_dense_one_does(scheme: str, tmp_path: Path) -> None:
-    paths = write_quantized("llama-untied", tmp_path, scheme)
-    prompts = [tokens_of(30), tokens_of(30) + tokens_of(9, seed=4)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    answers = []
-    for path in paths:
-        with cpu_engine(path) as engine:
-            answers.append(
-                [sample.token_ids for output in engine.generate(prompts, params) for sample in output.outputs]
-            )
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from support.engines import cpu_engine, random_prompts
-from support.parallel_models import CPU, compute, greedy, model_of, tokens_of
+from support.parallel_models import CPU, model_of
 from support.quantized_models import write_quantized
-from support.ranks import run_ranks
-from support.tiny_models import change_weights, make_model, reference_greedy
-from tok_core import InvalidField, SamplingParams
+from support.tiny_models import change_weights, make_model
+from tok_core import InvalidField
 from tok_core.config import Quantization, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, Linear, build, dummy
@@ -122,33 +120,6 @@ def test_loading_never_holds_more_than_the_rounded_model_and_a_matrix(
         assert held <= max(totals) - before <= 1.1 * held + matrix
         del model
     assert 1.1 * sizes[0] + matrix < sizes[1] / 2  # hence a second copy would have been noticed
-
-
-@pytest.mark.parametrize("name", ONLINE)
-def test_engine_generates_what_the_dequantised_model_does(name: Quantization, tmp_path: Path) -> None:
-    path = make_model("qwen2", tmp_path / "model", dtype=torch.bfloat16, layers=3)
-    method = ONLINE[name]
-
-    def dequantise(weights: dict[str, Tensor]) -> None:
-        for key in [key for key in weights if key.endswith("_proj.weight")]:
-            tensors = method.quantize(weights[key])
-            weights[key] = tensors["weight"].float() * tensors["weight_scale"]
-
-    dequantised = change_weights(make_model("qwen2", tmp_path / "same", dtype=torch.bfloat16, layers=3), dequantise)
-    prompts = random_prompts((7, 40))
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with cpu_engine(path, quantization=name, max_step_tokens=16, max_running=16) as engine:
-        found = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
-        assert engine.info.linear_layers == f"{method}, rounded while loading; dense: lm_head"
-    assert found == [tokens for tokens, _ in reference_greedy(dequantised, prompts, 12)]
-
-
-def test_ranks_of_a_model_rounded_while_loading_compute_what_one_process_does(tmp_path: Path) -> None:
-    path = make_model("llama-untied", tmp_path / "llama", layers=3)
-    quantization = read_quantization(path, "fp8")
-    tokens = greedy(model_of(path, quantization=quantization), tokens_of(37), 6)
-    for [(_, _, chosen, _)] in run_ranks(all_coordinates(1, 2), compute, [path], (0, 1000), 6, quantization):
-        assert chosen == tokens
 
 
 def test_checkpoints_own_format_may_be_named_and_no_other(tmp_path: Path) -> None:
