@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.parallel_models import CPU, PROMPT, chained_logits, compute, greedy, logits_of, model_of, tokens_of
 from support.quantized_models import GROUP, SCHEMES, write_quantized
 from support.ranks import run_ranks
-from support.tiny_models import make_model
+from support.tiny_models import change_weights, make_model
 from tok_core import ModelError
 from tok_core.config import all_coordinates
 from tok_core.model_config import read_config
@@ -132,6 +135,108 @@ def test_format_that_is_not_computed_is_refused_by_the_name_of_its_key(
     path = with_config(write_quantized("llama", tmp_path, scheme)[0], changes)
     with pytest.raises(ModelError, match=message):
         read_quantization(path)
+
+
+def fill(position: int | None, value: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that sets an entry, counted in rows, or all of them (None)."""
+
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[position if position is not None else slice(None)] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("scheme", "end", "change", "message"),
+    [
+        (
+            "fp8-dynamic",
+            "weight_scale",
+            fill(1, math.nan),
+            "has NaN; allowed: finite numbers, none negative, not all 0",
+        ),
+        (
+            "fp8-dynamic",
+            "weight_scale",
+            fill(1, -2.0),
+            r"has numbers from -2 to 0\.\d+; allowed: finite numbers, none neg",
+        ),
+        (
+            "fp8-dynamic",
+            "weight_scale",
+            fill(None, 0.0),
+            "has numbers from 0 to 0; allowed: finite numbers, none negative",
+        ),
+        (
+            "fp8-static",
+            "weight_scale",
+            fill(0, math.inf),
+            "has numbers from inf to inf; allowed: finite numbers, none neg",
+        ),
+        (
+            "fp8-per-matrix",
+            "weight_scale",
+            fill(0, 0.0),
+            "has numbers from 0 to 0; allowed: finite numbers, none negative",
+        ),
+        ("fine-grained-fp8", "weight_scale_inv", fill(2, math.nan), "has NaN; allowed: finite numbers, none negative"),
+        ("int8", "weight_scale", fill(None, 0.0), "has numbers from 0 to 0; allowed: finite numbers, not all 0"),
+        (
+            "int4",
+            "weight_scale",
+            fill(3, -math.inf),
+            r"has numbers from -inf to 0\.\d+; allowed: finite numbers, not all",
+        ),
+        ("awq", "scales", fill(3, math.nan), "has NaN; allowed: finite numbers, not all 0"),
+        ("gptq", "scales", fill(5, math.inf), r"has numbers from 0\.\d+ to inf; allowed: finite numbers, not all 0"),
+        (
+            "gptq-desc-act",
+            "g_idx",
+            fill(7, 4),
+            "has numbers from 0 to 4; allowed: integers from 0 to 3, the last group of",
+        ),
+        ("gptq-desc-act", "g_idx", fill(7, -1), "has numbers from -1 to 3; allowed: integers from 0 to 3"),
+        ("fp8-dynamic", "weight_scale", Tensor.flatten, r"has shape \[64\]; expected \[64, 1\]"),
+        ("int4", "weight_scale", Tensor.int, "is stored as I32; supported: F32, F16, BF16"),
+        ("awq", "qweight", Tensor.float, "is stored as F32; supported: I32"),
+    ],
+)
+def test_corrupt_tensor_is_refused_by_its_name(
+    scheme: str, end: str, change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    path, _ = write_quantized("llama", tmp_path, scheme)
+    name = f"model.layers.1.mlp.down_proj.{end}"
+
+    def corrupt(weights: dict[str, Tensor]) -> None:
+        weights[name] = change(weights[name])
+
+    change_weights(path, corrupt)
+    with pytest.raises(ModelError, match=f"model.safetensors: tensor {name} {message}"):
+        model_of(path, quantization=read_quantization(path))
+
+
+def test_missing_scale_is_named_with_its_shape(tmp_path: Path) -> None:
+    path, _ = write_quantized("llama", tmp_path, "fp8-dynamic")
+    change_weights(path, lambda weights: weights.pop("model.layers.1.mlp.down_proj.weight_scale"))
+    with pytest.raises(ModelError, match=r"missing tensors: model.layers.1.mlp.down_proj.weight_scale \[64, 1\]"):
+        model_of(path, quantization=read_quantization(path))
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_integers_may_have_negative_scales_and_single_scales_may_be_zero(scheme: str, tmp_path: Path) -> None:
+    path, dense = write_quantized("llama", tmp_path, scheme)
+    name = "model.layers.1.mlp.down_proj"
+
+    def change(scale: Tensor) -> Tensor:
+        scale[::3] *= -1
+        scale[1] = 0
+        return scale
+
+    change_weights(path, lambda weights: change(weights[f"{name}.weight_scale"]))
+    change_weights(dense, lambda weights: change(weights[f"{name}.weight"]))
+    model = model_of(path, quantization=read_quantization(path))
+    assert all(map(np.array_equal, logits_of(model), logits_of(model_of(dense))))
 
 
 def test_layers_of_two_groups_have_the_format_of_the_most_exact_target(tmp_path: Path) -> None:

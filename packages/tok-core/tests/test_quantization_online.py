@@ -6,6 +6,7 @@ Peaks of memory are those that torch's profiler records; tensors of a mapped fil
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import get_args
 
@@ -17,13 +18,14 @@ from torch.profiler import ProfilerActivity, profile
 from support.parallel_models import CPU, model_of
 from support.quantized_models import write_quantized
 from support.tiny_models import change_weights, make_model
-from tok_core import InvalidField
+from tok_core import InvalidField, ModelError
 from tok_core.config import Quantization, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, Linear, build, dummy
 from tok_core.models.weights import round_checkpoint
 from tok_core.quantization import QuantizationConfig, read_quantization, weight_target
 from tok_core.quantization.checkpoint_format import ONLINE, READERS
+from tok_core.worker.startup.setup import report_missing_float8
 from tok_kernels import choose
 
 SHARDS = [RankCoordinates(), *all_coordinates(2, 1), *all_coordinates(1, 2)]
@@ -78,6 +80,17 @@ def test_projection_beyond_the_float16_range_is_rounded_again(tmp_path: Path) ->
     assert [one.dtype for one in projections] == [torch.float16, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_matrix_that_cannot_be_rounded_is_named(value: float, tmp_path: Path) -> None:
+    def corrupt(weights: dict[str, Tensor]) -> None:
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+
+    path = change_weights(make_model("llama", tmp_path / "llama"), corrupt)
+    message = "tensor model.layers.1.mlp.up_proj.weight has NaN or infinities, which cannot be rounded; allowed: finite"
+    with pytest.raises(ModelError, match=message):
+        model_of(path, quantization=read_quantization(path, "fp8"))
+
+
 @pytest.mark.parametrize("name", ONLINE)
 def test_dummy_weights_of_every_shard_are_slices_of_the_rounded_ones(name: Quantization, tmp_path: Path) -> None:
     path = make_model("llama-untied", tmp_path / "llama", layers=3)
@@ -120,6 +133,28 @@ def test_loading_never_holds_more_than_the_rounded_model_and_a_matrix(
         assert held <= max(totals) - before <= 1.1 * held + matrix
         del model
     assert 1.1 * sizes[0] + matrix < sizes[1] / 2  # hence a second copy would have been noticed
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "lines"), [("fp8", (8, 0), 1), ("fp8", (8, 9), 0), ("int8", (8, 0), 0), ("auto", (7, 5), 0)]
+)
+def test_gpu_without_float8_is_reported_in_one_line(
+    name: Quantization,
+    capability: tuple[int, int],
+    lines: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    path = make_model("llama", tmp_path / "llama")
+    report_missing_float8(read_quantization(path, name), torch.device("cuda", 0))
+    report_missing_float8(read_quantization(path, name), CPU)
+    line = (
+        "cuda:0 has compute capability 8.0, and float8 arithmetic needs 8.9: float8 weights save memory here, and are "
+        "dequantised before each GEMM"
+    )
+    assert [record.getMessage() for record in caplog.records] == [line] * lines
 
 
 def test_checkpoints_own_format_may_be_named_and_no_other(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tok_core.parallel import Slice
 from tok_core.quantization.linear_method import LinearLayer
 from tok_core.quantization.packed_method import PackedMethod, pack
-from tok_core.quantization.weight_target import WeightTarget
+from tok_core.quantization.weight_target import SCALES, WeightTarget
 
 INTEGERS = ("I32",)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each four bits of a word hold, lowest bits first
@@ -36,7 +36,7 @@ class PackQuantizedMethod(PackedMethod):
             return self.unpacked(own.t(), rows).t()
 
         yield "weight_packed", WeightTarget(packed_FW, (rows, self.words(layer.inputs)), INTEGERS)
-        yield "weight_scale", WeightTarget(scale_FG, (rows, groups))
+        yield "weight_scale", WeightTarget(scale_FG, (rows, groups), allowed=SCALES)
         if zero_FG is not None:
             yield "weight_zero_point", WeightTarget(zero_FG, (self.words(rows), groups), INTEGERS, zeros)
 
@@ -67,7 +67,7 @@ class GPTQMethod(PackedMethod):
         assert zero_FG is not None
         yield "qweight", WeightTarget(packed_FW, (self.words(layer.inputs), rows), INTEGERS, Tensor.t)
         yield "qzeros", WeightTarget(zero_FG, (groups, self.words(rows)), INTEGERS, zeros)
-        yield "scales", WeightTarget(scale_FG, (groups, rows), convert=Tensor.t)
+        yield "scales", WeightTarget(scale_FG, (groups, rows), convert=Tensor.t, allowed=SCALES)
 
     def stored(self, q_FK: Tensor, scale_FG: Tensor, zero_FG: Tensor) -> dict[str, Tensor]:
         return {
@@ -97,7 +97,7 @@ class AWQMethod(PackedMethod):
         assert zero_FG is not None
         yield "qweight", WeightTarget(packed_FW, (layer.inputs, words), INTEGERS, weights)
         yield "qzeros", WeightTarget(zero_FG, (groups, words), INTEGERS, values)
-        yield "scales", WeightTarget(scale_FG, (groups, rows), convert=Tensor.t)
+        yield "scales", WeightTarget(scale_FG, (groups, rows), convert=Tensor.t, allowed=SCALES)
 
     def stored(self, q_FK: Tensor, scale_FG: Tensor, zero_FG: Tensor) -> dict[str, Tensor]:
         def packed(values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from tok_core.errors import ModelError
 from tok_core.parallel import Slice
 from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.scales import column_groups, for_columns, in_groups
-from tok_core.quantization.weight_target import WeightTarget
+from tok_core.quantization.weight_target import Allowed, WeightTarget
 
 WORD_BITS = 32
 
@@ -103,8 +103,10 @@ class PackedMethod(LinearMethod):
             for end, target in self.part_targets(layer, rows, packed_FW, scale_FG, zero_FG):
                 yield f"{name}.{end}", target
         if self.ordered:
+            last = self.groups(layer).size - 1
+            allowed = Allowed(0, last, f"integers from 0 to {last}, the last group of columns")
             for name, group_K in zip(layer.parts, layer.get_parameter("group_of_column"), strict=True):
-                yield f"{name}.g_idx", WeightTarget(group_K, (layer.inputs,), ("I32",))
+                yield f"{name}.g_idx", WeightTarget(group_K, (layer.inputs,), ("I32",), allowed=allowed)
 
     def dense_weight(self, layer: LinearLayer) -> Tensor:
         q_FK = unpack(layer.get_parameter("weight_packed"), self.bits)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tok_core.parallel import Slice
 from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.scales import blocks_of, column_groups, for_columns, in_groups
-from tok_core.quantization.weight_target import WeightTarget
+from tok_core.quantization.weight_target import POSITIVE_SCALES, SCALES, WeightTarget
 
 STORED_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}  # as safetensors names them
 MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -52,17 +52,18 @@ class ScaledMethod(LinearMethod):
             yield f"{name}.{self.scale_name}", self._scale_target(layer, rows, scale)
 
     def _scale_target(self, layer: LinearLayer, rows: Slice, scale_FG: Tensor) -> WeightTarget:
+        allowed = POSITIVE_SCALES if self.dtype.is_floating_point else SCALES
         if self.per_matrix:
-            return WeightTarget(scale_FG, ())
+            return WeightTarget(scale_FG, (), allowed=allowed)
         if self.block is None:
-            return WeightTarget(scale_FG, (rows, Slice.whole(1)))
+            return WeightTarget(scale_FG, (rows, Slice.whole(1)), allowed=allowed)
         size = self.block[0]
         first = rows.start % size  # of the first block's rows, the first that this rank holds
 
         def of_rows(own: Tensor) -> Tensor:
             return own.repeat_interleave(size, 0)[first : first + rows.count]
 
-        return WeightTarget(scale_FG, (blocks_of(rows, size), self._groups(layer)), convert=of_rows)
+        return WeightTarget(scale_FG, (blocks_of(rows, size), self._groups(layer)), convert=of_rows, allowed=allowed)
 
     def dense_weight(self, layer: LinearLayer) -> Tensor:
         scale = for_columns(layer.get_parameter("weight_scale"), self._columns, layer.inputs.count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,6 +13,33 @@ from tok_core.parallel import Slice
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
 MAX_ROUNDED = 1 << 24  # weights that are rounded at once, if rows can be rounded apart; bounds the memory
+
+
+class BadTensor(Exception):
+    """A tensor of a checkpoint has numbers that are not allowed; the message follows the tensor's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Range of the numbers that a tensor may have, as `text` describes it; floating-point numbers are not all 0."""
+
+    low: float
+    high: float
+    text: str
+
+    def check(self, own: Tensor) -> None:
+        """Raise BadTensor if a number is out of range or NaN."""
+        if not own.numel():
+            return
+        low, high = (one.item() for one in torch.aminmax(own))
+        if not self.low <= low <= high <= self.high or (own.is_floating_point() and low == high == 0):
+            found = f"numbers from {low:g} to {high:g}" if low <= high else "NaN"
+            raise BadTensor(f"has {found}; allowed: {self.text}")
+
+
+MAX_SCALE = torch.finfo(torch.float32).max
+SCALES = Allowed(-MAX_SCALE, MAX_SCALE, "finite numbers, not all 0")  # AutoRound writes negative ones for integers
+POSITIVE_SCALES = Allowed(0, MAX_SCALE, "finite numbers, none negative, not all 0")
 
 
 class StoredTensor(Protocol):
@@ -31,12 +58,14 @@ class WeightTarget:
 
     stored_dtypes  dtypes that the checkpoint's tensor may have, as safetensors names them
     convert        makes the view's layout of the part; None: the part has it
+    allowed        range of the tensor's numbers; None: any
     """
 
     view: Tensor
     parts: tuple[Slice, ...]
     stored_dtypes: tuple[str, ...] = FLOATS
     convert: Callable[[Tensor], Tensor] | None = None
+    allowed: Allowed | None = None
 
     @property
     def shape(self) -> list[int]:
@@ -57,7 +86,12 @@ class WeightTarget:
         return stored[tuple(slice(part.start, part.stop) for part in self.parts)]
 
     def fill(self, own: Tensor) -> bool:
-        """Copy the part `own` into `view`, converted and cast; return whether all finite values stay finite."""
+        """Copy the part `own` into `view`, converted and cast; return whether all finite values stay finite.
+
+        Raises BadTensor for numbers that are not allowed.
+        """
+        if self.allowed is not None:
+            self.allowed.check(own)
         own = own if self.convert is None else self.convert(own)
         self.view.copy_(own)
         if (
@@ -83,13 +117,20 @@ class RoundedTarget(WeightTarget):
     rows_apart: bool
 
     def fill(self, own: Tensor) -> bool:
-        """Round the dense matrix `own`, in any dtype, into the layer's parameters; return True."""
+        """Round the dense matrix `own`, in any dtype, into the layer's parameters; return True.
+
+        Raises BadTensor for numbers that are not finite.
+        """
         rows = max(1, MAX_ROUNDED // own.shape[1]) if self.rows_apart else len(own)
         for start in range(0, len(own), rows):
             stop = min(start + rows, len(own))
             for end, stored in self.quantize(own[start:stop].to(self.view.device)).items():
                 target = self.tensors[end]
                 if self.rows_apart:
-                    target = WeightTarget(target.view[start:stop], (Slice.whole(stop - start), *target.parts[1:]))
-                target.fill(target.part_of(stored))
+                    parts = Slice.whole(stop - start), *target.parts[1:]
+                    target = replace(target, view=target.view[start:stop], parts=parts)
+                try:
+                    target.fill(target.part_of(stored))
+                except BadTensor:
+                    raise BadTensor("has NaN or infinities, which cannot be rounded; allowed: finite numbers") from None
         return True

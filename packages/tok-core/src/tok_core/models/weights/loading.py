@@ -20,7 +20,7 @@ from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, targets
-from tok_core.quantization import StoredTensor, WeightTarget
+from tok_core.quantization import BadTensor, StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,8 +36,9 @@ def load(model: CausalLM, path: Path) -> None:
 
     Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage call this together. Weights beyond
     float16's range are read a second time (see `recast_overflowing_qkv`).
-    Raises ModelError for missing, unexpected or repeated tensors, for tensors of a wrong shape or dtype, for unreadable
-    files, and for an LM head that differs from the embedding in a model built as tied: see `as_stored`.
+    Raises ModelError for missing, unexpected or repeated tensors, for tensors of a wrong shape or dtype, for corrupt
+    scales, for unreadable files, and for an LM head that differs from the embedding in a model built as tied: see
+    `as_stored`.
     """
     if as_stored(model.config, path) != model.config:
         raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
@@ -153,8 +154,12 @@ def _load_file(
             stored = tensors.get_slice(name)
             target = _checked(file, name, stored, model_targets[own_name])
             own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
+            try:
+                fits = target.fill(own)
+            except BadTensor as error:
+                raise ModelError(f"{file}: tensor {name} {error}") from None
             # A target of another dtype is a float16 projection: `recast_overflowing_qkv` recasts it if it overflows.
-            if not target.fill(own) and target.view.dtype == dtype:
+            if not fits and target.view.dtype == dtype:
                 raise _overflow_error(file, name, dtype)
 
 

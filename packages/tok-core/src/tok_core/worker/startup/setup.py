@@ -16,7 +16,7 @@ from tok_core.messages import EngineInfo, Rendezvous
 from tok_core.model_config import Fields, ModelConfig, read_config, short_prompt
 from tok_core.models import CausalLM, as_stored, build, dummy, load
 from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, join
-from tok_core.quantization import QuantizationConfig, read_quantization
+from tok_core.quantization import QuantizationConfig, ScaledMethod, read_quantization
 from tok_core.runtime import HEARTBEAT
 from tok_core.sampling_params import SamplingParams
 from tok_core.worker.runner import Runner
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tok_core")
 
 A_DAY = 86_400.0  # seconds that a rank's kernels wait for another rank's, at most
+FLOAT8_CAPABILITY = (8, 9)  # of GPUs, from which they multiply float8 numbers
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 
 
@@ -162,6 +163,7 @@ def _load_model(
     quantization = read_quantization(path, config.quantization)
     if peers.coordinates.number == 0 and quantization != QuantizationConfig():
         log.info("linear layers are %s; each is dequantised before it is used", quantization)
+        report_missing_float8(quantization, peers.device)
     try:
         model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor, quantization)
     except torch.OutOfMemoryError as error:
@@ -176,6 +178,21 @@ def _load_model(
     else:
         load(model, path)
     return model
+
+
+def report_missing_float8(quantization: QuantizationConfig, device: torch.device) -> None:
+    """Log what happens to float8 weights on a GPU without float8 arithmetic."""
+    methods = quantization.method, *(method for _, method in quantization.special)
+    float8 = any(isinstance(method, ScaledMethod) and method.dtype.is_floating_point for method in methods)
+    if device.type != "cuda" or not float8:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        log.warning(
+            "%s has compute capability %d.%d, and float8 arithmetic needs %d.%d: float8 weights save memory here, and "
+            "are dequantised before each GEMM",
+            *(device, *capability, *FLOAT8_CAPABILITY),
+        )
 
 
 def _thresholds(model: CausalLM, coordinates: RankCoordinates) -> tuple[int | None, int | None]:
