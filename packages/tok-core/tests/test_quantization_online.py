@@ -23,7 +23,7 @@ from tok_core.config import Quantization, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, Linear, build, dummy
 from tok_core.models.weights import round_checkpoint
-from tok_core.quantization import QuantizationConfig, read_quantization, weight_target
+from tok_core.quantization import LinearMethod, QuantizationConfig, ScaledMethod, read_quantization, weight_target
 from tok_core.quantization.checkpoint_format import ONLINE, READERS
 from tok_core.worker.startup.setup import report_missing_float8
 from tok_kernels import choose
@@ -78,6 +78,15 @@ def test_projection_beyond_the_float16_range_is_rounded_again(tmp_path: Path) ->
     assert_same_parameters(found, expected)
     projections = [module for name, module in found.named_modules() if name.endswith("qkv_proj")]
     assert [one.dtype for one in projections] == [torch.float16, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [*ONLINE.values(), ScaledMethod(torch.float8_e4m3fn, block=(128, 128))], ids=str)
+def test_gpu_rounds_to_the_bits_of_a_cpu(method: LinearMethod) -> None:
+    weight = torch.randn(1000, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    on_gpu = method.quantize(weight.cuda())
+    for end, expected in method.quantize(weight).items():
+        assert torch.equal(on_gpu[end].cpu().view(torch.uint8), expected.view(torch.uint8)), end
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -72,7 +72,8 @@ class ScaledMethod(LinearMethod):
     def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
         """Round to the nearest, with scales by which each group's largest value becomes the largest of the dtype."""
         limit, (rows, columns) = MAX_VALUES[self.dtype], weight_FK.shape
-        stored = in_groups(weight_FK.float().abs(), self._columns).amax(2) / limit
+        divisor = torch.full((), limit, device=weight_FK.device)  # a GPU would multiply by the reciprocal of a number
+        stored = in_groups(weight_FK.float().abs(), self._columns).amax(2) / divisor
         if self.per_matrix:
             stored = stored.amax()
         elif self.block is not None:
