@@ -34,6 +34,7 @@ from tok_kernels import (
     Penalties,
     QKNorm,
     SamplingBatch,
+    ScaledWeight,
     SlotColumns,
     launch_config,
 )
@@ -100,6 +101,20 @@ def multiply(tokens: int) -> None:
     BACKEND.linear(meta(tokens, INNER, dtype=BF16), meta(HIDDEN, INNER, dtype=BF16), residual_TN=residual)
 
 
+def multiply_8_bits(tokens: int, dtype: torch.dtype, group: int | None = None) -> None:
+    def weight(outputs: int, inputs: int) -> ScaledWeight:
+        groups = 1 if group is None else inputs // group
+        return ScaledWeight(meta(outputs, inputs, dtype=dtype), meta(outputs, groups, dtype=FLOAT), group, group or 1)
+
+    x, residual = (meta(tokens, HIDDEN, dtype=BF16) for _ in range(2))
+    norm = meta(HIDDEN, dtype=BF16), 1e-5
+    down = weight(HIDDEN, INNER)
+    BACKEND.scaled_linear(x, weight(6144, HIDDEN), meta(6144, dtype=BF16), norm=norm)
+    BACKEND.scaled_linear(x, weight(HIDDEN, HIDDEN), residual_TN=residual)
+    gated = BACKEND.scaled_gated_linear(x, weight(2 * INNER, HIDDEN), norm=norm, down=down)
+    BACKEND.scaled_linear(gated, down, residual_TN=residual)
+
+
 class Ranks:
     """Two ranks' shards of the vocabulary, seen from rank 0."""
 
@@ -155,6 +170,10 @@ def launch_all() -> None:
         rotate_and_write(head_dim, cache_dtype)
     for tokens in (1, 64):
         multiply(tokens)
+    for tokens in (1, 16, 64, 1024):
+        multiply_8_bits(tokens, FP8)
+        multiply_8_bits(tokens, FP8, group=128)
+        multiply_8_bits(tokens, torch.int8)
     sample()
     sample(all_greedy=True)
     sample(masks=Masks(meta(8, dtype=INT64), meta(8, dtype=INT64), meta(1, VOCABULARY // 32)))

@@ -23,6 +23,7 @@ from tok_kernels.batch import (
     Shards,
 )
 from tok_kernels.collectives.exchange import Exchange
+from tok_kernels.linear.scaled_weight import MAX_VALUES, QuantizedRows, ScaledWeight
 from tok_kernels.norm_rope_kv.rope_table import (
     DynamicScaling,
     LinearScaling,
@@ -37,6 +38,7 @@ from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 __all__ = [
     "BACKENDS",
+    "MAX_VALUES",
     "AttentionBatch",
     "AttentionShape",
     "Backend",
@@ -56,9 +58,11 @@ __all__ = [
     "Masks",
     "Penalties",
     "QKNorm",
+    "QuantizedRows",
     "RopeScaling",
     "Sampled",
     "SamplingBatch",
+    "ScaledWeight",
     "Shards",
     "SlotColumns",
     "YarnScaling",

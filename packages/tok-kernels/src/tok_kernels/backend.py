@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tok_kernels.attention.interface import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
+from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 
@@ -83,6 +84,37 @@ class Backend(Protocol):
 
         `[gate, up]` is `linear(x, gate_up, bias, norm=norm)`, split into halves along the last axis. The kernel
         launched just before this call must not write `gate_up_FK`, since the GEMM may read it before that kernel ends.
+        """
+        ...
+
+    def scaled_linear(
+        self,
+        x_TK: Tensor | QuantizedRows,
+        weight: ScaledWeight,
+        bias_N: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `linear` with a weight of 8 bits. The result has x's dtype.
+
+        A backend may round x, or the normalised x, to the weight's dtype, with a float32 scale for each token (and for
+        each group of columns, if the weight has groups), by which the token's largest value becomes the dtype's.
+        """
+        ...
+
+    def scaled_gated_linear(
+        self,
+        x_TK: Tensor,
+        gate_up: ScaledWeight,
+        bias_F: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        down: ScaledWeight | None = None,
+    ) -> Tensor | QuantizedRows:
+        """Compute `gated_linear` with a weight of 8 bits; x may be rounded as in `scaled_linear`.
+
+        With `down`, the weight that the result will be multiplied by, the result may be rounded already.
         """
         ...
 

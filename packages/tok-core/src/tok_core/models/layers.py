@@ -264,5 +264,5 @@ class MLP(FeedForward):
     def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
         if layout is not None:
             return layout.leave(layout.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
-        out_TN: Tensor = self.down_proj(self.gate_up_proj(x_TN, norm=norm), residual_TN=x_TN)
-        return out_TN
+        gate_up = self.gate_up_proj
+        return gate_up.method.mlp(gate_up, self.down_proj, x_TN, _weight(norm), x_TN)

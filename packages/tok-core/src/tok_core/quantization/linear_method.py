@@ -26,6 +26,7 @@ class LinearLayer(Protocol):
     inputs  range of columns that this rank holds
     parts   name of each stacked matrix in a checkpoint, and the range of its rows that this rank holds
     gated   the layer returns `silu(gate) · up` of its two matrices' results
+    method  how the weight is stored
     weight  the parameter that `create` registered under this name
     bias    `[F]`; None: no bias
     """
@@ -35,6 +36,7 @@ class LinearLayer(Protocol):
     inputs: Slice
     parts: dict[str, Slice]
     gated: bool
+    method: LinearMethod
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -47,7 +49,8 @@ class LinearMethod(ABC):
     """How a linear layer stores its weight, fills it from a checkpoint, shards it, and multiplies by it.
 
     A method holds no state: parameters belong to the layer, and no other code reads them. By default a method
-    multiplies by `dense_weight`; one with GEMMs of its own overrides `apply`, `matmul` and `matmul_into`.
+    multiplies by `dense_weight`; one with GEMMs of its own overrides `apply`, `matmul` and `matmul_into`, and `mlp` if
+    it rounds activations.
     `redundant` lists ends of names ("weight_shape") of tensors that a checkpoint may hold for a layer and nobody needs.
     Axes: T tokens, K inputs of this rank, F outputs of this rank (all stacked matrices), G outputs after the gate.
     """
@@ -108,6 +111,17 @@ class LinearMethod(ABC):
         if layer.gated:
             return layer.backend.gated_linear(x_TK, weight_FK, layer.bias, norm=norm)
         return layer.backend.linear(x_TK, weight_FK, layer.bias, norm=norm, residual_TN=residual_TF)
+
+    def mlp(
+        self,
+        gate_up: LinearLayer,
+        down: LinearLayer,
+        x_TK: Tensor,
+        norm: tuple[Tensor, float] | None,
+        residual_TF: Tensor | None,
+    ) -> Tensor:
+        """Apply `gate_up`, a layer of this method, then `down`; a method may round what `down` reads in one pass."""
+        return down.method.apply(down, self.apply(gate_up, x_TK, norm, None), None, residual_TF)
 
     def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
         """Return `x Wᵀ + bias`, `[T, F]`, without the layer's own bias and gate."""

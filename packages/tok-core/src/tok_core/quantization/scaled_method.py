@@ -12,9 +12,9 @@ from tok_core.parallel import Slice
 from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.scales import blocks_of, column_groups, for_columns, in_groups
 from tok_core.quantization.weight_target import POSITIVE_SCALES, SCALES, WeightTarget
+from tok_kernels import MAX_VALUES, ScaledWeight
 
 STORED_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}  # as safetensors names them
-MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,51 @@ class ScaledMethod(LinearMethod):
         return WeightTarget(scale_FG, (blocks_of(rows, size), self._groups(layer)), convert=of_rows, allowed=allowed)
 
     def dense_weight(self, layer: LinearLayer) -> Tensor:
-        scale = for_columns(layer.get_parameter("weight_scale"), self._columns, layer.inputs.count)
-        return (layer.weight.float() * scale).to(layer.dtype)
+        return self._scaled(layer).dense(layer.dtype)
+
+    def _scaled(self, layer: LinearLayer) -> ScaledWeight:
+        block_rows = 1
+        if self.block is not None and not any(edge % self.block[0] for edge in self._edges(layer)):
+            block_rows = self.block[0]
+        return ScaledWeight(layer.weight, layer.get_parameter("weight_scale"), self._columns, block_rows)
+
+    @staticmethod
+    def _edges(layer: LinearLayer) -> Iterator[int]:
+        """Yield the rows at which this rank's part of a matrix begins and ends."""
+        for rows in layer.parts.values():
+            yield rows.start
+            yield rows.stop
+
+    def apply(
+        self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, residual_TF: Tensor | None
+    ) -> Tensor:
+        weight, backend = self._scaled(layer), layer.backend
+        if not layer.gated:
+            return backend.scaled_linear(x_TK, weight, layer.bias, norm=norm, residual_TN=residual_TF)
+        out_TG = backend.scaled_gated_linear(x_TK, weight, layer.bias, norm=norm)
+        assert isinstance(out_TG, Tensor), "rounded for another layer only"
+        return out_TG
+
+    def mlp(
+        self,
+        gate_up: LinearLayer,
+        down: LinearLayer,
+        x_TK: Tensor,
+        norm: tuple[Tensor, float] | None,
+        residual_TF: Tensor | None,
+    ) -> Tensor:
+        method = down.method
+        if not isinstance(method, ScaledMethod) or method.dtype != self.dtype:
+            return super().mlp(gate_up, down, x_TK, norm, residual_TF)
+        weight, backend = method._scaled(down), gate_up.backend
+        rows = backend.scaled_gated_linear(x_TK, self._scaled(gate_up), gate_up.bias, norm=norm, down=weight)
+        return backend.scaled_linear(rows, weight, down.bias, residual_TN=residual_TF)
+
+    def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return layer.backend.scaled_linear(x_TK, self._scaled(layer), bias_F)
+
+    def matmul_into(self, layer: LinearLayer, x_TK: Tensor, out_TF: Tensor) -> None:
+        out_TF.copy_(self.matmul(layer, x_TK))
 
     def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
         """Round to the nearest, with scales by which each group's largest value becomes the largest of the dtype."""

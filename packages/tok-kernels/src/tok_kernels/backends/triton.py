@@ -5,6 +5,7 @@ from __future__ import annotations
 from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.triton.attention import attention
 from tok_kernels.linear.triton import gated_linear, linear
+from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
@@ -23,6 +24,8 @@ class TritonBackend:
     rms_norm = staticmethod(rms_norm)
     linear = staticmethod(linear)
     gated_linear = staticmethod(gated_linear)
+    scaled_linear = staticmethod(scaled_linear)
+    scaled_gated_linear = staticmethod(scaled_gated_linear)
     rope = staticmethod(rope)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
 from tok_kernels.norm_rope_kv.reference import rms_norm, silu_and_mul
 
 
@@ -27,6 +28,31 @@ def gated_linear(
 ) -> Tensor:
     """Compute `Backend.gated_linear`."""
     return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
+
+
+def scaled_linear(
+    x_TK: Tensor | QuantizedRows,
+    weight: ScaledWeight,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:
+    """Compute `Backend.scaled_linear` with the dequantised weight, without rounding x."""
+    assert isinstance(x_TK, Tensor), "rows are rounded by other backends only"
+    return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
+
+
+def scaled_gated_linear(
+    x_TK: Tensor,
+    gate_up: ScaledWeight,
+    bias_F: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    down: ScaledWeight | None = None,
+) -> Tensor | QuantizedRows:
+    """Compute `Backend.scaled_gated_linear` with the dequantised weight, without rounding x or the result."""
+    return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
 
 
 def matmul(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:

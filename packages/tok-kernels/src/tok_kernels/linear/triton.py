@@ -27,7 +27,7 @@ def linear(
 
     Raises ValueError for shapes that do not fit, and for x of another dtype than W without a norm.
     """
-    _check(x_TK, weight_NK, bias_N, norm)
+    check_linear(x_TK, weight_NK, bias_N, norm, weight_NK.dtype)
     outputs = weight_NK.shape[0]
     if residual_TN is not None and residual_TN.shape != (len(x_TK), outputs):
         raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: {(len(x_TK), outputs)}")
@@ -49,7 +49,7 @@ def gated_linear(
 
     Raises ValueError as `linear`, and for an odd number of rows.
     """
-    _check(x_TK, gate_up_FK, bias_F, norm)
+    check_linear(x_TK, gate_up_FK, bias_F, norm, gate_up_FK.dtype)
     if gate_up_FK.shape[0] % 2:
         raise ValueError(f"gate_up has {gate_up_FK.shape[0]} rows; allowed: even numbers, gate and up in equal parts")
     if _streams(x_TK, gate_up_FK):
@@ -67,22 +67,31 @@ def launch_stream(
     residual_TN: Tensor | None,
     *,
     gated: bool,
+    scale_NG: Tensor | None = None,
 ) -> Tensor:
-    """Launch the fused kernel with the given configuration; the other arguments are those of `linear`, checked."""
+    """Launch the fused kernel with the given configuration; the other arguments are those of `linear`, checked.
+
+    scale_NG  float32 scales of the rows of a weight of 8 bits, `[N, 1]`; None: the weight has the dtype of the result
+    """
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     tokens, inputs = x_TK.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out_TN = residual_TN
     if out_TN is None:
-        out_TN = torch.empty((tokens, outputs), dtype=weight.dtype, device=x_TK.device)
+        out_TN = torch.empty(
+            (tokens, outputs), dtype=weight.dtype if scale_NG is None else x_TK.dtype, device=x_TK.device
+        )
     gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
     stream_linear_kernel[(triton.cdiv(outputs, launch.rows),)](
-        *(x_TK, x_TK.stride(0), gain, eps, weight, weight if bias is None else bias.contiguous()),
+        *(x_TK, x_TK.stride(0), gain, eps, weight, weight if scale_NG is None else scale_NG),
+        weight if bias is None else bias.contiguous(),
         *(out_TN, out_TN.stride(0), outputs),
         T=tokens,
         K=inputs,
         ROWS=launch.rows,
         BLOCK=launch.block,
+        VECTOR=launch.vector,
+        SCALED=scale_NG is not None,
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,
@@ -98,12 +107,19 @@ def _streams(x_TK: Tensor, weight: Tensor) -> bool:
     return short and weight.is_contiguous() and streams(*x_TK.shape)
 
 
-def _check(x_TK: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
+def check_linear(
+    x_TK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Raise ValueError for shapes that do not fit and, without a norm, for x of another dtype than `dtype`, if any."""
     if x_TK.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x_TK.shape[1]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed for x {tuple(x_TK.shape)}: (any, its last)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; allowed: {tuple(weight.shape[:1])}, weight's rows")
     if norm is not None and norm[0].shape != x_TK.shape[1:]:
         raise ValueError(f"norm has a weight of shape {tuple(norm[0].shape)}; allowed: {tuple(x_TK.shape[1:])}")
-    if norm is None and x_TK.dtype != weight.dtype:
-        raise ValueError(f"x is {x_TK.dtype}; allowed without a norm: {weight.dtype}, as the weight")
+    if norm is None and dtype not in (None, x_TK.dtype):
+        raise ValueError(f"x is {x_TK.dtype}; allowed without a norm: {dtype}, as the weight")

@@ -8,17 +8,42 @@ from tok_kernels.launch_config import power_of_two
 
 # Maximum tokens for the fused kernel. For more, torch's GEMM is as fast or faster, since it uses tensor cores.
 MAX_STREAM_TOKENS = 1
-_VECTOR = 8  # elements that a thread loads at once; torch computes other inputs than multiples of it
+# Maximum tokens for the kernel of 8-bit weights with tensor cores. For more, cuBLAS is as fast or faster.
+MAX_FEW_ROWS = 64
+VECTOR = 8  # elements of 16 bits that a thread loads at once; torch computes other inputs than multiples of it
 _MIN_BLOCK = 64  # inputs
 
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """Launch configuration: `rows` outputs per program, `block` inputs at a time, and Triton's num_warps."""
+    """Launch configuration of the fused kernel for one token.
+
+    rows    outputs of a program
+    block   inputs that it reads at a time
+    warps   Triton's num_warps
+    vector  elements that a thread adds up before it adds them to its sums
+    """
 
     rows: int
     block: int
     warps: int
+    vector: int = VECTOR
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsLaunch:
+    """Launch configuration of the tensor-core kernel for few tokens and weights of 8 bits.
+
+    rows    outputs of a program
+    block   inputs that it reads at a time
+    warps   Triton's num_warps
+    stages  Triton's num_stages
+    """
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
 
 
 # (maximum outputs, maximum inputs, launch); the first entry that fits applies. A gated GEMM reads two rows of weights
@@ -30,6 +55,10 @@ _PLAIN = (
     (_ANY, _ANY, LinearLaunch(8, 2048, 8)),
 )
 _GATED = ((_ANY, 2048, LinearLaunch(2, 1024, 4)), (_ANY, _ANY, LinearLaunch(2, 2048, 8)))
+
+
+FEW_ROWS = FewRowsLaunch(64, 256, 4, 6)
+FEW_ROWS_GATED = FewRowsLaunch(64, 256, 4, 4)  # rows of the gate, and as many of its up projection
 
 
 def linear_launch(outputs: int, inputs: int, *, gated: bool) -> LinearLaunch:
@@ -45,4 +74,12 @@ def linear_launch(outputs: int, inputs: int, *, gated: bool) -> LinearLaunch:
 
 def streams(tokens: int, inputs: int) -> bool:
     """Return whether the fused kernel computes a GEMM of this size; otherwise torch does."""
-    return 0 < tokens <= MAX_STREAM_TOKENS and inputs > 0 and inputs % _VECTOR == 0
+    return 0 < tokens <= MAX_STREAM_TOKENS and inputs > 0 and inputs % VECTOR == 0
+
+
+def scaled_stream_launch(inputs: int) -> LinearLaunch:
+    """Return the launch of the fused kernel for a weight of 8 bits with `inputs` columns."""
+    if inputs > 8192:
+        return LinearLaunch(8, 1024, 4)
+    block = max(min(4096 if inputs % 2048 or inputs > 2048 else 2048, power_of_two(inputs)), _MIN_BLOCK)
+    return LinearLaunch(4, block, 4, vector=16)

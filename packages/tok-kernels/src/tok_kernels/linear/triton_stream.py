@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_VECTOR = tl.constexpr(8)  # 16-bit elements that a thread loads at once
-
 
 @triton.jit
 def _columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
@@ -45,11 +43,12 @@ def _gather(
     K: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     NORM: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Add a block of columns to each token's sums `[LINES, BLOCK // 8]` and, with NORM, to its sum of squares.
+    """Add a block of columns to each token's sums `[LINES, BLOCK // VECTOR]` and, with NORM, to its sum of squares.
 
-    A thread first adds up the 8 elements that it loads at once, so that it holds an eighth as many sums.
+    A thread first adds up the VECTOR elements that it loads at once, so that it holds fewer sums.
     """
     if NORM:
         gain = _columns(norm_ptr, start, K, BLOCK)
@@ -58,11 +57,11 @@ def _gather(
     for t in tl.static_range(T):
         x = _columns(x_ptr + t * x_row, start, K, BLOCK)
         if NORM:
-            new_squares += (squares[t] + tl.sum(tl.reshape(x * x, (BLOCK // _VECTOR, _VECTOR)), 1),)
+            new_squares += (squares[t] + tl.sum(tl.reshape(x * x, (BLOCK // VECTOR, VECTOR)), 1),)
             x = x * gain
         else:
             new_squares += (squares[t],)
-        product = tl.reshape(weights * x[None, :], (LINES, BLOCK // _VECTOR, _VECTOR))
+        product = tl.reshape(weights * x[None, :], (LINES, BLOCK // VECTOR, VECTOR))
         new_sums += (sums[t] + tl.sum(product, 2),)
     return new_sums, new_squares
 
@@ -74,6 +73,7 @@ def stream_linear_kernel(
     norm_ptr: tl.tensor,
     eps: tl.tensor,
     weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     out_row: tl.tensor,
@@ -82,6 +82,8 @@ def stream_linear_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -90,6 +92,8 @@ def stream_linear_kernel(
 ) -> None:
     """Compute ROWS outputs of all T tokens.
 
+    VECTOR  elements of the weights that a thread loads at once
+    SCALED  each row of the weights has a scale, which its result is multiplied by
     GATED  row `n` of the weights is a gate, and row `n + outputs` its up projection; the result is silu(gate) * up
     NORM   x is divided by its root mean square and multiplied by `norm`; the division follows the matmul, because it
            is one factor per token
@@ -107,22 +111,24 @@ def stream_linear_kernel(
     sums = ()
     squares = ()
     for _ in tl.static_range(T):
-        sums += (tl.zeros((lines, BLOCK // _VECTOR), tl.float32),)
-        squares += (tl.zeros((BLOCK // _VECTOR,), tl.float32),)
+        sums += (tl.zeros((lines, BLOCK // VECTOR), tl.float32),)
+        squares += (tl.zeros((BLOCK // VECTOR,), tl.float32),)
     lines_ptr = weight_ptr + line.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
     # The first block of weights is read before the predecessor ends, since that writes x but not the weights.
     weights = _rows_columns(lines_ptr, 0, K, BLOCK)
     if PDL:
         gdc_wait()
-    sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, 0, T, K, lines, BLOCK, NORM)
+    sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, 0, T, K, lines, BLOCK, VECTOR, NORM)
     for start in tl.range(BLOCK, K, BLOCK, num_stages=1):
         weights = _rows_columns(lines_ptr, start, K, BLOCK)
-        sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, start, T, K, lines, BLOCK, NORM)
+        sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, start, T, K, lines, BLOCK, VECTOR, NORM)
     to = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for t in tl.static_range(T):
         y = tl.sum(sums[t], 1)
         if NORM:
             y *= 1.0 / tl.sqrt_rn(tl.sum(squares[t], 0) / K + eps)
+        if SCALED:
+            y *= tl.load(scale_ptr + line)
         if BIAS:
             y += tl.load(bias_ptr + line).to(tl.float32)
         if GATED:

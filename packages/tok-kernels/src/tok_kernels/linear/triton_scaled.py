@@ -1,0 +1,179 @@
+"""Compute linear layers with weights of 8 bits; activations are rounded to 8 bits, too, except for a single token's.
+
+One token is computed by the fused kernel of 16-bit weights, few by a Triton kernel, others by cuBLAS. Where a kernel of
+ours follows anyway, to add the residual stream or to apply the gate, cuBLAS multiplies without scales, which is faster,
+and that kernel applies them. Weights with scales of blocks are multiplied by cuBLAS, whatever the number of tokens.
+"""
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType
+
+from tok_kernels.launch_config import pdl_options, power_of_two
+from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
+from tok_kernels.linear.triton import check_linear, gated_linear, launch_stream, linear
+from tok_kernels.linear.triton_config import FEW_ROWS, FEW_ROWS_GATED, MAX_FEW_ROWS, scaled_stream_launch, streams
+from tok_kernels.linear.triton_few_rows import few_rows_kernel
+from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, quantize_rows
+from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
+
+_BLOCK = 128  # rows and columns of the blocks that cuBLAS has scales for
+_MIN_CAPABILITY = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
+_MULTIPLE = 16  # cuBLAS multiplies 8-bit matrices whose sizes are multiples of this
+
+
+def scaled_linear(
+    x_TK: Tensor | QuantizedRows,
+    weight: ScaledWeight,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:
+    """Compute `Backend.scaled_linear`. Raises ValueError as `linear`."""
+    if isinstance(x_TK, QuantizedRows):
+        return _product(x_TK, weight, bias_N, residual_TN)
+    check_linear(x_TK, weight.values_NK, bias_N, norm, dtype=None)
+    if not _multiplies(x_TK, weight):
+        return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
+    if _streams(x_TK, weight):
+        return _stream(x_TK, weight, bias_N, norm, residual_TN, gated=False)
+    rows = quantize_rows(x_TK, weight, norm)
+    if len(x_TK) <= MAX_FEW_ROWS and weight.group is None:
+        return _few_rows(rows, weight, bias_N, residual_TN, gated=False)
+    return _product(rows, weight, bias_N, residual_TN)
+
+
+def scaled_gated_linear(
+    x_TK: Tensor,
+    gate_up: ScaledWeight,
+    bias_F: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    down: ScaledWeight | None = None,
+) -> Tensor | QuantizedRows:
+    """Compute `Backend.scaled_gated_linear`. Raises ValueError as `gated_linear`."""
+    check_linear(x_TK, gate_up.values_NK, bias_F, norm, dtype=None)
+    if not _multiplies(x_TK, gate_up):
+        return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
+    if _streams(x_TK, gate_up):
+        return _stream(x_TK, gate_up, bias_F, norm, None, gated=True)
+    rows = quantize_rows(x_TK, gate_up, norm)
+    if len(x_TK) <= MAX_FEW_ROWS and gate_up.group is None:
+        return _few_rows(rows, gate_up, bias_F, None, gated=True)
+    if down is None or not _multiplies(x_TK, down):
+        return silu_and_mul(_product(rows, gate_up, bias_F, None))
+    if gate_up.group is not None:
+        return gate_and_quantize(_product_of_blocks(rows, gate_up), None, gate_up, bias_F, down)
+    return gate_and_quantize(_product_without_scales(rows, gate_up), rows.scale_TG, gate_up, bias_F, down)
+
+
+def _product(rows: QuantizedRows, weight: ScaledWeight, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
+    """Return the product by cuBLAS, with bias, or add it to the residual."""
+    if weight.group is not None:
+        y_TN = _product_of_blocks(rows, weight)
+        y_TN = y_TN if bias_N is None else y_TN.add_(bias_N)
+        return y_TN if residual_TN is None else residual_TN.add_(y_TN)
+    if residual_TN is None and weight.values_NK.dtype != torch.int8:
+        y_TN = torch._scaled_mm(
+            *(rows.values_TK, weight.values_NK.t(), rows.scale_TG, weight.scale_NG.t()),
+            bias=None if bias_N is None else bias_N.bfloat16(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return y_TN.to(rows.dtype)
+    sums_TN = _product_without_scales(rows, weight)
+    out_TN = residual_TN
+    if out_TN is None:
+        out_TN = torch.empty(sums_TN.shape, dtype=rows.dtype, device=sums_TN.device)
+    return finish_rows(sums_TN, rows.scale_TG, weight, bias_N, out_TN, add=residual_TN is not None)
+
+
+def _product_without_scales(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
+    """Return the product of the values by cuBLAS: bfloat16, or int32 of integers."""
+    if weight.values_NK.dtype == torch.int8:
+        return torch._int_mm(rows.values_TK, weight.values_NK.t())
+    one = _one(rows.values_TK.device)
+    return torch._scaled_mm(
+        *(rows.values_TK, weight.values_NK.t(), one, one), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _product_of_blocks(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
+    """Return the product by cuBLAS, with scales of 128 columns (activations) and of 128 × 128 entries (weight)."""
+    scale_BG = weight.scale_NG[::_BLOCK]
+    # The scales of a block of rows begin at a multiple of 16 bytes.
+    scale_BG = functional.pad(scale_BG, (0, -scale_BG.shape[1] % 4)).contiguous()
+    y_PN: Tensor = functional.scaled_mm(
+        *(rows.values_TK, weight.values_NK.t(), rows.scale_TG, ScalingType.BlockWise1x128),
+        *(scale_BG.t(), ScalingType.BlockWise128x128),
+        output_dtype=torch.bfloat16,
+    )
+    return y_PN[: rows.tokens].to(rows.dtype)
+
+
+def _few_rows(
+    rows: QuantizedRows, weight: ScaledWeight, bias: Tensor | None, residual_TN: Tensor | None, *, gated: bool
+) -> Tensor:
+    launch = FEW_ROWS_GATED if gated else FEW_ROWS
+    values_NK = weight.values_NK
+    outputs, inputs = len(values_NK) // 2 if gated else len(values_NK), values_NK.shape[1]
+    out_TN = residual_TN
+    if out_TN is None:
+        out_TN = torch.empty((rows.tokens, outputs), dtype=rows.dtype, device=values_NK.device)
+    few_rows_kernel[(triton.cdiv(outputs, launch.rows),)](
+        *(rows.values_TK, rows.scale_TG, values_NK, weight.scale_NG, values_NK if bias is None else bias.contiguous()),
+        *(out_TN, out_TN.stride(0), rows.tokens, outputs, inputs),
+        T=max(16, power_of_two(rows.tokens)),
+        ROWS=launch.rows,
+        BLOCK=launch.block,
+        STAGES=launch.stages,
+        EVEN=inputs % launch.block == 0,
+        GATED=gated,
+        BIAS=bias is not None,
+        ADD=residual_TN is not None,
+        num_warps=launch.warps,
+        **pdl_options(values_NK.device),
+    )
+    return out_TN
+
+
+def _stream(
+    x_TK: Tensor,
+    weight: ScaledWeight,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    residual_TN: Tensor | None,
+    *,
+    gated: bool,
+) -> Tensor:
+    launch = scaled_stream_launch(x_TK.shape[1])
+    return launch_stream(launch, x_TK, weight.values_NK, bias, norm, residual_TN, gated=gated, scale_NG=weight.scale_NG)
+
+
+@lru_cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _multiplies(x_TK: Tensor, weight: ScaledWeight) -> bool:
+    """Return whether these kernels compute the product; otherwise the weight is dequantised."""
+    values = weight.values_NK
+    capability = torch.cuda.get_device_capability(x_TK.device) if x_TK.device.type == "cuda" else (9, 0)
+    if not len(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or capability < _MIN_CAPABILITY[values.dtype]:
+        return False
+    if weight.group is None:
+        return not any(size % _MULTIPLE for size in values.shape)
+    fits = not any(size % _BLOCK for size in (*values.shape, weight.block_rows)) and weight.group == _BLOCK
+    return fits and capability == (9, 0) and values.dtype == torch.float8_e4m3fn
+
+
+def _streams(x_TK: Tensor, weight: ScaledWeight) -> bool:
+    return weight.group is None and streams(*x_TK.shape)
