@@ -10,14 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.linear.scaled_weight import MAX_VALUES, QuantizedRows, ScaledWeight
 
-_BLOCKS = (4096, 2048, 1024)  # columns of a chunk
+_MAX_BLOCK = 4096  # columns of a chunk
 _FINISH_BLOCK = 2048  # columns that a program of `finish_rows` computes
+_INTEGERS = tl.constexpr(1.5 * 2**23)  # float32 numbers near this one are integers
 _ROW_MULTIPLE = 4  # cuBLAS multiplies by block-wise scales for such numbers of rows only
 
 
@@ -74,8 +74,7 @@ def _empty_rows(like: Tensor, columns: int, weight: ScaledWeight) -> QuantizedRo
 
 def _launch(rows: QuantizedRows, weight: ScaledWeight, args: tuple[Tensor | int | float, ...], **options: bool) -> None:
     columns = rows.values_TK.shape[1]
-    block = min(_BLOCKS, key=lambda block: (-columns % block, -block))
-    block = min(block, power_of_two(columns))
+    block = min(_MAX_BLOCK, power_of_two(columns))
     flags = {name: options.get(name, False) for name in ("NORM", "GATED", "SCALED", "BIAS")}
     _quantize_kernel[(rows.tokens,)](
         *args,
@@ -84,7 +83,7 @@ def _launch(rows: QuantizedRows, weight: ScaledWeight, args: tuple[Tensor | int 
         GROUP=weight.group or 0,
         CHUNKS=triton.cdiv(columns, block),
         BLOCK=block,
-        num_warps=4 if columns <= 4096 else 8,
+        num_warps=max(1, block // (256 if columns > block else 1024)),
         **flags,
         **pdl_options(rows.values_TK.device),
     )
@@ -94,7 +93,7 @@ def _launch(rows: QuantizedRows, weight: ScaledWeight, args: tuple[Tensor | int 
 def _rounded(x: tl.tensor, out_ptr: tl.tensor) -> tl.tensor:
     """Return x in the dtype that `out_ptr` points to, rounded to nearest, ties to even."""
     if out_ptr.dtype.element_ty == tl.int8:
-        x = libdevice.rint(x)
+        x = (x + _INTEGERS) - _INTEGERS
     return x.to(out_ptr.dtype.element_ty)
 
 
