@@ -138,9 +138,10 @@ def test_kernel_time_converts_to_tokens_per_second() -> None:
 
 
 def test_machine_floor_is_the_longer_of_memory_and_compute_time() -> None:
-    machine = Machine(bandwidth=1000.0, rate=500.0)
+    machine = Machine(bandwidth=1000.0, rate=500.0, fp8_rate=1000.0)
     assert machine.floor_ms(10, 1) == 10.0
     assert machine.floor_ms(10, 50) == 100.0
+    assert machine.floor_ms(10, 50, fp8=True) == 50.0
     assert KernelTime("k", "s", 4.0, 1.0).share == 0.25
 
 

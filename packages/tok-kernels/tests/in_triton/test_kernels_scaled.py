@@ -207,7 +207,7 @@ def test_blocks_of_128_equal_a_float32_matmul(tokens: int) -> None:
     scale = (noise(rows // block, columns // block, device=device).abs() + 0.1).repeat_interleave(block, 0)
     weight = ScaledWeight(values, scale, block, block)
     x = noise(tokens, columns, dtype=SHORT, device=device)
-    in_blocks = x.float().unflatten(1, (-1, block))
+    in_blocks = torch.unflatten(x.float(), 1, (-1, block))
     x_scale = in_blocks.abs().amax(2, keepdim=True) / 448
     input_ = ((in_blocks / x_scale).to(FP8).float() * x_scale).flatten(1)
     expected = input_ @ weight.dense(torch.float32).t()
@@ -223,7 +223,7 @@ def test_blocks_of_128_equal_a_float32_matmul(tokens: int) -> None:
 def test_graphs_replay_and_repeated_runs_give_equal_bits(tokens: int) -> None:
     device = torch.device("cuda")
     x, weight = noise(tokens, 2048, dtype=SHORT, device=device), scaled_weight(4096, 2048, FP8, device)
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         once = scaled_linear(x, weight)
         stream.synchronize()

@@ -12,11 +12,13 @@ from torch import Tensor
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
 from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
+from tok_kernels.linear.scaled_weight import ScaledWeight
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.norm_rope_kv.rope_table import rope_table
 
 POOL_BYTES = 4 << 30
 TOKENS = 8192
+CACHE_BYTES = 1 << 28  # more than a device's caches hold
 DISTINCT_BYTES = 1 << 30
 """Bytes of distinct layer weights, if the model has as many: far more than a device's caches hold."""
 
@@ -44,7 +46,8 @@ class ModelShape:
 class Case:
     """Work `run` that moves at least `moved` bytes and does at least `operations` operations.
 
-    `tokens` is the number of tokens of the forward pass that the case stands for; 0 if it stands for none.
+    `tokens` is the number of tokens of the forward pass that the case stands for; 0 if it stands for none. `fp8`: the
+    operations are products of float8 numbers.
     """
 
     kernel: str
@@ -53,6 +56,7 @@ class Case:
     moved: int
     operations: int = 0
     tokens: int = 0
+    fp8: bool = False
 
 
 def cases(
@@ -73,6 +77,8 @@ def cases(
     yield _norm(backend, model, device, tokens)
     for few in (1, tokens):
         yield from _linears(backend, model, device, few)
+    for few in (1, 32, tokens) if multiplies_fp8(device) else ():
+        yield from _fp8_linears(backend, model, device, few)
     yield _rope(backend, model.attention, device, tokens)
     yield _activation(backend, model, device, tokens)
     yield _page_copy(model.attention, device, tokens)
@@ -171,6 +177,50 @@ def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: 
         gated.nbytes + down.nbytes + 2 * residual.nbytes,
         2 * tokens * down.numel(),
     )
+
+
+def _fp8_linears(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Iterator[Case]:
+    """Yield a layer's GEMMs with float8 weights, with the arguments that a decoder uses.
+
+    Each run takes other weights, so that none is in the device's cache.
+    """
+    dtype = model.attention.dtype
+    for number, (inputs, outputs) in enumerate(layer_gemms(model)):
+        copies = max(1, CACHE_BYTES // (inputs * outputs))
+        weights = [_fp8_weight(outputs, inputs, device) for _ in range(copies)]
+        x = torch.randn((tokens, inputs), dtype=dtype, device=device)
+        norm = (torch.ones(inputs, dtype=dtype, device=device), 1e-5)
+        kept = outputs // 2 if number == 2 else outputs
+        residual = torch.zeros((tokens, outputs), dtype=dtype, device=device)
+        name, run = _fp8_linear(backend, number, x, cycle(weights), norm, residual)
+        moved = x.nbytes + inputs * outputs + tokens * kept * dtype.itemsize * (2 if number in (1, 3) else 1)
+        yield Case(name, f"{_size(x)} → {kept}", run, moved, 2 * tokens * inputs * outputs, fp8=tokens > 1)
+
+
+def _fp8_linear(
+    backend: Backend,
+    number: int,
+    x: Tensor,
+    weights: Iterator[ScaledWeight],
+    norm: tuple[Tensor, float],
+    residual: Tensor,
+) -> tuple[str, Callable[[], object]]:
+    """Return name and function of one of a layer's four GEMMs."""
+    if number == 0:
+        return "fp8 linear, norm", lambda: backend.scaled_linear(x, next(weights), norm=norm)
+    if number == 2:
+        return "fp8 gated_linear, norm", lambda: backend.scaled_gated_linear(x, next(weights), norm=norm)
+    return "fp8 linear, residual", lambda: backend.scaled_linear(x, next(weights), residual_TN=residual)
+
+
+def _fp8_weight(rows: int, columns: int, device: torch.device) -> ScaledWeight:
+    values = torch.randn((rows, columns), device=device).mul_(100).clamp_(-448, 448)
+    return ScaledWeight(values.to(torch.float8_e4m3fn), torch.full((rows, 1), 1e-4, device=device))
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether the device multiplies float8 numbers: a GPU of compute capability 8.9 or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _rope(backend: Backend, shape: AttentionShape, device: torch.device, tokens: int) -> Case:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tok_kernels.backend import Backend
-from tok_kernels.measure.cases import Case, ModelShape, cases
+from tok_kernels.measure.cases import Case, ModelShape, cases, multiplies_fp8
 from tok_kernels.measure.timing import device_ms
 
 _COPY_BYTES = 1 << 30
@@ -21,14 +21,16 @@ class Machine:
 
     bandwidth  bytes per second, reads and writes added
     rate       floating-point operations per second
+    fp8_rate   operations per second on float8 numbers; 0: the device has none
     """
 
     bandwidth: float
     rate: float
+    fp8_rate: float = 0.0
 
-    def floor_ms(self, size: int, operations: int) -> float:
+    def floor_ms(self, size: int, operations: int, *, fp8: bool = False) -> float:
         """Return the least milliseconds to move `size` bytes and do `operations` operations."""
-        return max(size / self.bandwidth, operations / self.rate) * 1e3
+        return max(size / self.bandwidth, operations / (self.fp8_rate if fp8 else self.rate)) * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,15 @@ def measure_kernels(backend: Backend, model: ModelShape, device: torch.device) -
 
 def _measured(case: Case, machine: Machine) -> KernelTime:
     case.run()
-    floor_ms = machine.floor_ms(case.moved, case.operations)
+    floor_ms = machine.floor_ms(case.moved, case.operations, fp8=case.fp8)
     return KernelTime(case.kernel, case.size, device_ms(case.run), floor_ms, case.tokens)
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure a device by a copy of 1 GiB and a matmul of 8192 × 8192 matrices."""
-    return Machine(2 * _COPY_BYTES / _copy_ms(device) * 1e3, 2 * _MATRIX**3 / _matmul_ms(device, dtype) * 1e3)
+    """Measure a device by a copy of 1 GiB and matmuls of 8192 × 8192 matrices."""
+    operations = 2 * _MATRIX**3
+    fp8_rate = operations / _fp8_matmul_ms(device) * 1e3 if multiplies_fp8(device) else 0.0
+    return Machine(2 * _COPY_BYTES / _copy_ms(device) * 1e3, operations / _matmul_ms(device, dtype) * 1e3, fp8_rate)
 
 
 def _copy_ms(device: torch.device) -> float:
@@ -86,3 +90,9 @@ def _copy_ms(device: torch.device) -> float:
 def _matmul_ms(device: torch.device, dtype: torch.dtype) -> float:
     a, b = torch.randn((2, _MATRIX, _MATRIX), dtype=dtype, device=device)
     return device_ms(lambda: a @ b)
+
+
+def _fp8_matmul_ms(device: torch.device) -> float:
+    a, b = torch.randn((2, _MATRIX, _MATRIX), device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return device_ms(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))

@@ -38,6 +38,7 @@ def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
             "tp": measured.tp,
             "bandwidth_tb_s": round(measured.bandwidth, 3),
             "rate_tflop_s": round(measured.rate, 1),
+            "fp8_rate_tflop_s": round(measured.fp8_rate, 1),
             "tokens_per_second": round(_forward(kernels).tokens_per_second, 1),
             "kernels": [
                 {
@@ -56,6 +57,7 @@ def as_json(measured: KernelsMeasured, kernels: Sequence[KernelTime]) -> str:
 def show(measured: KernelsMeasured, kernels: Sequence[KernelTime], console: Console) -> None:
     """Print a row per kernel, and the tokens per second that the GEMMs of the largest forward allow."""
     caption = f"floor: bytes at {measured.bandwidth:.2f} TB/s (copy), GEMMs at {measured.rate:.0f} TFLOP/s"
+    caption += f", of float8 at {measured.fp8_rate:.0f} TFLOP/s" if measured.fp8_rate else ""
     rank = f", rank 0 of {measured.tp}" if measured.tp > 1 else ""
     table = Table("kernel", "size", title=f"{measured.device}, {measured.backend}{rank}", caption=caption)
     for heading in ("ms", "floor ms", "of floor"):

@@ -53,6 +53,7 @@ class KernelsMeasured:
 
     bandwidth  TB/s of a copy
     rate       TFLOP/s of GEMMs
+    fp8_rate   TFLOP/s of GEMMs of float8 numbers; 0: the device has none
     kernels    kernels and their times, each measured when it is requested
     """
 
@@ -61,6 +62,7 @@ class KernelsMeasured:
     tp: int
     bandwidth: float
     rate: float
+    fp8_rate: float
     kernels: Iterator[KernelTime]
 
 
@@ -112,9 +114,8 @@ def measure(config: EngineConfig) -> KernelsMeasured:
     except ValueError as error:
         raise EngineError(str(error)) from None
     machine, kernels = measure_kernels(backend, model, device)
-    return KernelsMeasured(
-        _name(device), backend.name, config.tp, machine.bandwidth / 1e12, machine.rate / 1e12, kernels
-    )
+    limits = (limit / 1e12 for limit in (machine.bandwidth, machine.rate, machine.fp8_rate))
+    return KernelsMeasured(_name(device), backend.name, config.tp, *limits, kernels)
 
 
 def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelShape]:
