@@ -1,7 +1,8 @@
 """Read the weight formats of a checkpoint from `quantization_config` in its config.json.
 
-A key or a value that would change results and is not computed is refused by its name. Inputs of linear layers are not
-rounded, whatever a format says of them: results are then more exact.
+A key or a value that would change results and is not computed is refused by its name. What a format says of the inputs
+of linear layers is not used: backends round them by each token's own largest value, or not at all, which is closer to
+the unquantised model than scales that were fixed before.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ScaledMethod(LinearMethod):
     block       rows and columns of the blocks that share a scale in a checkpoint; None: each row has one
     per_matrix  a checkpoint has one scale for each matrix, which all its rows share
     scale_name  end of the names of scales in a checkpoint
-    redundant   scales of inputs: inputs are not rounded here
+    redundant   scales of inputs: a backend that rounds inputs computes its own
     """
 
     dtype: torch.dtype
