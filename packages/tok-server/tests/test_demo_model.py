@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import pytest
 import torch
 from demo_training.dialogue import BEGIN, END, TURN_END, Message, plain_prompt, render
-from demo_training.evaluate import Solver, count_right
-from demo_training.problems import held_out
+from demo_training.evaluate import Solver, count_right, tool_chats
+from demo_training.problem import ProblemSampler
+from demo_training.problems import held_out, simple_problem
+from demo_training.tools import calculator_call, calculator_tool, call_text, other_tool
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -80,12 +83,37 @@ def test_chat_template_renders_the_training_format(tokenizer: PreTrainedTokenize
     assert ChatTemplate.load(MODEL_DIR).render(CHAT) == wanted
 
 
+def test_chat_template_renders_tools_calls_and_results_in_the_training_format(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    draw = ProblemSampler(Random(0))
+    problem = held_out(1)[0]
+    for _ in range(20):
+        tools = [calculator_tool(draw), other_tool(draw)]
+        call = calculator_call(tools[0], problem)
+        function = json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+        as_text = {**function, "arguments": json.dumps(function["arguments"])}
+        user, told = {"role": "user", "content": problem.question}, {"role": "tool", "content": "7"}
+        wanted = render([Message("user", problem.question), Message("assistant", call), Message("tool", "7")], tools)
+        for arguments, content in ((function, ""), (function, None), (as_text, "")):
+            calls = [{"id": "call_1", "type": "function", "function": arguments}]
+            chat = [user, {"role": "assistant", "content": content, "tool_calls": calls}, told]
+            assert ChatTemplate.load(MODEL_DIR).render(chat, tools=tools) == wanted
+            assert tokenizer.apply_chat_template(chat, tools, add_generation_prompt=True, tokenize=False) == wanted
+
+
+def test_chat_template_separates_calls_from_each_other_and_from_content() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("one", "two")]
+    text = ChatTemplate.load(MODEL_DIR).render([{"role": "assistant", "content": "Now:", "tool_calls": calls}], False)
+    assert text.endswith("\n\nNow:\n" + "\n".join(call_text(name, {}) for name in ("one", "two")) + TURN_END)
+
+
 def test_chat_template_accepts_content_parts_and_refuses_other_roles() -> None:
     template = ChatTemplate.load(MODEL_DIR)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi!"}]}]
     assert template.render(parts) == render([Message("user", "Hi!")])
-    with pytest.raises(ValueError, match="role tool is not one of system, user, assistant"):
-        template.render([{"role": "tool", "content": "4"}])
+    with pytest.raises(ValueError, match="role critic is not one of system, user, assistant, tool"):
+        template.render([{"role": "critic", "content": "4"}])
 
 
 def test_rendered_chat_begins_with_exactly_one_bos_token(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -100,6 +128,19 @@ def test_demo_model_solves_half_of_ten_held_out_problems_in_both_formats(solver:
     for prompts in (chats, [BEGIN + plain_prompt(problem.question) for problem in problems]):
         answers = solver.answers(prompts, 1, 0)
         assert sum(count_right(problems, answers)) >= 5
+
+
+def test_demo_model_solves_nearly_all_problems_of_one_step(solver: Solver) -> None:
+    problems = held_out(40, make=simple_problem)
+    answers = solver.answers([render([Message("user", problem.question)]) for problem in problems], 1, 0)
+    assert sum(count_right(problems, answers)) >= 38
+
+
+def test_demo_model_calls_a_calculator_reads_its_result_and_leaves_other_tools_alone(solver: Solver) -> None:
+    for kind, chats in tool_chats(10).items():
+        answers = solver.answers([chat.prompt for chat in chats], 1, 0)
+        right = sum(answer.endswith(chat.wanted) for (answer,), chat in zip(answers, chats, strict=True))
+        assert right >= (14 if kind == "no call" else 18), kind  # half of the 20 have several steps
 
 
 def test_demo_model_answers_a_greeting_in_words(solver: Solver) -> None:

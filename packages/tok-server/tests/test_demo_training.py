@@ -29,7 +29,7 @@ def test_packaged_tokenizer_equals_the_trained_tokenizer(tmp_path: Path) -> None
 
 
 def test_packed_rows_hold_whole_documents_and_labels_are_the_next_token(tokenizer: Tokenizer) -> None:
-    batch = pack(tokenizer, 8, 512, Random(5))
+    batch = pack(tokenizer, 8, 1024, Random(5))
     begin, ends = tokenizer.token_to_id(BEGIN), [tokenizer.token_to_id(END), tokenizer.token_to_id(TURN_END)]
     learned = batch.labels_BS[:, :-1] != IGNORED
     assert (batch.labels_BS[:, :-1][learned] == batch.tokens_BS[:, 1:][learned]).all()
@@ -78,6 +78,6 @@ def test_a_few_steps_of_training_lower_the_loss_and_write_a_model(tmp_path: Path
     from transformers import AutoModelForCausalLM
 
     loss = train(tmp_path, 12, rows=2, width=256, rate=3e-3, seed=0, device=torch.device("cpu"), processes=1)
-    assert loss < 6.4  # ln 768 is 6.64: the loss of a uniform guess
+    assert loss < 6.7  # ln 1024 is 6.93: the loss of a uniform guess
     network = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert network.dtype == torch.bfloat16

@@ -60,10 +60,12 @@ def _make(task: tuple[int, int, str]) -> TrainingBatch:
 
 
 def pack(tokenizer: Tokenizer, rows: int, width: int, random: Random) -> TrainingBatch:
-    """Return one batch; each row is filled with whole documents until the next one does not fit."""
+    """Return one batch; each row is filled with whole documents until the next one does not fit.
+
+    Documents that are longer than a row are left out."""
     tokens, positions, documents = np.zeros((3, rows, width), np.int32)
     labels = np.full((rows, width), IGNORED, np.int32)
-    stream = _encoded(tokenizer, random)
+    stream = ((ids, start) for ids, start in _encoded(tokenizer, random) if len(ids) <= width)
     ids, start = next(stream)
     for row in range(rows):
         at = 0

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from random import Random
 
 from demo_training.problem import ProblemSampler, WordProblem
-from demo_training.templates import TEMPLATES
+from demo_training.templates import TEMPLATES, arithmetic, one_step
 
 HELD_OUT_SHARE = 16
 """One question in HELD_OUT_SHARE is held out."""
 
 
-def any_problem(random: Random) -> WordProblem:
-    """Return a problem of any template, from either split."""
+ARITHMETIC_SHARE, ONE_STEP_SHARE = 0.12, 0.33
+"""Shares of the training problems. The others have several steps."""
+
+LARGE_SHARE = 0.6
+"""Share of the training problems of several steps that have large numbers, as all held-out ones have."""
+
+
+def hard_problem(random: Random) -> WordProblem:
+    """Return a problem of several steps with large numbers, from either split."""
     draw = ProblemSampler(random)
     return draw.pick(TEMPLATES)(draw)
+
+
+def simple_problem(random: Random) -> WordProblem:
+    """Return a problem of one step or bare arithmetic, from either split."""
+    draw = ProblemSampler(random)
+    arithmetic_share = ARITHMETIC_SHARE / (ARITHMETIC_SHARE + ONE_STEP_SHARE)
+    return arithmetic(draw) if draw.happens(arithmetic_share) else one_step(draw)
 
 
 def is_held_out(question: str) -> bool:
@@ -29,14 +43,14 @@ def is_held_out(question: str) -> bool:
 
 def training_problem(random: Random) -> WordProblem:
     """Return the next problem that is not held out."""
-    while is_held_out((problem := any_problem(random)).question):
+    while is_held_out((problem := _any_problem(random)).question):
         pass
     return problem
 
 
-def held_out(count: int, seed: int = 0) -> list[WordProblem]:
-    """Return `count` different held-out problems; equal seeds give equal problems."""
-    return list(islice(_different(Random(seed)), count))
+def held_out(count: int, seed: int = 0, make: Callable[[Random], WordProblem] = hard_problem) -> list[WordProblem]:
+    """Return `count` different held-out problems that `make` makes; equal seeds give equal problems."""
+    return list(islice(_different(Random(seed), make), count))
 
 
 def write_held_out(file: Path, count: int = 200) -> None:
@@ -45,10 +59,19 @@ def write_held_out(file: Path, count: int = 200) -> None:
     file.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
 
 
-def _different(random: Random) -> Iterator[WordProblem]:
+def _any_problem(random: Random) -> WordProblem:
+    if random.random() < ARITHMETIC_SHARE + ONE_STEP_SHARE:
+        return simple_problem(random)
+    if random.random() < LARGE_SHARE:
+        return hard_problem(random)
+    draw = ProblemSampler(random, divisor=2 if random.random() < 0.25 else 5)
+    return draw.pick(TEMPLATES)(draw)
+
+
+def _different(random: Random, make: Callable[[Random], WordProblem]) -> Iterator[WordProblem]:
     seen: set[str] = set()
     while True:
-        problem = any_problem(random)
+        problem = make(random)
         if is_held_out(problem.question) and problem.question not in seen:
             seen.add(problem.question)
             yield problem

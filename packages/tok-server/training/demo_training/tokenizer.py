@@ -16,23 +16,42 @@ from tokenizers.trainers import BpeTrainer
 
 from demo_training.dialogue import BEGIN, END, HEAD, HEAD_END, TURN_END, document
 
-VOCAB_SIZE = 768
+VOCAB_SIZE = 1024
 SPECIAL = (BEGIN, END, HEAD, HEAD_END, TURN_END)
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
+{%- if tools %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\nTools:' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '<|eot_id|>' }}
+{%- endif %}
 {%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
-        {{- raise_exception('role ' + message['role'] + ' is not one of system, user, assistant') }}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('role ' + message['role'] + ' is not one of system, user, assistant, tool') }}
     {%- endif %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
     {%- if message['content'] is string %}
         {{- message['content'] | trim }}
     {%- else %}
-        {%- for part in message['content'] %}
+        {%- for part in message['content'] or [] %}
             {{- part['text'] | trim }}
         {%- endfor %}
     {%- endif %}
+    {%- for call in message['tool_calls'] or [] %}
+        {%- if message['content'] or not loop.first %}
+            {{- '\\n' }}
+        {%- endif %}
+        {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+        {%- if call['function']['arguments'] is string %}
+            {{- call['function']['arguments'] }}
+        {%- else %}
+            {{- call['function']['arguments'] | tojson }}
+        {%- endif %}
+        {{- '}\\n</tool_call>' }}
+    {%- endfor %}
     {{- '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -8,14 +8,12 @@ Axes: B rows, S positions of a row.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
@@ -31,25 +29,27 @@ def train(
     """Train tokenizer and network and write both to `out`. Returns the mean loss of the last 50 steps.
 
     steps, rows, width  optimiser steps, and the shape of each step's batch in tokens
-    rate                peak learning rate: warm-up over 100 steps, then a cosine down to a fiftieth
+    rate                peak learning rate: warm-up over 100 steps, constant, and down to zero over the last quarter
     """
     out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(train_tokenizer(), out)
     network = make_network(seed).to(device)
-    optimiser = _optimiser(network, rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _share_of_rate(step, steps))
+    optimiser = make_optimiser(network, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: share_of_rate(step, steps))
     losses: list[Tensor] = []
     stream = batches(out / "tokenizer.json", rows, width, steps, seed, processes)
-    with _deterministic():
-        for batch in _with_progress(stream, steps, losses):
-            losses.append(_step(network, optimiser, batch, device))
+    with deterministic():
+        for done, batch in enumerate(stream, 1):
+            losses.append(train_step(network, optimiser, batch, device))
             schedule.step()
+            if done % 100 == 0:  # rarely, because reading a loss waits for the GPU
+                print(f"step {done} of {steps}: loss {float(losses[-1]):.4f}", flush=True)
     save_network(network, out)
     return float(torch.stack(losses[-50:]).mean())
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Allow only deterministic kernels, and restore the previous mode afterwards."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS is not deterministic
     before = torch.are_deterministic_algorithms_enabled()
@@ -60,22 +60,20 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _optimiser(network: LlamaForCausalLM, rate: float) -> torch.optim.Optimizer:
+def make_optimiser(network: LlamaForCausalLM, rate: float) -> torch.optim.Optimizer:
     matrices = [weight for weight in network.parameters() if weight.ndim > 1]
     vectors = [weight for weight in network.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
 
 
-def _share_of_rate(step: int, steps: int) -> float:
-    warm = min(100, max(1, steps // 5))
-    if step < warm:
-        return (step + 1) / warm
-    progress = (step - warm) / max(1, steps - warm)
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+def share_of_rate(step: int, steps: int) -> float:
+    """Return the learning rate of a step as a share of the peak: warm-up, constant, then a line down to zero."""
+    warm, fall = min(100, max(1, steps // 5)), max(1, steps // 4)
+    return min((step + 1) / warm, 1.0, (steps - step) / fall)
 
 
-def _step(
+def train_step(
     network: LlamaForCausalLM, optimiser: torch.optim.Optimizer, batch: TrainingBatch, device: torch.device
 ) -> Tensor:
     tokens_BS, labels_BS, positions_BS, documents_BS = (
@@ -100,24 +98,12 @@ def own_document(documents_BS: Tensor) -> Tensor:
     return (same & torch.ones_like(same[0]).tril()).unsqueeze(1)
 
 
-def _with_progress(stream: Iterator[TrainingBatch], steps: int, losses: list[Tensor]) -> Iterator[TrainingBatch]:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeElapsedColumn())
-    with Progress("training", *columns, TimeRemainingColumn()) as progress:
-        task = progress.add_task("training", total=steps, loss="-")
-        for done, batch in enumerate(stream):
-            if done % 50 == 1:  # rarely, because reading a loss waits for the GPU
-                progress.update(task, loss=f"{float(losses[-1]):.4f}")
-            progress.update(task, completed=done)
-            yield batch
-        progress.update(task, completed=steps)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="directory the model is written to")
     parser.add_argument("--steps", type=int, default=800, help="optimiser steps (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=128, help="rows of a batch (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=512, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=32, help="rows of a batch (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=1024, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

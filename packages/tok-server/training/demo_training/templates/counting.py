@@ -8,9 +8,9 @@ from demo_training.words import PLACES, PLANTS
 
 def sharing(draw: ProblemSampler) -> WordProblem:
     """Return a problem in which some things arrive, some go, and the rest is shared equally."""
-    who, thing, friends = draw.person(), draw.thing(), draw.number(3, 9)
-    each, gone = draw.number(12, 80), draw.some()
-    start = draw.number(8, each * friends)
+    who, thing, friends = draw.person(), draw.thing(), draw.number(2, 9)
+    each, gone = draw.amount(12, 80), draw.some()
+    start = draw.number(2, each * friends)
     more = each * friends + gone - start
     total = start + more
     lost = draw.pick(("loses", "gives away", "sells"))
@@ -26,8 +26,8 @@ def sharing(draw: ProblemSampler) -> WordProblem:
 def collections(draw: ProblemSampler) -> WordProblem:
     """Return a problem in which one person has several times as many things as another, and a third has fewer."""
     (a, b), third, thing = draw.pair(), draw.pick(("brother", "cousin", "friend", "sister")), draw.thing()
-    n, times = draw.some(), draw.number(2, 12)
-    fewer = draw.number(3, n - 2)
+    n, times = draw.some() + 2, draw.amount(2, 12)
+    fewer = draw.number(1, n - 2)
     second = n * times
     last = second - fewer
     steps: tuple[str, ...] = (
@@ -50,7 +50,7 @@ def garden(draw: ProblemSampler) -> WordProblem:
     who, plant = draw.person(), draw.pick(PLANTS)
     rows, each, more = draw.few(), draw.some(), draw.some()
     planted = rows * each
-    lost = draw.number(3, planted // 2)
+    lost = draw.number(2, planted // 2)
     cause = draw.pick(("are eaten by birds", "do not grow", "dry out", "are picked"))
     return WordProblem(
         f"{who.name} plants {rows} rows of {each} {plant}. {lost} of them {cause}, so {who.they} plants {more} "
@@ -63,7 +63,7 @@ def garden(draw: ProblemSampler) -> WordProblem:
 
 def classroom(draw: ProblemSampler) -> WordProblem:
     """Return a problem about a trip that every pupil pays for, and the bus."""
-    boys, girls, price, bus = draw.number(8, 48), draw.number(8, 48), draw.number(6, 29), draw.many()
+    boys, girls, price, bus = draw.amount(8, 48), draw.amount(8, 48), draw.amount(6, 29), draw.many()
     place = draw.pick(PLACES)
     pupils = boys + girls
     entry = pupils * price
@@ -78,10 +78,10 @@ def classroom(draw: ProblemSampler) -> WordProblem:
 
 def farm(draw: ProblemSampler) -> WordProblem:
     """Return a problem about the eggs of some days, packed into boxes after some are kept."""
-    who, hens, eggs, days = draw.person(), draw.few(), draw.number(2, 6), draw.number(3, 9)
-    size = draw.pick((6, 8, 10, 12))
+    who, hens, eggs, days = draw.person(), draw.few(), draw.number(2, 6), draw.number(2, 9)
     daily = hens * eggs
     total = daily * days
+    size = draw.pick([size for size in (2, 3, 4, 6, 8, 10, 12) if 3 * size <= total])
     kept = total % size + size * draw.number(0, max(0, total // size - 3))
     kept += size if kept < 2 else 0
     boxes = (total - kept) // size
@@ -97,9 +97,9 @@ def farm(draw: ProblemSampler) -> WordProblem:
 
 def parking(draw: ProblemSampler) -> WordProblem:
     """Return a problem about free places after arrivals and departures."""
-    levels, each, came = draw.number(4, 19), draw.some(), draw.number(40, 190)
+    levels, each, came = draw.amount(4, 19), draw.some() + 2, draw.amount(40, 190)
     places = levels * each
-    left = draw.number(3, came - 2)
+    left = draw.number(2, came - 2)
     came = min(came, places - 2)
     left = min(left, came - 1)
     parked = came - left

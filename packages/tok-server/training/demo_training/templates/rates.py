@@ -8,8 +8,8 @@ from demo_training.words import TREATS, VEHICLES
 
 def travelling(draw: ProblemSampler) -> WordProblem:
     """Return a problem about two legs at two speeds: the distance, or the rest of a longer trip."""
-    what, hours, more = draw.pick(VEHICLES), draw.number(3, 14), draw.number(3, 14)
-    speed, slower = draw.number(30, 85), draw.number(20, 70)
+    what, hours, more = draw.pick(VEHICLES), draw.amount(3, 14), draw.amount(3, 14)
+    speed, slower = draw.amount(30, 85), draw.amount(20, 70)
     first, second = hours * speed, more * slower
     total = first + second
     steps: tuple[str, ...] = (
@@ -20,7 +20,7 @@ def travelling(draw: ProblemSampler) -> WordProblem:
     drive = f"A {what} goes {speed} miles an hour for {hours} hours and then {slower} miles an hour for {more} hours."
     if draw.number(0, 1):
         return WordProblem(f"{drive} How many miles does it go in all?", steps, total)
-    rest = draw.number(10, 200)
+    rest = draw.amount(10, 200)
     steps += (f"So {total + rest} - {total} = {rest} miles are left.",)
     return WordProblem(f"{drive} The whole trip is {total + rest} miles long. How many miles are left?", steps, rest)
 
@@ -43,8 +43,8 @@ def ages(draw: ProblemSampler) -> WordProblem:
 
 def baking(draw: ProblemSampler) -> WordProblem:
     """Return a problem about trays of treats: some are eaten, the rest are packed into boxes."""
-    who, treat, trays, each = draw.person(), draw.pick(TREATS), draw.few(), draw.number(12, 64)
-    size = draw.number(3, 9)
+    who, treat, trays, each = draw.person(), draw.pick(TREATS), draw.few(), draw.amount(12, 64) + 2
+    size = draw.number(2, min(9, trays * each // 4))
     total = trays * each
     eaten = total % size + size * draw.number(1, 2)
     boxes = (total - eaten) // size
@@ -61,7 +61,7 @@ def baking(draw: ProblemSampler) -> WordProblem:
 def reading(draw: ProblemSampler) -> WordProblem:
     """Return a problem about a book read at one pace, then at another."""
     who, days, daily = draw.person(), draw.few(), draw.some()
-    pace, more = draw.number(8, 48), draw.number(3, 19)
+    pace, more = draw.amount(8, 48), draw.amount(3, 19)
     read, rest = days * daily, pace * more
     pages = read + rest
     return WordProblem(
@@ -75,7 +75,7 @@ def reading(draw: ProblemSampler) -> WordProblem:
 
 def tank(draw: ProblemSampler) -> WordProblem:
     """Return a problem about water that flows out by the hour and is filled up again."""
-    hours, flow, added = draw.few(), draw.number(8, 64), draw.some()
+    hours, flow, added = draw.few(), draw.amount(8, 64), draw.some()
     out = hours * flow
     start = out + draw.many()
     what = draw.pick(("barrel", "pool", "tank", "tub"))

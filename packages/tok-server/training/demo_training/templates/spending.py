@@ -9,7 +9,7 @@ from demo_training.words import JOBS, PLACES, WANTED
 def shopping(draw: ProblemSampler) -> WordProblem:
     """Return a problem about two purchases: the cost of both, or the change."""
     who, (a, b) = draw.person(), draw.two(("books", "bags", "caps", "cups", "lamps", "pens", "shirts", "toys"))
-    n, m, price, other = draw.few(), draw.few(), draw.some(), draw.number(6, 49)
+    n, m, price, other = draw.few(), draw.few(), draw.some(), draw.amount(6, 49)
     first, second = n * price, m * other
     total = first + second
     steps: tuple[str, ...] = (
@@ -21,7 +21,7 @@ def shopping(draw: ProblemSampler) -> WordProblem:
     if draw.number(0, 1):
         ask = draw.pick((f"How much does {who.they} spend in all?", "How many dollars is that in total?"))
         return WordProblem(f"{bought} {ask}", steps, total)
-    change = draw.number(5, 90)
+    change = draw.amount(5, 90)
     paid = total + change
     steps += (f"The change is {paid} - {total} = {change} dollars.",)
     return WordProblem(f"{bought} {who.they.capitalize()} pays with {paid} dollars. "
@@ -34,7 +34,7 @@ def saving(draw: ProblemSampler) -> WordProblem:
     start, weekly, weeks = draw.some(), draw.some(), draw.few()
     saved = weekly * weeks
     total = start + saved
-    cost = draw.number(20, total - 5)
+    cost = draw.number(2, total - 2)
     had = draw.pick((f"{who.name} has {start} dollars", f"There are {start} dollars in {who.name}'s money box"))
     question = (
         f"{had} and saves {weekly} dollars a week for {weeks} weeks. Then {who.they} buys a {item} for {cost} "
@@ -50,7 +50,7 @@ def saving(draw: ProblemSampler) -> WordProblem:
 def earning(draw: ProblemSampler) -> WordProblem:
     """Return a problem about hours a day, days, an hourly wage and a bonus."""
     who, where = draw.person(), draw.pick(JOBS)
-    hours, days, wage, bonus = draw.number(3, 9), draw.number(3, 18), draw.number(9, 38), draw.some()
+    hours, days, wage, bonus = draw.number(2, 9), draw.amount(3, 18), draw.amount(9, 38), draw.some()
     worked = hours * days
     pay = worked * wage
     extra = draw.pick((f"a bonus of {bonus} dollars", f"{bonus} dollars in tips"))
@@ -66,9 +66,9 @@ def earning(draw: ProblemSampler) -> WordProblem:
 def halving(draw: ProblemSampler) -> WordProblem:
     """Return a problem in which half of the money is spent, then a few things are bought from the rest."""
     who, thing = draw.person(), draw.thing()
-    n, price = draw.few(), draw.number(6, 48)
+    n, price = draw.few(), draw.amount(6, 48)
     cost = n * price
-    half = cost + draw.number(5, 150)
+    half = cost + draw.amount(5, 150)
     spent = draw.pick(("spends half of it on food", "gives half of it away", "lends half of it to a friend"))
     return WordProblem(
         f"{who.name} has {2 * half} dollars. {who.they.capitalize()} {spent}. From the rest {who.they} buys "
@@ -82,8 +82,8 @@ def halving(draw: ProblemSampler) -> WordProblem:
 def tickets(draw: ProblemSampler) -> WordProblem:
     """Return a problem about tickets of two prices, sold on one day."""
     place, a, b = draw.pick(PLACES), draw.some(), draw.some()
-    adult = draw.number(8, 36)
-    child = draw.number(3, adult - 2)
+    adult = draw.amount(8, 36) + 2
+    child = draw.number(2, adult - 1)
     first, second = a * adult, b * child
     ask, words, answer = draw.pick((
         ("How much money does the {} take in?", "Together that is {} + {} = {} dollars.", first + second),
