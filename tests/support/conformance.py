@@ -22,8 +22,10 @@ NAME = "demo"
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
     """Run a server of that model with its data in `directory`, and yield its address."""
-    model = directory / NAME  # the server takes its name
-    model.symlink_to(MODEL_DIR)
+    model = directory / NAME  # the server serves the model by its directory's name
+    model.mkdir()
+    for file in MODEL_DIR.iterdir():
+        (model / file.name).symlink_to(file)
     flags = ["--port", "0", "--device", "cpu", "--log-level", "error", "--data-dir", str(directory / "data")]
     command = [sys.executable, "-m", "tok_server.cli", "serve", str(model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
