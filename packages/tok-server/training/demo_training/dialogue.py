@@ -99,8 +99,8 @@ def _chat(random: Random) -> TrainingDocument:
 def _exchange(draw: ProblemSampler, random: Random, calculator: Tool | None) -> tuple[Message, ...]:
     """Return a user's message, perhaps a call and its result, and the assistant's answer."""
     if draw.happens(TALK_SHARE):
-        question, answer = small_talk(random)
-        return Message("user", question), Message("assistant", answer)
+        said, reply = small_talk(random)
+        return Message("user", said), Message("assistant", reply)
     problem = training_problem(random)
     question = Message("user", problem.question)
     if calculator is None:

@@ -41,7 +41,7 @@ class WordProblem:
     def expression(self) -> str:
         """Return all steps as one expression: `4 * 12 + 3 * 5`."""
         known: dict[str, tuple[str, int]] = {}  # an earlier result's expression, and how strongly its operator binds
-        given, used = set(_NUMBER.findall(self.question)), set()
+        given, used = frozenset(_NUMBER.findall(self.question)), set[str]()
         text = ""
         for left, sign, right, result in (equation for step in self.steps for equation in EQUATION.findall(step)):
             strength, parts = _STRENGTH[sign], []
