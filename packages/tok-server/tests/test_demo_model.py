@@ -93,17 +93,18 @@ def test_chat_template_renders_tools_calls_and_results_in_the_training_format(
         call = calculator_call(tools[0], problem)
         function = json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
         as_text = {**function, "arguments": json.dumps(function["arguments"])}
-        user, told = {"role": "user", "content": problem.question}, {"role": "tool", "content": "7"}
+        user: dict[str, object] = {"role": "user", "content": problem.question}
+        told: dict[str, object] = {"role": "tool", "content": "7"}
         wanted = render([Message("user", problem.question), Message("assistant", call), Message("tool", "7")], tools)
         for arguments, content in ((function, ""), (function, None), (as_text, "")):
             calls = [{"id": "call_1", "type": "function", "function": arguments}]
-            chat = [user, {"role": "assistant", "content": content, "tool_calls": calls}, told]
+            chat: list[dict[str, object]] = [user, {"role": "assistant", "content": content, "tool_calls": calls}, told]
             assert ChatTemplate.load(MODEL_DIR).render(chat, tools=tools) == wanted
             assert tokenizer.apply_chat_template(chat, tools, add_generation_prompt=True, tokenize=False) == wanted
 
 
 def test_chat_template_separates_calls_from_each_other_and_from_content() -> None:
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("one", "two")]
+    calls: list[dict[str, object]] = [{"function": {"name": name, "arguments": {}}} for name in ("one", "two")]
     text = ChatTemplate.load(MODEL_DIR).render([{"role": "assistant", "content": "Now:", "tool_calls": calls}], False)
     assert text.endswith("\n\nNow:\n" + "\n".join(call_text(name, {}) for name in ("one", "two")) + TURN_END)
 
