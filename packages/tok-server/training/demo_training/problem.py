@@ -12,7 +12,7 @@ from demo_training.words import NOUNS, PEOPLE, SYLLABLES, Noun, Person, noun
 
 T = TypeVar("T")
 
-FEW, SOME, MANY = (4, 28), (12, 98), (120, 980)
+FEW, SOME, MANY = (6, 48), (12, 98), (120, 980)
 """Ranges of the numbers of problems with large numbers. They decide how hard the arithmetic is."""
 
 INVENTED_SHARE = 0.08

@@ -101,7 +101,7 @@ def own_document(documents_BS: Tensor) -> Tensor:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="directory the model is written to")
-    parser.add_argument("--steps", type=int, default=800, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3800, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch (default: %(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
