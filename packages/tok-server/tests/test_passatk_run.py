@@ -20,7 +20,7 @@ from tok_server.passatk.estimator import Coverage, coverage
 from tok_server.passatk.plot import plot_coverage
 from tok_server.passatk.run import Report, pass_at_k, table_ks
 
-SAMPLES, PROBLEMS = 5, 4
+SAMPLES, PROBLEMS, TEMPERATURE = 5, 4, 1.8  # so high that some answers are wrong, and samples differ between seeds
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,9 @@ def run(engine: Engine, out: Path, seed: int = 0) -> Report:
     pattern = FinalAnswerPattern()
     tasks = read_tasks(HELD_OUT_FILE, pattern, PROBLEMS)
     prompter = make_prompter(engine, None)
-    return pass_at_k(engine, tasks, SAMPLES, 0.8, 200, seed, out, pattern=pattern, prompter=prompter, progress=False)
+    return pass_at_k(
+        engine, tasks, SAMPLES, TEMPERATURE, 200, seed, out, pattern=pattern, prompter=prompter, progress=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_pass_at_k_report_agrees_with_the_answers_file(first_run: tuple[Report, 
         assert report.right[problem] == sum(one["right"] for one in mine)
         assert all(one["right"] == one["text"].endswith(f"#### {one['answer']}") for one in mine)
     assert report.coverage == [coverage([SAMPLES] * PROBLEMS, report.right, k) for k in (1, 2, 5)]
-    assert sum(report.right) > 0
+    assert 0 < sum(report.right) < SAMPLES * PROBLEMS
 
 
 def test_pass_at_k_answers_are_deterministic_per_seed(
