@@ -114,8 +114,15 @@ def measure(config: EngineConfig) -> KernelsMeasured:
     except ValueError as error:
         raise EngineError(str(error)) from None
     machine, kernels = measure_kernels(backend, model, device)
-    limits = (limit / 1e12 for limit in (machine.bandwidth, machine.rate, machine.fp8_rate))
-    return KernelsMeasured(_name(device), backend.name, config.tp, *limits, kernels)
+    return KernelsMeasured(
+        device=_name(device),
+        backend=backend.name,
+        tp=config.tp,
+        bandwidth=machine.bandwidth / 1e12,
+        rate=machine.rate / 1e12,
+        fp8_rate=machine.fp8_rate / 1e12,
+        kernels=kernels,
+    )
 
 
 def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelShape]:
