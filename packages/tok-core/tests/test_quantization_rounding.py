@@ -19,7 +19,12 @@ from tok_core.quantization import read_quantization
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 E4M3 = E4M3[~E4M3.isnan()]
-LARGEST_ERRORS = {"fp8-dynamic": 0.03, "fp8-block": 0.03, "int4-g128": 0.13}  # relative, of normal weights
+LARGEST_ERRORS = {
+    "fp8-dynamic": 0.03,
+    "fp8-block": 0.03,
+    "int4-g128": 0.13,
+    "int4-g64": 0.12,
+}  # relative, of normal weights
 
 
 def wide_model(directory: Path, **options: Any) -> Path:
@@ -63,9 +68,9 @@ def test_rounded_weights_are_the_nearest_that_their_scales_allow(scheme: str, tm
     assert list(round_checkpoint(path, out, scheme))
     name = "model.layers.1.mlp.down_proj.weight"
     exact, scale = load_file(path / "model.safetensors")[name], load_file(out / "model.safetensors")[f"{name}_scale"]
-    grid = torch.arange(-8.0, 8.0) if scheme == "int4-g128" else E4M3
-    unit = scale if scale.shape[0] == len(exact) else scale.repeat_interleave(128, 0)
-    assert scale.shape == ((1, 1) if scheme == "fp8-block" else (128, 1))
+    grid = torch.arange(-8.0, 8.0) if "int4" in scheme else E4M3
+    assert scale.shape == {"fp8-block": (1, 1), "int4-g64": (128, 2)}.get(scheme, (128, 1))
+    unit = scale.repeat_interleave(128 // scale.shape[0], 0).repeat_interleave(128 // scale.shape[1], 1)
     expected = grid[(exact[..., None] / unit[..., None] - grid).abs().argmin(-1)] * unit
     found = dense_weights(out)["model.layers.1.mlp.down_proj"]
     assert ((found - exact).abs() <= (expected - exact).abs() * 1.00001 + 1e-9).all()
@@ -73,7 +78,7 @@ def test_rounded_weights_are_the_nearest_that_their_scales_allow(scheme: str, tm
 
 def test_model_that_cannot_be_rounded_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "out"
-    with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128"):
+    with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128, int4-g64"):
         next(round_checkpoint(path, out, "int3"))
     with pytest.raises(InvalidField, match=r"out is '.*'; allowed: a directory that does not exist yet"):
         next(round_checkpoint(path, path, "fp8-dynamic"))

@@ -33,7 +33,7 @@ QUANTIZE_EXAMPLES = """examples:
   tok quantize Qwen/Qwen3-8B ./qwen3-8b-int4 --scheme int4-g128
 """
 SIZES = ("heads", "kv_heads", "head_dim", "layers")
-ROUNDING_SCHEMES = ("fp8-dynamic", "fp8-block", "int4-g128")
+ROUNDING_SCHEMES = ("fp8-dynamic", "fp8-block", "int4-g128", "int4-g64")
 KERNEL_ENGINE_FLAGS = ("device", "dtype", "backend", "kv_cache_dtype", "page_size", "data_dir", "tp")
 """Engine flags that influence which kernels are chosen."""
 
@@ -62,8 +62,8 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         choices=ROUNDING_SCHEMES,
         default=ROUNDING_SCHEMES[0],
-        help="fp8-dynamic: float8, a scale for each row; fp8-block: a scale for each block of 128 × 128; int4-g128: a "
-        "scale for each 128 columns (default: %(default)s)",
+        help="fp8-dynamic: float8, a scale for each row; fp8-block: a scale for each block of 128 × 128; int4-g128, "
+        "int4-g64: a scale for each 128 or 64 columns (default: %(default)s)",
     )
     add_engine_flags(parser, ("data_dir",))
 

@@ -47,8 +47,8 @@ ENGINE_TEXTS = {
     "load_format": ("", "auto: load the checkpoint; dummy: random weights, to measure speed without one"),
     "quantization": (
         "",
-        "auto: load the checkpoint as it is; fp8, int8: round its linear layers while loading; another word, or fp8, "
-        "must be the format that the checkpoint has",
+        "auto: load the checkpoint as it is; fp8, int8: round a dense model's linear layers while loading; fp8 and the "
+        "other words: only for a checkpoint of this format",
     ),
     "generation_config": (
         "",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from tok_core import EngineConfig, InvalidField
-from tok_core.config import Device, DType
 from tok_server.demo import HELD_OUT_FILE
-from tok_server.flags import model_and_name
+from tok_server.flags import add_engine_flags, model_and_name
 from tok_server.passatk.answers import DEFAULT_PATTERN, EvalTask, FinalAnswerPattern, read_tasks
 
 if TYPE_CHECKING:
     from tok_core import Engine
     from tok_server.passatk.run import Prompter, Report
 
+ENGINE_FLAGS = ("device", "dtype", "quantization", "kv_cache_dtype")
 PLAIN_TEMPLATE = "Question: {question}\nAnswer:"
 """Prompt for models without a chat template."""
 
@@ -63,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory for answers.jsonl and coverage.png, which are overwritten (default: %(default)s)",
     )
-    add("--device", choices=get_args(Device), default="auto", help="device to run on (default: %(default)s)")
-    add("--dtype", choices=get_args(DType), default="auto", help="dtype of weights and KV cache (default: %(default)s)")
+    add_engine_flags(parser, ENGINE_FLAGS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -98,7 +97,8 @@ def _run(args: argparse.Namespace, tasks: list[EvalTask], pattern: FinalAnswerPa
     model, name = model_and_name(args.model)
     source = args.problems.name if args.problems else "the held-out set"
     title = f"{name}: {len(tasks)} problems of {source}, {args.samples} samples each, temperature {args.temperature:g}"
-    with Engine(EngineConfig(model=model, device=args.device, dtype=args.dtype, generation_config="none")) as engine:
+    options = {name: getattr(args, name) for name in ENGINE_FLAGS}
+    with Engine(EngineConfig(model=model, generation_config="none", **options)) as engine:
         report = pass_at_k(
             engine, tasks, args.samples, args.temperature, args.max_tokens, args.seed, args.out,
             pattern=pattern, prompter=make_prompter(engine, args.prompt_template), title=title,

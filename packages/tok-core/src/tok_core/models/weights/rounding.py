@@ -25,7 +25,7 @@ from tok_core.quantization import LinearMethod, PackQuantizedMethod, Quantizatio
 from tok_kernels import choose
 
 LINEAR = re.compile(r"layers\.\d+\..*_proj\.weight$")  # the linear layers of all supported families but the LM head
-CPU, FLOAT8, GROUP, BLOCK = torch.device("cpu"), torch.float8_e4m3fn, 128, (128, 128)
+CPU, FLOAT8, BLOCK = torch.device("cpu"), torch.float8_e4m3fn, (128, 128)
 TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
@@ -55,6 +55,13 @@ class RoundedTensor:
     error: float | None
 
 
+def _int4(group: int) -> RoundingScheme:
+    """Return the scheme of four bits with a scale for each `group` columns."""
+    method = PackQuantizedMethod(bits=4, group=group)
+    weights = {**WEIGHTS, "num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    return RoundingScheme((1, group), method, "pack-quantized", weights, None)
+
+
 SCHEMES: Mapping[str, RoundingScheme] = MappingProxyType(
     {
         "fp8-dynamic": RoundingScheme(
@@ -67,13 +74,8 @@ SCHEMES: Mapping[str, RoundingScheme] = MappingProxyType(
             {**WEIGHTS, "strategy": "block", "block_structure": list(BLOCK)},
             {**TOKENS, "strategy": "group", "group_size": BLOCK[1]},
         ),
-        "int4-g128": RoundingScheme(
-            (1, GROUP),
-            PackQuantizedMethod(bits=4, group=GROUP),
-            "pack-quantized",
-            {**WEIGHTS, "num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
-            None,
-        ),
+        "int4-g128": _int4(128),
+        "int4-g64": _int4(64),
     }
 )
 
