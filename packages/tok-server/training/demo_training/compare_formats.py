@@ -31,6 +31,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
 }
 MAX_TOKENS = 200  # of an answer
+SCORED = 8  # answers of each problem from which the divergence is estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Comparison:
     """Results of one format.
 
     divergence  mean Kullback–Leibler divergence of the stored model's next token from this format's, in nats a token
-    error       standard error of `divergence`
+    error       standard error of `divergence`, over problems
     """
 
     name: str
@@ -57,7 +58,7 @@ def compare(
     """
     pattern = FinalAnswerPattern()
     tasks = read_tasks(HELD_OUT_FILE, pattern, problems)
-    texts, starts, stored = list[list[int]](), list[int](), np.empty(0)
+    texts, starts, stored = list[list[int]](), list[int](), list[Float64]()
     with TemporaryDirectory() as directory:
         rounded = Path(directory) / INT4
         for _ in round_checkpoint(model, rounded, INT4):
@@ -72,23 +73,33 @@ def compare(
                     pattern=pattern, prompter=prompter, progress=False,
                 )  # fmt: skip
                 if not texts:
-                    params = [SamplingParams(max_tokens=MAX_TOKENS, seed=seed + number) for number in range(problems)]
-                    outputs = engine.generate([prompter(task.question) for task in tasks], params, progress=False)
-                    starts = [len(output.prompt_token_ids) for output in outputs]
-                    texts = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+                    params = [SamplingParams(n=SCORED, max_tokens=MAX_TOKENS, seed=seed + n) for n in range(problems)]
+                    outputs = engine.generate([prompter(task.question) for task in tasks], params)
+                    starts = [len(output.prompt_token_ids) for output in outputs for _ in output.outputs]
+                    texts = [output.prompt_token_ids + one.token_ids for output in outputs for one in output.outputs]
                 found = logprobs(engine, texts, starts)
-            stored = stored if len(stored) else found
-            each = np.expm1(found - stored) - (found - stored)
-            yield Comparison(name, report.coverage, each.mean(), each.std() / len(each) ** 0.5)
+            stored = stored or found
+            yield Comparison(name, report.coverage, *_divergence(stored, found))
 
 
-def logprobs(engine: Engine, texts: list[list[int]], starts: list[int]) -> Float64:
-    """Return the log-probabilities of all tokens of the texts from these starts on."""
-    outputs = engine.generate(texts, SamplingParams(max_tokens=0, prompt_logprobs=0), progress=False)
+def logprobs(engine: Engine, texts: list[list[int]], starts: list[int]) -> list[Float64]:
+    """Return the log-probabilities of each text's tokens from its start on."""
+    outputs = engine.generate(texts, SamplingParams(max_tokens=0, prompt_logprobs=0))
     found = [output.prompt_logprobs or [] for output in outputs]
-    return np.array(
-        [one.logprob for entries, start in zip(found, starts, strict=True) for one in entries[start:] if one]
+    return [
+        np.array([one.logprob for one in entries[start:] if one]) for entries, start in zip(found, starts, strict=True)
+    ]
+
+
+def _divergence(stored: list[Float64], found: list[Float64]) -> tuple[float, float]:
+    """Return the mean divergence a token, and its standard error over problems, of SCORED texts each."""
+    each = [np.expm1(q - p) - (q - p) for p, q in zip(stored, found, strict=True)]
+    sums, tokens = (
+        np.array(values).reshape(-1, SCORED).sum(1)
+        for values in ([one.sum() for one in each], [len(one) for one in each])
     )
+    mean = sums.sum() / tokens.sum()
+    return float(mean), float((sums - mean * tokens).std() * len(sums) ** 0.5 / tokens.sum())
 
 
 def main() -> None:
