@@ -162,7 +162,7 @@ def _load_model(
         tensor = TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
     quantization = read_quantization(path, config.quantization)
     if peers.coordinates.number == 0 and quantization != QuantizationConfig():
-        log.info("linear layers are %s; each is dequantised before it is used", quantization)
+        log.info("linear layers are %s", quantization)
         report_missing_float8(quantization, peers.device)
     try:
         model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor, quantization)
