@@ -153,3 +153,5 @@ def test_pass_at_k_command_samples_a_users_file(tmp_path: Path, capsys: pytest.C
     assert "1 problems of mine.jsonl, 2 samples each" in out
     assert "2 answers, " in out
     assert len(entries(tmp_path / "out")) == 2
+    with pytest.raises(InvalidField, match="quantization is 'awq'; allowed: auto, fp8, int8"):
+        main(options(str(file), *given, "--quantization", "awq"))
