@@ -54,32 +54,31 @@ def few_rows_kernel(
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # Rows past the last one read that row again, so that no load needs a mask. Tokens likewise.
+    # Rows past the last one read that row again, so that no load needs a mask.
     row = tl.minimum(n, outputs - 1).to(tl.int64)
     t = tl.arange(0, T)
-    token = tl.minimum(t, tokens - 1)
     column = tl.arange(0, BLOCK)
     up_row = row + outputs
     weight_ptrs = weight_ptr + row[:, None] * K + column[None, :]
     up_ptrs = weight_ptr + up_row[:, None] * K + column[None, :]
-    x_ptrs = x_ptr + token[:, None] * K + column[None, :]
+    x_ptrs = x_ptr + t[:, None] * K + column[None, :]
     whole: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     sums = tl.zeros((ROWS, T), tl.int32 if whole else tl.float32)
     up_sums = tl.zeros((ROWS, T), tl.int32 if whole else tl.float32)
     if PDL:
         gdc_wait()
     for block in tl.range(0, tl.cdiv(K, BLOCK), num_stages=STAGES):
-        if EVEN:
-            x = tl.load(x_ptrs + block * BLOCK)
-        else:
-            x = tl.load(x_ptrs + block * BLOCK, mask=(column < K - block * BLOCK)[None, :], other=0.0)
+        inside = (t < tokens)[:, None]
+        if not EVEN:
+            inside &= (column < K - block * BLOCK)[None, :]
+        x = tl.load(x_ptrs + block * BLOCK, mask=inside, other=0.0)
         weight = _block(weight_ptrs, block, K, BLOCK, EVEN)
         if GATED:
             up = _block(up_ptrs, block, K, BLOCK, EVEN)
         sums = tl.dot(weight, tl.trans(x), sums, out_dtype=sums.dtype)
         if GATED:
             up_sums = tl.dot(up, tl.trans(x), up_sums, out_dtype=sums.dtype)
-    x_scale = tl.load(x_scale_ptr + token)[None, :]
+    x_scale = tl.load(x_scale_ptr + t, mask=t < tokens, other=0.0)[None, :]
     y = sums.to(tl.float32) * tl.load(scale_ptr + row)[:, None] * x_scale
     if BIAS:
         y += tl.load(bias_ptr + row).to(tl.float32)[:, None]
