@@ -296,6 +296,10 @@ def test_models_describes_a_model_directory(tiny_model: Path, capsys: pytest.Cap
     assert "architecture   LlamaForCausalLM" in told
     assert "chat template  yes" in told
     assert re.search(r"weights +\d+ tensors\n", told)
+    memory = r"on a GPU +([\d.]+) MiB of weights; ([\d.]+) MiB with --quantization fp8; [\d,]+ bytes of KV cache"
+    found = re.search(memory, told)
+    assert found is not None
+    assert float(found[2]) < float(found[1])
     (empty := tiny_model.parent / "empty").mkdir(exist_ok=True)
     assert main(["models", str(empty)]) == 1
     assert "config.json" in capsys.readouterr().err

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from tok_core.worker.runner import Launched, Runner
-from tok_core.worker.startup import KernelsMeasured, KernelTime, PhaseReport, set_up
+from tok_core.worker.startup import KernelsMeasured, KernelTime, MemoryNeeds, PhaseReport, set_up
 
 __all__ = [
     "KernelTime",
     "KernelsMeasured",
     "Launched",
+    "MemoryNeeds",
     "PhaseReport",
     "Runner",
     "set_up",

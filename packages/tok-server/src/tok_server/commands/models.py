@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tok_core.errors import ModelError
 from tok_core.text import ChatTemplate, Tokenizer
 from tok_server.flags import DEMO_MODEL, DEMO_NAME
+
+if TYPE_CHECKING:
+    from tok_core.model_config import ModelConfig
 
 MIB = 1 << 20
 NONE = "none"
@@ -55,12 +59,31 @@ def _show(path: Path) -> int:
         "end tokens": ", ".join(map(str, config.eos_token_ids)) or "none",
         "files": _size(path),
         "weights": weights or f"{NONE} ({problem})",
+        "on a GPU": _memory(path, config),
         "tokenizer": _load_status(Tokenizer.load, path),
         "chat template": _load_status(ChatTemplate.load, path),
     }
     width = max(map(len, rows))
     print("\n".join([str(path), *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
     return 0 if weights else 1
+
+
+def _memory(path: Path, model: ModelConfig) -> str:
+    """Return what the model takes of one GPU's memory: its weights, rounded or not, and a token of its KV cache."""
+    import torch
+
+    from tok_core.config import EngineConfig, RankCoordinates
+    from tok_core.quantization import QuantizationConfig, read_quantization
+    from tok_core.worker import MemoryNeeds
+
+    def needs(**options: Any) -> MemoryNeeds:
+        return MemoryNeeds.of(EngineConfig(model=str(path), **options), model, torch.bfloat16, RankCoordinates())
+
+    stored = needs()
+    parts = [f"{stored.weights / MIB:,.1f} MiB of weights", f"{stored.per_token:,} bytes of KV cache a token"]
+    if read_quantization(path) == QuantizationConfig():
+        parts.insert(1, f"{needs(quantization='fp8').weights / MIB:,.1f} MiB with --quantization fp8")
+    return "; ".join(parts)
 
 
 def _weights(path: Path) -> tuple[str, str]:

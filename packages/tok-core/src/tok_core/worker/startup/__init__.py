@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport, measure, phases
+from tok_core.worker.startup.memory_check import MemoryNeeds
 from tok_core.worker.startup.setup import set_up
 
 __all__ = [
     "KernelTime",
     "KernelsMeasured",
+    "MemoryNeeds",
     "PhaseReport",
     "measure",
     "phases",
