@@ -15,6 +15,8 @@ from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
 from tok_kernels import MAX_VALUES, QuantizedRows, ScaledWeight
 from tok_kernels.backends.reference import ReferenceBackend
+from tok_kernels.linear.triton import launch_stream
+from tok_kernels.linear.triton_config import LinearLaunch
 from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, quantize_rows
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 
@@ -40,10 +42,21 @@ def scaled_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
     dense = noise(rows, columns, device=device) / math.sqrt(columns)
     scale = dense.abs().amax(1, keepdim=True) / MAX_VALUES[dtype]
     values = dense / scale
-    made = ScaledWeight((values if dtype == FP8 else values.round()).to(dtype), scale)
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # with PDL a GEMM may read its weights before earlier kernels have ended
-    return made
+    return finished(ScaledWeight((values if dtype == FP8 else values.round()).to(dtype), scale))
+
+
+def weight_in_blocks(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> ScaledWeight:
+    block = 128
+    values = noise(rows, columns, device=device).mul_(30).to(dtype)
+    scale = noise(rows // block, columns // block, device=device).abs().div_(30 * math.sqrt(columns))
+    return finished(ScaledWeight(values, scale.repeat_interleave(block, 0), block, block))
+
+
+def finished(weight: ScaledWeight) -> ScaledWeight:
+    """Return the weight when it is written: with PDL a GEMM may read its weights before earlier kernels have ended."""
+    if weight.values_NK.is_cuda:
+        torch.cuda.synchronize()
+    return weight
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,6 +164,25 @@ def test_gate_of_few_rows_equals_a_float64_matmul_and_its_activation(
     assert_near(result, functional.silu(gate) * up)
 
 
+@pytest.mark.parametrize("parts", ["", "bias norm residual"])
+def test_one_token_takes_scales_of_blocks(parts: str, device: torch.device) -> None:
+    rows, columns = 128, 384
+    weight = weight_in_blocks(rows, columns, INT8 if INTERPRETING else FP8, device)
+    x = noise(1, columns, dtype=SHORT, device=device)
+    bias = noise(rows, dtype=SHORT, device=device) if "bias" in parts else None
+    norm = (noise(columns, dtype=SHORT, device=device), 1e-5) if "norm" in parts else None
+    residual = noise(1, rows, dtype=SHORT, device=device) if "residual" in parts else None
+    launch = LinearLaunch(4, 256, 4, vector=16)
+    expected = functional.linear(
+        normed(x, norm).double(), weight.dense(torch.float64), None if bias is None else bias.double()
+    )
+    expected = expected if residual is None else expected + residual.double()
+    found = launch_stream(launch, x, weight, bias, norm, residual, gated=False)
+    assert_near(found, expected)
+    gate, up = functional.linear(normed(x, norm).double(), weight.dense(torch.float64)).chunk(2, 1)
+    assert_near(launch_stream(launch, x, weight, None, norm, None, gated=True), functional.silu(gate) * up)
+
+
 def test_shapes_that_no_kernel_multiplies_are_dequantised(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = noise(3, 24, device=device).to(SHORT), scaled_weight(7, 24, dtype, device)
     assert torch.equal(scaled_linear(x, weight), reference.scaled_linear(x, weight))
@@ -205,13 +237,11 @@ def test_every_size_of_real_models_equals_a_float32_matmul(rows: int, columns: i
 def test_blocks_of_128_equal_a_float32_matmul(tokens: int) -> None:
     device = torch.device("cuda")
     rows, columns, block = 1024, 2048, 128
-    values = noise(rows, columns, device=device).mul_(100).clamp_(-448, 448).to(FP8)
-    scale = (noise(rows // block, columns // block, device=device).abs() + 0.1).repeat_interleave(block, 0)
-    weight = ScaledWeight(values, scale, block, block)
+    weight = weight_in_blocks(rows, columns, FP8, device)
     x = noise(tokens, columns, dtype=SHORT, device=device)
     in_blocks = torch.unflatten(x.float(), 1, (-1, block))
     x_scale = in_blocks.abs().amax(2, keepdim=True) / 448
-    input_ = ((in_blocks / x_scale).to(FP8).float() * x_scale).flatten(1)
+    input_ = x.float() if tokens == 1 else ((in_blocks / x_scale).to(FP8).float() * x_scale).flatten(1)
     expected = input_ @ weight.dense(torch.float32).t()
     assert_near(scaled_linear(x, weight), expected.double())
     residual = noise(tokens, rows, dtype=SHORT, device=device)

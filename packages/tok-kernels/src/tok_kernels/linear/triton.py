@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.reference import matmul
+from tok_kernels.linear.scaled_weight import ScaledWeight
 from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
 from tok_kernels.linear.triton_stream import stream_linear_kernel
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
@@ -61,37 +62,37 @@ def gated_linear(
 def launch_stream(
     launch: LinearLaunch,
     x_TK: Tensor,
-    weight: Tensor,
+    weight: Tensor | ScaledWeight,
     bias: Tensor | None,
     norm: tuple[Tensor, float] | None,
     residual_TN: Tensor | None,
     *,
     gated: bool,
-    scale_NG: Tensor | None = None,
 ) -> Tensor:
     """Launch the fused kernel with the given configuration; the other arguments are those of `linear`, checked.
 
-    scale_NG  float32 scales of the rows of a weight of 8 bits, `[N, 1]`; None: the weight has the dtype of the result
+    The result has the dtype of the weight, or of x if the weight has 8 bits.
     """
+    if isinstance(weight, Tensor):
+        values_NK, scale_NG, group, dtype = weight, weight, 0, weight.dtype
+    else:
+        values_NK, scale_NG, group, dtype = weight.values_NK, weight.scale_NG, weight.group or x_TK.shape[1], x_TK.dtype
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     tokens, inputs = x_TK.shape
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    outputs = len(values_NK) // 2 if gated else len(values_NK)
     out_TN = residual_TN
     if out_TN is None:
-        out_TN = torch.empty(
-            (tokens, outputs), dtype=weight.dtype if scale_NG is None else x_TK.dtype, device=x_TK.device
-        )
+        out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
     gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
     stream_linear_kernel[(triton.cdiv(outputs, launch.rows),)](
-        *(x_TK, x_TK.stride(0), gain, eps, weight, weight if scale_NG is None else scale_NG),
-        weight if bias is None else bias.contiguous(),
+        *(x_TK, x_TK.stride(0), gain, eps, values_NK, scale_NG, values_NK if bias is None else bias.contiguous()),
         *(out_TN, out_TN.stride(0), outputs),
         T=tokens,
         K=inputs,
         ROWS=launch.rows,
         BLOCK=launch.block,
         VECTOR=launch.vector,
-        SCALED=scale_NG is not None,
+        GROUP=group,
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,

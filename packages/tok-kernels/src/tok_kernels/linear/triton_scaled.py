@@ -2,7 +2,7 @@
 
 One token is computed by the fused kernel of 16-bit weights, few by a Triton kernel, others by cuBLAS. Where a kernel of
 ours follows anyway, to add the residual stream or to apply the gate, cuBLAS multiplies without scales, which is faster,
-and that kernel applies them. Weights with scales of blocks are multiplied by cuBLAS, whatever the number of tokens.
+and that kernel applies them. Weights with scales of blocks are multiplied by cuBLAS from two tokens on.
 
 The tensor cores sum float8 products with 14 bits (`use_fast_accum`), as other engines let them. Sums in float32 take
 cuBLAS 6 to 10 % longer, and Triton's kernel 18 to 40 %.
@@ -46,8 +46,9 @@ def scaled_linear(
     check_linear(x_TK, weight.values_NK, bias_N, norm, dtype=None)
     if not _multiplies(x_TK, weight):
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
-    if _streams(x_TK, weight):
-        return _stream(x_TK, weight, bias_N, norm, residual_TN, gated=False)
+    if streams(*x_TK.shape):
+        launch = scaled_stream_launch(x_TK.shape[1])
+        return launch_stream(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
     rows = quantize_rows(x_TK, weight, norm)
     if len(x_TK) <= MAX_FEW_ROWS and weight.group is None:
         return _few_rows(rows, weight, bias_N, residual_TN, gated=False)
@@ -66,8 +67,9 @@ def scaled_gated_linear(
     check_linear(x_TK, gate_up.values_NK, bias_F, norm, dtype=None)
     if not _multiplies(x_TK, gate_up):
         return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
-    if _streams(x_TK, gate_up):
-        return _stream(x_TK, gate_up, bias_F, norm, None, gated=True)
+    if streams(*x_TK.shape):
+        launch = scaled_stream_launch(x_TK.shape[1])
+        return launch_stream(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
     rows = quantize_rows(x_TK, gate_up, norm)
     if len(x_TK) <= MAX_FEW_ROWS and gate_up.group is None:
         return _few_rows(rows, gate_up, bias_F, None, gated=True)
@@ -148,19 +150,6 @@ def _few_rows(
     return out_TN
 
 
-def _stream(
-    x_TK: Tensor,
-    weight: ScaledWeight,
-    bias: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    residual_TN: Tensor | None,
-    *,
-    gated: bool,
-) -> Tensor:
-    launch = scaled_stream_launch(x_TK.shape[1])
-    return launch_stream(launch, x_TK, weight.values_NK, bias, norm, residual_TN, gated=gated, scale_NG=weight.scale_NG)
-
-
 @lru_cache
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
@@ -176,7 +165,3 @@ def _multiplies(x_TK: Tensor, weight: ScaledWeight) -> bool:
         return not any(size % _MULTIPLE for size in values.shape)
     fits = not any(size % _BLOCK for size in (*values.shape, weight.block_rows)) and weight.group == _BLOCK
     return fits and capability == (9, 0) and values.dtype == torch.float8_e4m3fn
-
-
-def _streams(x_TK: Tensor, weight: ScaledWeight) -> bool:
-    return weight.group is None and streams(*x_TK.shape)

@@ -35,6 +35,7 @@ def _gather(
     sums: tl.tensor,
     squares: tl.tensor,
     weights: tl.tensor,
+    row_scale_ptr: tl.tensor,
     x_ptr: tl.tensor,
     x_row: tl.tensor,
     norm_ptr: tl.tensor,
@@ -44,12 +45,17 @@ def _gather(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
+    GROUP: tl.constexpr,
     NORM: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Add a block of columns to each token's sums `[LINES, BLOCK // VECTOR]` and, with NORM, to its sum of squares.
 
-    A thread first adds up the VECTOR elements that it loads at once, so that it holds fewer sums.
+    A thread first adds up the VECTOR elements that it loads at once, so that it holds fewer sums. It multiplies these
+    by the scale of their group of columns, if each row has several.
     """
+    if GROUP > 0 and GROUP < K:
+        column = start + tl.arange(0, BLOCK // VECTOR) * VECTOR
+        scale = tl.load(row_scale_ptr + column // GROUP, mask=(column < K)[None, :], other=0.0)
     if NORM:
         gain = _columns(norm_ptr, start, K, BLOCK)
     new_sums = ()
@@ -61,8 +67,10 @@ def _gather(
             x = x * gain
         else:
             new_squares += (squares[t],)
-        product = tl.reshape(weights * x[None, :], (LINES, BLOCK // VECTOR, VECTOR))
-        new_sums += (sums[t] + tl.sum(product, 2),)
+        product = tl.sum(tl.reshape(weights * x[None, :], (LINES, BLOCK // VECTOR, VECTOR)), 2)
+        if GROUP > 0 and GROUP < K:
+            product *= scale
+        new_sums += (sums[t] + product,)
     return new_sums, new_squares
 
 
@@ -83,7 +91,7 @@ def stream_linear_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
-    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
     GATED: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -93,13 +101,13 @@ def stream_linear_kernel(
     """Compute ROWS outputs of all T tokens.
 
     VECTOR  elements of the weights that a thread loads at once
-    SCALED  each row of the weights has a scale, which its result is multiplied by
-    GATED  row `n` of the weights is a gate, and row `n + outputs` its up projection; the result is silu(gate) * up
-    NORM   x is divided by its root mean square and multiplied by `norm`; the division follows the matmul, because it
-           is one factor per token
-    BIAS   the bias is added to the result
-    ADD    the values at `out` are added to the result
-    PDL    this kernel may start before its predecessor ends
+    GROUP   columns of the weights that share a scale in each row; 0: the weights have no scales
+    GATED   row `n` of the weights is a gate, and row `n + outputs` its up projection; the result is silu(gate) * up
+    NORM    x is divided by its root mean square and multiplied by `norm`; the division follows the matmul, because it
+            is one factor per token
+    BIAS    the bias is added to the result
+    ADD     the values at `out` are added to the result
+    PDL     this kernel may start before its predecessor ends
     """
     if PDL:
         gdc_launch_dependents()
@@ -118,16 +126,24 @@ def stream_linear_kernel(
     weights = _rows_columns(lines_ptr, 0, K, BLOCK)
     if PDL:
         gdc_wait()
-    sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, 0, T, K, lines, BLOCK, VECTOR, NORM)
+    row_scale_ptr = scale_ptr
+    if GROUP > 0 and GROUP < K:
+        row_scale_ptr += line[:, None] * (K // GROUP)
+    sums, squares = _gather(
+        *(sums, squares, weights, row_scale_ptr, x_ptr, x_row, norm_ptr, 0, T, K, lines, BLOCK, VECTOR, GROUP, NORM)
+    )
     for start in tl.range(BLOCK, K, BLOCK, num_stages=1):
         weights = _rows_columns(lines_ptr, start, K, BLOCK)
-        sums, squares = _gather(sums, squares, weights, x_ptr, x_row, norm_ptr, start, T, K, lines, BLOCK, VECTOR, NORM)
+        sums, squares = _gather(
+            *(sums, squares, weights, row_scale_ptr, x_ptr, x_row, norm_ptr),
+            *(start, T, K, lines, BLOCK, VECTOR, GROUP, NORM),
+        )
     to = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for t in tl.static_range(T):
         y = tl.sum(sums[t], 1)
         if NORM:
             y *= 1.0 / tl.sqrt_rn(tl.sum(squares[t], 0) / K + eps)
-        if SCALED:
+        if GROUP >= K:
             y *= tl.load(scale_ptr + line)
         if BIAS:
             y += tl.load(bias_ptr + line).to(tl.float32)
