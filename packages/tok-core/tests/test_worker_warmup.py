@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from support.tiny_models import make_model
 from tok_core.config import RankCoordinates
@@ -30,6 +31,7 @@ from tok_core.worker.startup.memory import StepMemory, graph_rows, largest_step,
 from tok_core.worker.startup.warmup import warm_up, warm_up_steps
 from tok_core.worker.state import WorkerState, page_table_bytes
 from tok_kernels import Sampled, choose
+from tok_kernels.backends.reference import ReferenceBackend
 
 CPU = torch.device("cpu")
 # slots, tokens of a step, the model's positions, tokens of a page
@@ -120,16 +122,20 @@ def test_gemm_warm_up_runs_each_row_count_once_in_a_pipeline(
     assert isinstance(layer, DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     assert isinstance(mlp, MLP)
-    seen: dict[str, list[int]] = {}
-    for name, linear in (("qkv", attention.qkv_proj), ("o", attention.o_proj), ("down", mlp.down_proj)):
-        rows = seen.setdefault(name, [])
-        linear.register_forward_pre_hook(lambda _, arguments, rows=rows: rows.append(len(arguments[0])))
-    logits = seen.setdefault("logits", [])
+    rows: dict[int, list[int]] = {linear.weight.data_ptr(): [] for linear in (attention.qkv_proj, attention.o_proj)}
+    rows[mlp.down_proj.weight.data_ptr()] = []
+    linear, logits = ReferenceBackend.linear, list[int]()
+
+    def count(x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
+        rows[weight.data_ptr()].append(len(x))
+        return linear(x, weight, *rest, **options)
+
+    monkeypatch.setattr(ReferenceBackend, "linear", staticmethod(count))
     monkeypatch.setattr(model, "logits", lambda x: logits.append(len(x)))
     warm_up_gemms(model, 100, 9)
     several = coordinates.stages > 1
-    assert seen.pop("logits") == [*range(1, 10)] * (several and coordinates.last)
-    assert list(seen.values()) == [[*range(1, 101)] * several] * 3
+    assert logits == [*range(1, 10)] * (several and coordinates.last)
+    assert list(rows.values()) == [[*range(1, 101)] * several] * 3
 
 
 def test_warm_up_covers_the_gemm_row_counts_of_all_possible_steps(
