@@ -138,6 +138,7 @@ def of_linears(weights: dict[str, object], inputs: dict[str, object] | None, for
 
 TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+KV_CACHE = FLOATS | {"strategy": "tensor"}
 INTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "dynamic": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
@@ -205,3 +206,21 @@ def write_quantized(kind: str, directory: Path, scheme: str, dense: tuple[str, .
     config = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": dict(made.config)}))
     return quantised, equal
+
+
+def write_kv_scales(path: Path, scales: Tensor, names: tuple[str, str] = ("k_scale", "v_scale")) -> Path:
+    """Add scales of cached keys and values, `[layers, 2]` or `[layers, 2, heads]`, to a model; return its directory.
+
+    `names` are those of compressed-tensors for the scales of keys and of values, below `self_attn`.
+    """
+    stored = load_file(path / "model.safetensors")
+    for layer, pair in enumerate(scales):
+        for name, scale in zip(names, pair, strict=True):
+            shape = (-1, 1, 1) if scales.ndim > 2 else (1,)
+            stored[f"model.layers.{layer}.self_attn.{name}"] = scale.reshape(shape).clone()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    quantization = config.get("quantization_config") or {"quant_method": "compressed-tensors", "config_groups": {}}
+    quantization["kv_cache_scheme"] = KV_CACHE | {"strategy": "attn_head" if scales.ndim > 2 else "tensor"}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return path

@@ -17,10 +17,13 @@ from tok_kernels import AttentionBatch, LayerCache
 class Sequences:
     """A few sequences over one paged cache, one per slot; every forward feeds chunks to some of them.
 
-    Pages are handed out in random order and hold NaN until written.
+    Pages are handed out in random order and hold NaN until written. With `scales`, float32 `[layers, 2, K]`, they hold
+    float8.
     """
 
-    def __init__(self, model: CausalLM, slots: int, page_size: int, max_len: int = 256) -> None:
+    def __init__(
+        self, model: CausalLM, slots: int, page_size: int, max_len: int = 256, scales: Tensor | None = None
+    ) -> None:
         config = model.local
         pages = -(-max_len // page_size)
         order = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(0))
@@ -28,10 +31,10 @@ class Sequences:
         self.page_table_SP = order.to(torch.int32).view(slots, pages)
         self.length = [0] * slots
         shape = (slots * pages, page_size, config.num_kv_heads, config.head_dim)
-        dtype = model.dtype
+        dtype = model.dtype if scales is None else torch.float8_e4m3fn
         self.caches = [
-            LayerCache(k=torch.full(shape, torch.nan, dtype=dtype), v=torch.full(shape, torch.nan, dtype=dtype))
-            for _ in range(config.num_layers)
+            LayerCache(*(torch.full(shape, torch.nan).to(dtype) for _ in range(2)), *of_layer)
+            for of_layer in (((),) * config.num_layers if scales is None else scales)
         ]
 
     def feed(self, chunks: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from support.parallel_models import CPU, PROMPT, chained_logits, compute, greedy, logits_of, model_of, tokens_of
-from support.quantized_models import GROUP, SCHEMES, write_quantized
+from support.quantized_models import GROUP, KV_CACHE, SCHEMES, write_quantized
 from support.ranks import run_ranks
 from support.tiny_models import change_weights, make_model
 from tok_core import ModelError
@@ -115,7 +115,18 @@ def with_config(path: Path, changes: dict[str, object]) -> Path:
             r"weight_block_size is \[128\]; allowed: a list of two positive",
         ),
         ("int4", {"sparsity_config": {"format": "2:4"}}, r"sparsity_config is {.*}; allowed: {}"),
-        ("int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is {.*}; allowed: null"),
+        ("int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: type is None; allowed: float"),
+        ("int4", {"kv_cache_scheme": {"type": "float", "num_bits": 4}}, "kv_cache_scheme: num_bits is 4; allowed: 8"),
+        ("int4", {"kv_cache_scheme": {"type": "int"}}, "kv_cache_scheme: type is 'int'; allowed: \"float\""),
+        ("int4", {"kv_cache_scheme": KV_CACHE | {"dynamic": True}}, "dynamic is True; allowed: false"),
+        ("int4", {"kv_cache_scheme": KV_CACHE | {"symmetric": False}}, "symmetric is False; allowed: true"),
+        (
+            "int4",
+            {"kv_cache_scheme": KV_CACHE | {"strategy": "token"}},
+            "strategy is 'token'; allowed: tensor, attn_head",
+        ),
+        ("int4", {"kv_cache_scheme": KV_CACHE | {"offset": 1}}, "kv_cache_scheme: offset is not known"),
+        ("fp8-per-matrix", {"kv_cache_scheme": "dynamic"}, "kv_cache_scheme is 'dynamic'; allowed: \"static\""),
         ("int4", {"config_groups": {}}, "config_groups is None; allowed: a JSON object with at least one group"),
         ("int4", {"format": "marlin-24"}, "format is 'marlin-24'; allowed: float-quantized, int-quantized"),
         ("int4", {"weights.num_bits": 2}, "num_bits is 2; allowed: 4, 8, with format pack-quantized"),

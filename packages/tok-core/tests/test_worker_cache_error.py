@@ -12,7 +12,7 @@ import pytest
 from support.engines import cpu_engine
 from support.tiny_models import make_model
 from tok_core import SamplingParams
-from tok_core.worker.startup.cache_error import MAX_TOKENS
+from tok_core.worker.startup.kv_scales import MAX_SCORED_TOKENS
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=1)
 
@@ -27,10 +27,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_startup_warning_states_the_fp8_cache_error_of_requests(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = np.random.default_rng(0).integers(0, 512, MAX_TOKENS).tolist()
+    text = np.random.default_rng(0).integers(0, 512, MAX_SCORED_TOKENS).tolist()
     found, top = list[list[float]](), list[list[int]]()
     with caplog.at_level(logging.WARNING):
-        for cache in ("auto", "fp8"):
+        for cache in ("auto", "fp8_unscaled"):
             assert warnings_of(caplog) == []
             with cpu_engine(path, kv_cache_dtype=cache) as engine:
                 (output,) = engine.generate([text], SCORED)
@@ -51,8 +51,19 @@ def test_startup_warning_states_the_fp8_cache_error_of_requests(path: Path, capl
     np.testing.assert_allclose([float(one) for one in numbers.groups()], [error.mean(), error.max(), other], rtol=0.06)
 
 
-def test_startup_warns_of_fp8_cache_with_too_few_tokens_to_measure(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), cpu_engine(path, kv_cache_dtype="fp8", max_step_tokens=1, max_running=1):
-        assert len(warnings_of(caplog)) == 1
+def test_startup_reports_the_same_error_whatever_a_step_takes(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reports = []
+    for cache, level in (("fp8", logging.INFO), ("fp8_unscaled", logging.WARNING)):
+        for most in (1024, 100):
+            caplog.clear()
+            with (
+                caplog.at_level(logging.INFO, "tok_core"),
+                cpu_engine(path, kv_cache_dtype=cache, max_step_tokens=most, max_running=4),
+            ):
+                (report,) = [one for one in caplog.records if "KV cache" in one.message]
+            assert report.levelno == level
+            reports.append(report.getMessage())
+    assert "with scales calibrated on 512 random tokens: " in reports[0]
+    assert "without scales: " in reports[2]
+    assert reports[0] == reports[1]
+    assert reports[2] == reports[3]

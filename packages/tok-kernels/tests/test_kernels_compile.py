@@ -50,10 +50,9 @@ def meta(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def kv_cache(head_dim: int, dtype: torch.dtype) -> LayerCache:
-    return LayerCache(
-        meta(SLOTS, PAGE, KV_HEADS, head_dim, dtype=dtype), meta(SLOTS, PAGE, KV_HEADS, head_dim, dtype=dtype)
-    )
+def kv_cache(head_dim: int, dtype: torch.dtype, scaled: bool = False) -> LayerCache:
+    k, v = (meta(SLOTS, PAGE, KV_HEADS, head_dim, dtype=dtype) for _ in range(2))
+    return LayerCache(k, v, *(meta(KV_HEADS, dtype=FLOAT) for _ in range(2 * scaled)))
 
 
 def attend(
@@ -64,6 +63,7 @@ def attend(
     groups: int = 0,
     cache_dtype: torch.dtype = BF16,
     window: int | None = None,
+    scaled: bool = False,
 ) -> None:
     """Attend from `rows` decode rows, in `groups` if any, and from `chunks` (number, new tokens of each)."""
     number, new = chunks
@@ -78,14 +78,14 @@ def attend(
         levels=(level,) if groups else (),
     )
     q = meta(rows + number * new, HEADS, head_dim, dtype=BF16)
-    BACKEND.attention(q, kv_cache(head_dim, cache_dtype), batch, head_dim**-0.5, window)
+    BACKEND.attention(q, kv_cache(head_dim, cache_dtype, scaled), batch, head_dim**-0.5, window)
 
 
-def rotate_and_write(head_dim: int, cache_dtype: torch.dtype) -> None:
+def rotate_and_write(head_dim: int, cache_dtype: torch.dtype, scaled: bool = False) -> None:
     tokens = 64
     q, k, v = (meta(tokens, heads, head_dim, dtype=BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
     position, table = meta(tokens, dtype=INT64), meta(8192, head_dim, dtype=FLOAT)
-    cache = kv_cache(head_dim, cache_dtype)
+    cache = kv_cache(head_dim, cache_dtype, scaled)
     BACKEND.rope(q, k, position, table)
     BACKEND.write_kv(k, v, cache, position)
     norm = QKNorm(meta(head_dim, dtype=BF16), meta(head_dim, dtype=BF16), 1e-6)
@@ -165,9 +165,12 @@ def launch_all() -> None:
         attend(head_dim, chunks=(16, 512))
     attend(64, rows=4, max_kv=8192, cache_dtype=FP8)
     attend(64, chunks=(16, 512), cache_dtype=FP8)
+    attend(64, rows=4, max_kv=8192, cache_dtype=FP8, scaled=True)
+    attend(64, rows=2048, chunks=(16, 512), groups=8, cache_dtype=FP8, scaled=True)
     attend(64, rows=2048, chunks=(1, 64), max_kv=8192, groups=8, window=4096)
     for head_dim, cache_dtype in ((64, FP8), (128, BF16)):
         rotate_and_write(head_dim, cache_dtype)
+    rotate_and_write(64, FP8, scaled=True)
     for tokens in (1, 64):
         multiply(tokens)
     for tokens in (1, 16, 64, 1024):

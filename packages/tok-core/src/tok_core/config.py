@@ -13,7 +13,7 @@ from tok_core.errors import InvalidField
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_unscaled", "unquantized"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8", "int8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq"]
 GenerationConfig = Literal["auto", "none"]
@@ -49,8 +49,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          leave them empty
     ignore_config_keys   unknown keys of the model's config.json to ignore. Other unknown keys are refused, since they
                          may change what the model computes; None: ignore none
-    kv_cache_dtype       dtype of cached keys and values; auto: as dtype. fp8 and fp8_e4m3: one byte a number, without
-                         a scale, clamped to ±448; the loss of accuracy is measured at the start and logged
+    kv_cache_dtype       dtype of cached keys and values. fp8 and fp8_e4m3: one byte a number, with a scale for each
+                         layer and head: the checkpoint's, or as measured at the start. fp8_unscaled: without scales,
+                         clamped to ±448. The loss of accuracy is measured at the start and logged. unquantized: as
+                         dtype. auto: fp8 if the checkpoint has scales (kv_cache_scheme), else unquantized
     page_size            tokens in a page of the KV cache, a power of two
     kv_cache_tokens      positions in the KV cache; None: as many as fit in memory
     gpu_memory_fraction  share of the GPU's memory for weights, cache and activations together

@@ -143,6 +143,9 @@ class Backend(Protocol):
         With `norm`, `rms_norm` is applied to each head of q and k before the rotation (`rope`). v is written unchanged.
         `index_T` selects cache rows as in `write_kv`. All values are computed in float32 and rounded once, to the dtype
         in which they are stored. The result has dtype `dtype` (None: q's dtype) and may occupy the memory of `q_THD`.
+
+        If the cache has scales, k and v are divided by theirs, and the rotated q is multiplied by the k_scale of its
+        key/value head, as `attention` expects.
         """
         ...
 
@@ -156,9 +159,9 @@ class Backend(Protocol):
     def write_kv(self, k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
         """Store token `t`'s key and value at flat cache row `index_T[t]` (int64), converted to the cache's dtype.
 
-        The flat row of a position is `page * page_size + offset`. `LayerCache` describes the conversion to float8. If
-        several tokens have the same index, the row holds any one of them. The cache's pages must be evenly spaced in
-        memory (RuntimeError otherwise).
+        The flat row of a position is `page * page_size + offset`. `LayerCache` describes scales and the conversion to
+        float8. If several tokens have the same index, the row holds any one of them. The cache's pages must be evenly
+        spaced in memory (RuntimeError otherwise).
         """
         ...
 
@@ -170,6 +173,9 @@ class Backend(Protocol):
         `batch` describes the queries, their keys and the cascade levels. `scale` multiplies the scores. `window` is the
         number of positions that a query sees, its own included (sliding window, Beltagy et al. 2020); with None it sees
         all positions up to its own. Keys outside of all windows are not read, so a window bounds the cost.
+
+        If the cache has scales, q must have been multiplied by k_scale, as `rope_and_write_kv` does; the result is
+        multiplied by v_scale here.
 
         Scores, softmax and sums are float32. Cache rows that no query may see can hold NaN. A token that sees no key,
         and a row of q that belongs to no sequence, gets zeros.

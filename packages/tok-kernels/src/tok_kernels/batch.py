@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,12 +26,29 @@ class LayerCache:
     """One layer's keys and values: `k` and `v` are `[pages, page_size, K, D]`.
 
     The dtype is float32, bfloat16, float16 or float8_e4m3fn. Values written as float8_e4m3fn are clamped to ±448, its
-    range, and rounded to nearest, ties to even; NaN stays NaN. There is no scale factor: from 2⁻⁶ to 448 the spacing of
-    float8_e4m3fn is 1/16 to 1/8 of the number itself, so a scale gains nothing for keys and values in that range.
+    range, and rounded to nearest, ties to even; NaN stays NaN.
+
+    With `k_scale` and `v_scale`, float32 `[K]`, the cache holds quotients: each key divided by its head's k_scale, and
+    each value by its head's v_scale. `Backend.rope_and_write_kv` multiplies queries by k_scale, so that their products
+    with the quotients are the scores. `Backend.attention` multiplies its result by v_scale. From 2⁻⁶ to 448 the spacing
+    of float8_e4m3fn is 1/16 to 1/8 of the number itself; scales move the numbers of a head into that range.
+
+    Raises ValueError for one scale without the other, and for scales of another shape or dtype.
     """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.k_scale is None) != (self.v_scale is None):
+            raise ValueError("one of k_scale and v_scale is None; allowed: both or neither")
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is not None and (scale.shape != self.k.shape[2:3] or scale.dtype != torch.float32):
+                raise ValueError(
+                    f"{name} is {scale.dtype} {tuple(scale.shape)}; allowed: float32 {tuple(self.k.shape[2:3])}"
+                )
 
     @property
     def page_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Tests of the FP8 KV cache: rounding of written values, and attention over the cache."""
+"""Tests of the FP8 KV cache, with and without scales: rounding of written values, and attention over the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 reference = ReferenceBackend()
 
-FP8 = torch.float8_e4m3fn
+CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 # ‖out − expected‖ / ‖expected‖ against float64 over the same cache. Kernels convert bfloat16 queries to float16.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 # The interpreter truncates results to bfloat16 instead of rounding them.
@@ -68,9 +68,11 @@ def written(values: Tensor, write: object = reference.write_kv) -> Tensor:
     return stored_k
 
 
-def empty_cache(rows: int, heads: int, size: int, device: torch.device) -> LayerCache:
+def empty_cache(
+    rows: int, heads: int, size: int, device: torch.device, scales: tuple[Tensor, Tensor] | None = None
+) -> LayerCache:
     shape = (-(-rows // 16), 16, heads, size)
-    return LayerCache(*(torch.full(shape, torch.nan, device=device).to(FP8) for _ in range(2)))
+    return LayerCache(*(torch.full(shape, torch.nan, device=device).to(FP8) for _ in range(2)), *(scales or ()))
 
 
 def rounded(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,8 +114,17 @@ def test_triton_writes_fp8_values_exactly_and_saturates_beyond_the_range(device:
     assert torch.equal(written(given, write_kv), torch.cat((normal, beyond.sign() * 448.0)))
 
 
+def scales_of_two_heads(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return scales of keys and of values; powers of two for the interpreter, which does not round."""
+    k_scale, v_scale = ([2.0, 0.5], [0.25, 4.0]) if INTERPRETING else ([2.7, 0.6], [0.3, 5.0])
+    return torch.tensor(k_scale, device=device), torch.tensor(v_scale, device=device)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("norm", [False] if INTERPRETING else [False, True])
-def test_rope_and_write_kv_fills_an_fp8_cache_as_the_reference_does(norm: bool, device: torch.device) -> None:
+def test_rope_and_write_kv_fills_an_fp8_cache_as_the_reference_does(
+    norm: bool, scaled: bool, device: torch.device
+) -> None:
     def draw(*size: int) -> Tensor:
         drawn = torch.randn(size, generator=source).to(device)
         return representable_near(drawn) if INTERPRETING else drawn
@@ -124,14 +135,54 @@ def test_rope_and_write_kv_fills_an_fp8_cache_as_the_reference_does(norm: bool, 
     # RoPE at position 0 is the identity, so that the interpreter need not round.
     position = torch.tensor([0, 0, 0, 0, 0] if INTERPRETING else [0, 99, 3, 3, 50], device=device)
     table, index = rope_table(32, 100, 10000.0).to(device), torch.tensor([70, 0, 127, 3, 50], device=device)
-    ours, theirs = empty_cache(128, 2, 32, device), empty_cache(128, 2, 32, device)
-    rope_and_write_kv(q.clone(), k, v, position, table, ours, index, weights)
-    reference.rope_and_write_kv(q, k, v, position, table, theirs, index, weights)
+    scales = scales_of_two_heads(device) if scaled else None
+    ours, theirs = (empty_cache(128, 2, 32, device, scales) for _ in range(2))
+    rotated = rope_and_write_kv(q.clone(), k, v, position, table, ours, index, weights)
+    expected = reference.rope_and_write_kv(q, k, v, position, table, theirs, index, weights)
+    torch.testing.assert_close(rotated, expected)
     assert theirs.k.float().nan_to_num().abs().max() == 448.0  # some values saturate
     # Float32 arithmetic in another order may end on the other side of a tie, one FP8 step apart.
     for mine, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
         torch.testing.assert_close(mine.float(), other.float(), rtol=0.125, atol=2.0**-9, equal_nan=True)
         assert float((mine != other).logical_and(~other.isnan()).float().mean()) < 0.01
+
+
+def test_the_reference_divides_rows_by_their_heads_scales_and_multiplies_queries() -> None:
+    k, v = torch.tensor([[[900.0], [3.0]]]), torch.tensor([[[7.0], [0.001]]])
+    scales = torch.tensor([2.0, 0.25]), torch.tensor([0.5, 2.0**-12])
+    cache = empty_cache(1, 2, 1, CPU, scales)
+    reference.write_kv(k, v, cache, torch.tensor([5]))
+    assert cache.k[0, 5].flatten().tolist() == [448.0, 12.0]  # 450 saturates
+    assert cache.v[0, 5].flatten().tolist() == [14.0, 4.0]  # without a scale, 0.001 would be 2⁻¹⁰
+    pair = empty_cache(1, 2, 2, CPU, scales)
+    q, none = torch.ones(1, 4, 2), torch.zeros(1, 2, 2)
+    position, table = torch.tensor([0]), rope_table(2, 1, 10000.0)
+    rotated = reference.rope_and_write_kv(q, none, none, position, table, pair, position)
+    assert rotated[0, :, 0].tolist() == [2.0, 2.0, 0.25, 0.25]
+
+
+def test_triton_writes_rows_divided_by_their_heads_scales(device: torch.device) -> None:
+    values = representable_near(torch.randn(70, 2, 32, generator=torch.Generator().manual_seed(2))).to(device)
+    index = torch.randperm(70, generator=torch.Generator().manual_seed(3)).to(device)
+    ours, theirs = (empty_cache(80, 2, 32, device, scales_of_two_heads(device)) for _ in range(2))
+    write_kv(values, values * 64, ours, index)
+    reference.write_kv(values, values * 64, theirs, index)
+    for mine, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        torch.testing.assert_close(mine.float(), other.float(), rtol=0.125, atol=2.0**-9, equal_nan=True)
+        assert float((mine != other).logical_and(~other.isnan()).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ((torch.ones(2), None), "one of k_scale and v_scale is None; allowed: both or neither"),
+        ((torch.ones(2), torch.ones(3)), r"v_scale is torch\.float32 \(3,\); allowed: float32 \(2,\)"),
+        ((torch.ones(2).half(), torch.ones(2)), r"k_scale is torch\.float16 \(2,\); allowed: float32 \(2,\)"),
+    ],
+)
+def test_scales_of_a_wrong_shape_or_dtype_are_refused(scales: tuple[Tensor, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        empty_cache(1, 2, 4, CPU, scales)
 
 
 def representable_near(values: Tensor) -> Tensor:
@@ -144,33 +195,53 @@ def float8(case: Case) -> Case:
     return replace(case, cache=LayerCache(case.cache.k.to(FP8), case.cache.v.to(FP8)))
 
 
+def with_scales(case: Case) -> tuple[Case, Case]:
+    """Return the case over an FP8 cache with scales, and the case that equals it over numbers without scales."""
+    source = torch.Generator().manual_seed(9)
+    k_scale, v_scale = (torch.exp(torch.randn(case.cache.k.shape[2], generator=source) * 2) for _ in range(2))
+    k_scale, v_scale = k_scale.to(case.q.device), v_scale.to(case.q.device)
+    narrow = float8(case).cache
+    group = case.q.shape[1] // len(k_scale)
+    factor = k_scale.repeat_interleave(group).unsqueeze(-1)
+    q = (case.q.float() * factor).to(case.q.dtype)
+    whole = LayerCache(*(x.double() * scale.view(-1, 1) for x, scale in ((narrow.k, k_scale), (narrow.v, v_scale))))
+    return (
+        replace(case, q=q, cache=LayerCache(narrow.k, narrow.v, k_scale, v_scale)),
+        replace(case, q=q.double() / factor, cache=whole),
+    )
+
+
 def error(out: Tensor, case: Case) -> float:
     expected = torch.tensor(oracle(case)[0])
     return float((out.double().cpu() - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_reference_attention_over_an_fp8_cache_matches_a_float64_loop(dtype: torch.dtype) -> None:
-    case = float8(build(MIXED, torch.device("cpu"), dtype))
+def test_reference_attention_over_an_fp8_cache_matches_a_float64_loop(dtype: torch.dtype, scaled: bool) -> None:
+    case = build(MIXED, CPU, dtype)
+    case, equal = with_scales(case) if scaled else (float8(case), float8(case))
     out = reference.attention(case.q, case.cache, case.batch, case.scale)
     assert out.dtype == dtype
-    assert error(out, case) < TOLERANCE[dtype]
+    assert error(out, equal) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
 def test_triton_attention_over_an_fp8_cache_matches_a_float64_loop(
-    dtype: torch.dtype, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, split: bool, scaled: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if split:
         monkeypatch.setattr(config, "MIN_DECODE_SPLIT_KEYS", 8)
         monkeypatch.setattr(config, "MIN_TILE_SPLIT_KEYS", 8)
     else:
         monkeypatch.setattr(config, "multiprocessors", lambda _device: 1)
-    case = float8(build(MIXED, device, dtype))
+    case = build(MIXED, device, dtype)
+    case, equal = with_scales(case) if scaled else (float8(case), float8(case))
     out = attention(case.q, case.cache, case.batch, case.scale)
     assert out.dtype == dtype
-    assert error(out, case) < TOLERANCE[dtype]
+    assert error(out, equal) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

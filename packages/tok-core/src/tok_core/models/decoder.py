@@ -17,6 +17,7 @@ from tok_core.models.layers import (
     Attention,
     FeedForward,
     ForwardContext,
+    KVScales,
     Linear,
     Placement,
     RMSNorm,
@@ -116,6 +117,11 @@ class CausalLM(nn.Module):
         self.lm_head = Linear(hidden, {"lm_head": vocabulary}, placement) if heads else None
         table_LD = rope_table(config.head_dim, config.max_positions, config.rope_base, config.rope_scaling)
         self.register_buffer("cos_sin_LD", table_LD.to(placement.device), persistent=False)
+
+    def kv_scales(self) -> Tensor | None:
+        """Return the checkpoint's scales of cached keys and values, float32 `[layers, 2, K]`; None if it has none."""
+        scales: list[Tensor] = [module.scale for module in self.modules() if isinstance(module, KVScales)]
+        return torch.stack(scales) if scales else None
 
     def stream_rows(self, tokens: int) -> int:
         """Return the rows of the residual stream that this rank sends to the next stage, or receives, in a step."""

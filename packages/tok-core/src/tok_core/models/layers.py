@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tok_core.model_config import ModelConfig
 from tok_core.parallel import ShardPlan, Slice
-from tok_core.quantization import FillTarget, QuantizationConfig, WeightTarget
+from tok_core.quantization import KV_SCALES, FillTarget, QuantizationConfig, WeightTarget
 from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
 
 if TYPE_CHECKING:
@@ -181,6 +181,24 @@ class TokenEmbedding(nn.Module):
         return self.backend.linear(x_TN, self.weight, norm=_weight(norm))
 
 
+class KVScales(nn.Module):
+    """Scales of a layer's cached keys and values that a checkpoint stores: float32 `[2, K]`, keys before values."""
+
+    redundant = ("q_scale", "k_zero_point", "v_zero_point")  # queries are not rounded, and zero points are 0
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.heads = placement.shard_plan.kv_heads
+        self.per_head = placement.quantization.kv_scales == "head"
+        self.scale = placement.parameter(2, self.heads.count, dtype=torch.float32)
+
+    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield "k_scale" and "v_scale", each one number, or `[K, 1, 1]` with a scale for each head."""
+        parts = (self.heads, Slice.whole(1), Slice.whole(1)) if self.per_head else ()
+        for name, scale_K in zip(("k_scale", "v_scale"), self.scale, strict=True):
+            yield name, WeightTarget(scale_K, parts, convert=Tensor.flatten, allowed=KV_SCALES)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions, over a paged cache.
 
@@ -203,6 +221,7 @@ class Attention(nn.Module):
         self.sizes = [q.count, kv.count, kv.count]
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
+        self.kv_scales = KVScales(placement) if placement.quantization.kv_scales else None
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: ForwardContext) -> Tensor:
         """Return the residual stream `x` plus the attention of `norm(x)`; may change `x` in place."""

@@ -8,9 +8,10 @@ from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearM
 from tok_core.quantization.packed_layouts import PackQuantizedMethod
 from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
-from tok_core.quantization.weight_target import BadTensor, StoredTensor, WeightTarget
+from tok_core.quantization.weight_target import KV_SCALES, BadTensor, StoredTensor, WeightTarget
 
 __all__ = [
+    "KV_SCALES",
     "BadTensor",
     "DenseMethod",
     "FillTarget",

@@ -20,7 +20,7 @@ from tok_core.model_config import Fields
 from tok_core.quantization.dense import DENSE
 from tok_core.quantization.linear_method import LinearMethod
 from tok_core.quantization.packed_layouts import AWQMethod, GPTQMethod, PackQuantizedMethod
-from tok_core.quantization.quantization_config import QuantizationConfig
+from tok_core.quantization.quantization_config import KVScaleUnit, QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
 
 FP8 = torch.float8_e4m3fn
@@ -79,7 +79,7 @@ def _read_fp8(config: Fields) -> QuantizationConfig:
             "fmt": ("e4m3",),
             "scale_fmt": ("float",),
             "dequantize": (False,),
-            "kv_cache_scheme": (),
+            "kv_cache_scheme": ("static",),
             "modules_to_convert": ([],),
         },
     )
@@ -88,12 +88,12 @@ def _read_fp8(config: Fields) -> QuantizationConfig:
         raise config.wrong("activation_scheme", scheme, "dynamic, static")
     redundant = ("input_scale",) if scheme == "static" else ()
     ignored = *DENSE_HEAD, *config.texts("modules_to_not_convert"), *config.texts("ignored_layers")
-    if "weight_block_size" not in config:
-        return QuantizationConfig(ScaledMethod(FP8, per_matrix=True, redundant=redundant), ignored)
-    block = _block(config, "weight_block_size")
-    return QuantizationConfig(
-        ScaledMethod(FP8, block=block, scale_name="weight_scale_inv", redundant=redundant), ignored
-    )
+    if "weight_block_size" in config:
+        block = _block(config, "weight_block_size")
+        method = ScaledMethod(FP8, block=block, scale_name="weight_scale_inv", redundant=redundant)
+    else:
+        method = ScaledMethod(FP8, per_matrix=True, redundant=redundant)
+    return QuantizationConfig(method, ignored, kv_scales="layer" if "kv_cache_scheme" in config else None)
 
 
 def _read_fbgemm_fp8(config: Fields) -> QuantizationConfig:
@@ -143,11 +143,11 @@ def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
     """Read "compressed-tensors": groups of layers, each with a format."""
     _check(
         config,
-        ("config_groups", "format", "ignore"),
-        {"kv_cache_scheme": (), "sparsity_config": ({},), "transform_config": ({},), "moe_sparsity_config": ()},
+        ("config_groups", "format", "ignore", "kv_cache_scheme"),
+        {"sparsity_config": ({},), "transform_config": ({},), "moe_sparsity_config": ()},
     )
-    groups = config.section("config_groups")
-    if groups is None or not groups.values:
+    groups, kv_scales = config.section("config_groups") or Fields(config.origin, {}), _kv_scales(config)
+    if not groups.values and kv_scales is None:
         raise config.wrong("config_groups", None, "a JSON object with at least one group")
     everything: LinearMethod = DENSE
     special: list[tuple[str, LinearMethod]] = []
@@ -161,7 +161,22 @@ def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
             else:
                 special.append((target, method))
     special.sort(key=lambda entry: entry[0].startswith("re:"))  # names take precedence over expressions
-    return QuantizationConfig(everything, tuple(config.texts("ignore")), tuple(special))
+    return QuantizationConfig(everything, tuple(config.texts("ignore")), tuple(special), kv_scales=kv_scales)
+
+
+def _kv_scales(config: Fields) -> KVScaleUnit | None:
+    """Return which cached keys or values share a scale: compressed-tensors stores scales that calibration has found."""
+    scheme = config.section("kv_cache_scheme")
+    if scheme is None:
+        return None
+    allowed = {"num_bits": (8,), "type": ("float",), "dynamic": (False,), "symmetric": (True,), "actorder": (False,)}
+    _check(scheme, ARGUMENTS, allowed)
+    if "type" not in scheme:
+        raise scheme.wrong("type", None, "float")
+    strategy = scheme.text("strategy", "tensor")
+    if strategy not in KV_SCALE_UNITS:
+        raise scheme.wrong("strategy", strategy, ", ".join(KV_SCALE_UNITS))
+    return KV_SCALE_UNITS[strategy]
 
 
 def _group_method(group: Fields, form: str) -> LinearMethod:
@@ -234,6 +249,8 @@ def _block(fields: Fields, key: str) -> tuple[int, int]:
 
 # The arguments that compressed-tensors gives for weights and for inputs.
 ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder")
+# Strategies of `kv_cache_scheme`.
+KV_SCALE_UNITS: Mapping[str, KVScaleUnit] = MappingProxyType({"tensor": "layer", "attn_head": "head"})
 # For each way of storing tensors: types, numbers of bits and strategies.
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = MappingProxyType(
     {

@@ -5,27 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tok_core.errors import ModelError
 from tok_core.quantization.dense import DENSE
 from tok_core.quantization.linear_method import LinearMethod
+
+KVScaleUnit = Literal["layer", "head"]
+"""Keys or values that share a scale: all of a layer, or those of each key/value head."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """Methods of a model's linear layers, by their names in its checkpoint ("model.layers.3.mlp.down_proj").
 
-    method   of all linear layers that the other fields do not name
-    ignored  layers that stay dense. An entry is a name, consecutive components of names ("lm_head", "layers.3.mlp"),
-             or "re:" and a regular expression that matches from the start of a name
-    special  further entries, and the method of the layers that they match; the first one that matches counts
-    online   the checkpoint is dense, and loading quantises it
+    method     of all linear layers that the other fields do not name
+    ignored    layers that stay dense. An entry is a name, consecutive components of names ("lm_head", "layers.3.mlp"),
+               or "re:" and a regular expression that matches from the start of a name
+    special    further entries, and the method of the layers that they match; the first one that matches counts
+    online     the checkpoint is dense, and loading quantises it
+    kv_scales  which cached keys or values share a scale: the checkpoint has scales for a cache in float8; None: it has
+               none
     """
 
     method: LinearMethod = DENSE
     ignored: tuple[str, ...] = ()
     special: tuple[tuple[str, LinearMethod], ...] = ()
     online: bool = False
+    kv_scales: KVScaleUnit | None = None
 
     def __str__(self) -> str:
         dense = [f"dense: {', '.join(self.ignored)}"] if self.ignored else []

@@ -40,6 +40,7 @@ class Allowed:
 MAX_SCALE = torch.finfo(torch.float32).max
 SCALES = Allowed(-MAX_SCALE, MAX_SCALE, "finite numbers, not all 0")  # AutoRound writes negative ones for integers
 POSITIVE_SCALES = Allowed(0, MAX_SCALE, "finite numbers, none negative, not all 0")
+KV_SCALES = Allowed(1e-30, 1e30, "numbers from 1e-30 to 1e30")  # their reciprocals are finite, too
 
 
 class StoredTensor(Protocol):

@@ -34,7 +34,8 @@ class WorkerState:
     """Persistent tensors on the device, updated by each step's deltas and by the forward pass.
 
     `columns` have S = `slots` + 1 entries: the last slot never holds a sequence and stands for padding rows. Likewise
-    no sequence owns the last page of the cache: padding rows and ended slots write there.
+    no sequence owns the last page of the cache: padding rows and ended slots write there. `scales` are those of cached
+    keys and values, float32 `[layers, 2, K]`; None: the cache holds them as they are.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class WorkerState:
         num_pages: int,
         page_size: int,
         pages_per_slot: int,
+        scales: Tensor | None = None,
     ) -> None:
         self.device = device
         self.slots = slots
@@ -54,7 +56,8 @@ class WorkerState:
         self.page_size = page_size
         shape = (model.num_layers, 2, num_pages + 1, page_size, model.num_kv_heads, model.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.caches = [LayerCache(layer[0], layer[1]) for layer in self.kv]
+        of_layers = [(None, None)] * model.num_layers if scales is None else scales
+        self.caches = [LayerCache(*kv, *of_layer) for kv, of_layer in zip(self.kv, of_layers, strict=True)]
         self.columns = SlotColumns(
             last_token=self._column(torch.int64),
             length=self._column(torch.int64),

@@ -39,6 +39,8 @@ def attention_with_lse(
                 part = _attend_piece(q_THD, cache, batch.page_table, piece, scale)
                 before = out[piece.token_NQ], lse[piece.token_NQ]
                 _store(out, lse, piece, merge_states(*before, *part))
+    if cache.v_scale is not None:
+        out *= cache.v_scale.repeat_interleave(heads // cache.k.shape[2]).unsqueeze(-1)
     return out[:tokens].to(q_THD.dtype), lse[:tokens]
 
 

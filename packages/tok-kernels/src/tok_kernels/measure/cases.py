@@ -13,7 +13,7 @@ from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
 from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
 from tok_kernels.linear.scaled_weight import ScaledWeight
-from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
+from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_cache, new_problem
 from tok_kernels.norm_rope_kv.rope_table import rope_table
 
 POOL_BYTES = 4 << 30
@@ -308,7 +308,7 @@ def _weight(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device)
 
 def _empty_cache(shape: AttentionShape, pages: int, device: torch.device) -> LayerCache:
     size = (2, pages, shape.page_size, shape.kv_heads, shape.head_dim)
-    return LayerCache(*torch.zeros(size, dtype=shape.cache_dtype, device=device))
+    return new_cache(*torch.zeros(size, dtype=shape.cache_dtype, device=device))
 
 
 def _size(x: Tensor) -> str:

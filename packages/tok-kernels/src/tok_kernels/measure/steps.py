@@ -138,6 +138,14 @@ def _pool(
     group = torch.arange(sequences, device=device) // max(step.rows // max(step.groups, 1), 1)
     shared_page = group.unsqueeze(1) * shared + torch.arange(shared, device=device)
     order = torch.randperm(pages, generator=source, device=device, dtype=torch.int32)
-    return LayerCache(k.to(shape.cache_dtype), v.to(shape.cache_dtype)), order[
+    return new_cache(k.to(shape.cache_dtype), v.to(shape.cache_dtype)), order[
         torch.cat((shared_page, own_page), 1) % pages
     ]
+
+
+def new_cache(k: Tensor, v: Tensor) -> LayerCache:
+    """Return the cache as kernels meet it: with scales if it holds 8-bit numbers."""
+    if k.itemsize > 1:
+        return LayerCache(k, v)
+    ones = torch.ones(k.shape[2], dtype=torch.float32, device=k.device)
+    return LayerCache(k, v, ones, ones)

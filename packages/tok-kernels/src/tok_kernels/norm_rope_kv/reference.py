@@ -45,6 +45,8 @@ def rope_and_write_kv(
         q_THD, k_TKD = rms_norm(q_THD, norm.q_D, norm.eps), rms_norm(k_TKD, norm.k_D, norm.eps)
     q_THD, k_TKD = rope(q_THD, k_TKD, position_T, cos_sin_LD)
     write_kv(k_TKD, v_TKD, cache, index_T)
+    if cache.k_scale is not None:
+        q_THD = q_THD * cache.k_scale.repeat_interleave(q_THD.shape[1] // k_TKD.shape[1]).unsqueeze(-1)
     return q_THD.to(dtype)
 
 
@@ -56,13 +58,15 @@ def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
     """Compute `Backend.write_kv`."""
-    _store(cache.k, index_T, k_TKD)
-    _store(cache.v, index_T, v_TKD)
+    _store(cache.k, index_T, k_TKD, cache.k_scale)
+    _store(cache.v, index_T, v_TKD, cache.v_scale)
 
 
-def _store(pages: Tensor, index_T: Tensor, x_TKD: Tensor) -> None:
+def _store(pages: Tensor, index_T: Tensor, x_TKD: Tensor, scale_K: Tensor | None) -> None:
     # A view, because `reshape` may copy, and the write would be lost.
     rows = pages.view(-1, *pages.shape[2:])
+    if scale_K is not None:
+        x_TKD = x_TKD.float() / scale_K.unsqueeze(-1)
     if pages.dtype != torch.float8_e4m3fn:
         rows.index_copy_(0, index_T, x_TKD.to(pages.dtype))
         return

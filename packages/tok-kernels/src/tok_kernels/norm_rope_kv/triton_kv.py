@@ -27,7 +27,7 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -
     _write_kv_kernel[(tokens,)](
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
-        *(index_T.contiguous(), heads, size),
+        *(index_T.contiguous(), heads, size, cache.k_scale, cache.v_scale),
         **padded,
         num_warps=min(max(padded["HEADS"] * padded["SIZE"] // 512, 1), 8),
     )
@@ -67,14 +67,16 @@ def _write_kv_kernel(
     index: tl.tensor,
     heads: tl.tensor,
     size: tl.tensor,
+    k_scale: tl.tensor | None,
+    v_scale: tl.tensor | None,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
     """Copy the key and value of one token."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(index + token).to(tl.int64)
-    copy_heads(k + token * k_token, k_head, k_rows + row * k_rows_row, k_rows_head, heads, size, HEADS, SIZE)
-    copy_heads(v + token * v_token, v_head, v_rows + row * v_rows_row, v_rows_head, heads, size, HEADS, SIZE)
+    copy_heads(k + token * k_token, k_head, k_rows + row * k_rows_row, k_rows_head, heads, size, k_scale, HEADS, SIZE)
+    copy_heads(v + token * v_token, v_head, v_rows + row * v_rows_row, v_rows_head, heads, size, v_scale, HEADS, SIZE)
 
 
 @triton.jit
@@ -85,13 +87,16 @@ def copy_heads(
     target_head: tl.tensor,
     heads: tl.tensor,
     size: tl.tensor,
+    scale: tl.tensor | None,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Copy the heads of one token, `[heads, size]`, cast by `cast_to_target`."""
+    """Copy the heads of one token, `[heads, size]`, divided by their scales, if any, and cast by `cast_to_target`."""
     head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (head < heads) & (entry < size)
     value = tl.load(source + head * source_head + entry, mask=inside)
+    if scale is not None:
+        value = value.to(tl.float32) * tl.div_rn(1.0, tl.load(scale + head, mask=head < heads, other=1.0))
     tl.store(target + head * target_head + entry, cast_to_target(value, target), mask=inside)
 
 

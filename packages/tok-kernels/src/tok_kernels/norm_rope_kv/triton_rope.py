@@ -65,7 +65,7 @@ def rope_and_write_kv(
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), k.shape[1]),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
         *(position_T.contiguous(), table, index_T.contiguous(), q_THD.shape[2] // 2),
-        *(q_weight, k_weight, norm.eps if norm else 0.0),
+        *(q_weight, k_weight, norm.eps if norm else 0.0, cache.k_scale, cache.v_scale),
         **_launch(q_THD, k),
         NORM=norm is not None,
         **pdl_options(q_THD.device),
@@ -124,8 +124,8 @@ def _rope_kernel(
     q += token * q_token
     k += token * k_token
     to_q, to_k = rotated_q + token * rotated_q_token, rotated_k + token * rotated_k_token
-    _rotate(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q, 0.0, Q_HEADS, HALF, False)
-    _rotate(k, k_head, to_k, rotated_k_head, k_heads, angle, half, k, 0.0, K_HEADS, HALF, False)
+    _rotate(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q, 0.0, None, 1, Q_HEADS, HALF, False, False)
+    _rotate(k, k_head, to_k, rotated_k_head, k_heads, angle, half, k, 0.0, None, 1, K_HEADS, HALF, False, False)
 
 
 @triton.jit(do_not_specialize_on_alignment=["position", "index"])
@@ -157,6 +157,8 @@ def _rope_and_write_kv_kernel(
     q_weight: tl.tensor,
     k_weight: tl.tensor,
     eps: tl.tensor,
+    k_scale: tl.tensor | None,
+    v_scale: tl.tensor | None,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -174,10 +176,13 @@ def _rope_and_write_kv_kernel(
     k += token * k_token
     v += token * v_token
     to_q = rotated_q + token * rotated_q_token
-    _rotate(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q_weight, eps, Q_HEADS, HALF, NORM)
+    _rotate(
+        *(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q_weight, eps, k_scale, q_heads // k_heads),
+        *(Q_HEADS, HALF, NORM, False),
+    )
     to_k = k_rows + row * k_rows_row
-    _rotate(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, K_HEADS, HALF, NORM)
-    copy_heads(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, K_HEADS, HALF * 2)
+    _rotate(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, k_scale, 1, K_HEADS, HALF, NORM, True)
+    copy_heads(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, v_scale, K_HEADS, HALF * 2)
 
 
 @triton.jit
@@ -191,13 +196,17 @@ def _rotate(
     half: tl.tensor,
     weight: tl.tensor,
     eps: tl.tensor,
+    k_scale: tl.tensor | None,
+    group: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    DIVIDE: tl.constexpr,
 ) -> None:
     """Rotate the heads of one token; with NORM, after the norm of each head.
 
-    `angle` points to the token's `half` cosines, followed by its sines.
+    `angle` points to the token's `half` cosines, followed by its sines. With `k_scale`, the result is multiplied by
+    `k_scale[head // group]`, or with DIVIDE divided by it.
     """
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (pair < half)
@@ -211,6 +220,11 @@ def _rotate(
         scale = (1.0 / tl.sqrt_rn(squares / (2 * half) + eps))[:, None]
         first = first * scale * tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)
         second = second * scale * tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+    if k_scale is not None:
+        factor = tl.load(k_scale + head // group, mask=head < heads, other=1.0)
+        if DIVIDE:
+            factor = tl.div_rn(1.0, factor)
+        first, second = first * factor, second * factor
     to = target + head * target_head + pair
     tl.store(to, cast_to_target(first * cos - second * sin, target), mask=inside)
     tl.store(to + half, cast_to_target(second * cos + first * sin, target), mask=inside)

@@ -46,6 +46,7 @@ def _show(path: Path) -> int:
     if not path.is_dir():
         raise ModelError(f"model {str(path)!r}: is not a directory; allowed: a model directory")
     config = read_config(path)
+    quantization = read_quantization(path)
     weights, problem = _weights(path)
     rows = {
         "architecture": config.architecture,
@@ -55,7 +56,8 @@ def _show(path: Path) -> int:
         "vocabulary": config.vocab_size,
         "context": config.max_positions,
         "stored as": str(config.dtype).removeprefix("torch."),
-        "linear layers": str(read_quantization(path)),
+        "linear layers": str(quantization),
+        "KV cache": f"float8 with a scale for each {unit}" if (unit := quantization.kv_scales) else "as computed",
         "end tokens": ", ".join(map(str, config.eos_token_ids)) or "none",
         "files": _size(path),
         "weights": weights or f"{NONE} ({problem})",

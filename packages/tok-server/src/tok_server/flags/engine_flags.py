@@ -58,7 +58,12 @@ ENGINE_TEXTS = {
         "KEY,…",
         "unknown keys of the model's config.json to ignore, separated by commas (default: none)",
     ),
-    "kv_cache_dtype": ("", "dtype of the KV cache; auto: that of --dtype; fp8: one byte per element, less exact"),
+    "kv_cache_dtype": (
+        "",
+        "dtype of the KV cache; fp8: one byte per element, with scales of the checkpoint or measured at the start; "
+        "fp8_unscaled: without scales; unquantized: that of --dtype; auto: fp8 if the checkpoint has scales, else "
+        "unquantized",
+    ),
     "page_size": ("N", "tokens per page of the KV cache, a power of two"),
     "kv_cache_tokens": ("N", "capacity of the KV cache in tokens (default: as many as fit in memory)"),
     "gpu_memory_fraction": ("F", "share of GPU memory for weights, KV cache and activations"),

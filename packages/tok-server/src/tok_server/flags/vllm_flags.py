@@ -23,6 +23,7 @@ SAME_FLAGS = {
 
 ALWAYS_TRUE = {
     "--enable-prefix-caching": "prompts always share cached prefixes",
+    "--calculate-kv-scales": "scales of an fp8 KV cache are always calculated if the checkpoint has none",
     "--enable-chunked-prefill": "long prompts are always prefilled in chunks",
     "--async-scheduling": "steps are always scheduled ahead",
     "--enable-auto-tool-choice": "tool_choice auto always works if the chat template takes tools",

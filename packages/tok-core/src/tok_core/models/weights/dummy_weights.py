@@ -12,7 +12,7 @@ from torch import Tensor
 from tok_core.errors import InvalidField
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
-from tok_core.models.layers import Linear
+from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.targets import EMBEDDING, HEAD, NORM, module_targets, modules
 from tok_core.quantization import WeightTarget
 from tok_core.runtime import HEARTBEAT
@@ -44,6 +44,8 @@ def dummy(
     for prefix, module in modules(model):
         if isinstance(module, Linear):
             module.fill_dense(partial(fill, prefix))
+        elif isinstance(module, KVScales):
+            module.scale.fill_(1)
         else:
             for name, target in module_targets(module):
                 fill(prefix, name, target)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
-from tok_core.models.layers import Linear
+from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, targets
 from tok_core.quantization import BadTensor, StoredTensor, WeightTarget
@@ -28,6 +28,7 @@ MAX_NAMED_TENSORS = 8  # in an error; further ones are only counted
 COMPARED_ROWS = 16_384  # of the embedding and the LM head, read at once to compare them
 PREFIX = "model."
 _OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
+_KV_SCALE = re.compile(r"\.([kv])_proj\.(?:output_scale|\1_scale)$")  # names that other versions of formats use
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -121,7 +122,10 @@ def _canonical_names(
     names: dict[Path, dict[str, str]] = {}
     for file in files:
         with _opened(file) as tensors:
-            names[file] = {name: _prefixed(name) for name in tensors.keys()}  # noqa: SIM118 – no mapping
+            names[file] = {
+                name: _KV_SCALE.sub(r".\1_scale", _prefixed(name))
+                for name in tensors.keys()  # noqa: SIM118 – no mapping
+            }
     stored = [own for found in names.values() for own in found.values()]
     if model.config.tied and EMBEDDING not in stored:
         names = {
@@ -197,6 +201,11 @@ class _SkippedTensors:
             if isinstance(module, Linear)
             for name in module.parts
             for end in module.method.redundant
+        } | {
+            f"{prefix}{name}"
+            for prefix, module in modules(model)
+            if isinstance(module, KVScales)
+            for name in module.redundant
         }
         self._of_layer = {found[2] for module in self._own if (found := _LAYER.fullmatch(module))}
 

@@ -7,6 +7,7 @@ import torch
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import InvalidField
 from tok_core.model_config import ModelConfig
+from tok_core.quantization import QuantizationConfig
 from tok_kernels import AttentionShape, Backend, choose
 
 
@@ -40,9 +41,11 @@ def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def choose_cache_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of cached keys and values: the model's own for `auto`, else float8_e4m3fn."""
-    return dtype if requested == "auto" else torch.float8_e4m3fn
+def choose_cache_dtype(requested: str, dtype: torch.dtype, quantization: QuantizationConfig) -> torch.dtype:
+    """Return the dtype of cached keys and values; `auto` is float8_e4m3fn if the checkpoint has scales for it."""
+    if requested == "unquantized" or (requested == "auto" and quantization.kv_scales is None):
+        return dtype
+    return torch.float8_e4m3fn
 
 
 def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:

@@ -13,6 +13,7 @@ from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import EngineError, InvalidField
 from tok_core.model_config import read_config, resolve
 from tok_core.parallel import ShardPlan
+from tok_core.quantization import read_quantization
 from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose
 from tok_kernels.attention.interface import PHASES, Phase
@@ -132,7 +133,8 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     """
     device = choose_device(config, 0, RankCoordinates())  # only one rank is measured
     dtype = choose_dtype(config.dtype, device)
-    model = read_config(resolve(config.model, config.data_dir, config.revision), config.ignore_config_keys or ())
+    path = resolve(config.model, config.data_dir, config.revision)
+    model = read_config(path, config.ignore_config_keys or ())
     for name, value in sizes.items():
         if value < 1:
             raise InvalidField(name, value, "integers from 1")
@@ -148,7 +150,10 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     if model.num_heads % model.num_kv_heads:
         raise InvalidField("heads", model.num_heads, f"multiples of {model.num_kv_heads}, the key/value heads")
     shard_plan = ShardPlan.of(model, RankCoordinates(ranks=config.tp))
-    local, cache_dtype = shard_plan.local(model), choose_cache_dtype(config.kv_cache_dtype, dtype)
+    local, cache_dtype = (
+        shard_plan.local(model),
+        choose_cache_dtype(config.kv_cache_dtype, dtype, read_quantization(path)),
+    )
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
     return device, ModelShape(attention, local.hidden_size, local.intermediate_size, shard_plan.vocabulary.count)
 

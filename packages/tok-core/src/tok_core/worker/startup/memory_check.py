@@ -37,9 +37,10 @@ class MemoryNeeds(msgspec.Struct, frozen=True):
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, worker: RankCoordinates) -> MemoryNeeds:
         """Return the needs of one worker. Raise InvalidField if the model cannot be sharded in this way."""
         local = ShardPlan.of(model, worker).local(model)
-        per_token = kv_bytes_per_token(local, choose_cache_dtype(config.kv_cache_dtype, dtype))
+        quantization = read_quantization(Path(config.model), config.quantization)
+        per_token = kv_bytes_per_token(local, choose_cache_dtype(config.kv_cache_dtype, dtype, quantization))
         tokens = MIN_CACHE_PAGES * config.page_size
-        weights = model_bytes(model, dtype, worker, read_quantization(Path(config.model), config.quantization))
+        weights = model_bytes(model, dtype, worker, quantization)
         return cls(weights, per_token, per_token * min(tokens, config.kv_cache_tokens or tokens))
 
     @property

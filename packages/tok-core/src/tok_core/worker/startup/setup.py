@@ -27,7 +27,7 @@ from tok_core.worker.startup.backend import (
     choose_device,
     choose_dtype,
 )
-from tok_core.worker.startup.cache_error import warn_of_cache_error
+from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, report_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
 from tok_core.worker.startup.memory_check import require_memory
 from tok_core.worker.startup.tp_calibration import calibrate
@@ -74,12 +74,13 @@ def set_up(
     dtype = choose_dtype(config.dtype, device)
     workers_on_host = workers_on_host or config.dp * coordinates.workers
     require_memory(config, model_config, dtype, peers, workers_on_host)
-    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
+    quantization = read_quantization(path, config.quantization)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
         backend = choose_backend(config.backend, device, shape)
     clock.done("choice of kernels")
-    model = _load_model(config, path, model_config, backend, peers, dtype)
+    model = _load_model(config, path, model_config, backend, peers, dtype, quantization)
     clock.done("weights")
     default_running, default_step_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
     max_running = config.max_running or min(default_running, config.max_step_tokens or default_running)
@@ -91,22 +92,26 @@ def set_up(
     max_all_reduce_tokens, min_overlap_tokens = _thresholds(model, coordinates)
     clock.done("tensor-parallel layouts")
     pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
-    if cache_dtype != dtype and replica == 0:
-        warn_of_cache_error(model, backend, pipeline, cache_dtype, config.page_size, max_step_tokens)
-        clock.done("error of the cache")
+    scales = None
+    if cache_dtype != dtype:
+        trial = CacheTrial(model, backend, pipeline, config.page_size, max_step_tokens)
+        scales, origin = choose_kv_scales(config.kv_cache_dtype, trial)
+        if replica == 0:
+            report_cache_error(trial, cache_dtype, scales, origin)
+        clock.done("scales and error of the cache")
     measured, words = None, 0
     if device.type == "cuda":
         # Without a tokenizer there is no guided decoding. All workers must measure the same steps.
         guided = peers.all_reduce_min((path / "tokenizer.json").is_file())
         words = -(-model_config.vocab_size // 32) if guided else 0
-        measured = _measure(config, model, backend, pipeline, cache_dtype, max_running, max_step_tokens, words)
+        measured = _measure(config, model, backend, pipeline, cache_dtype, scales, max_running, max_step_tokens, words)
         clock.done("largest step, and rows of graphs")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
     per_token = kv_bytes_per_token(local, cache_dtype)
     tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
-    state = _state(config, local, device, cache_dtype, max_running, num_pages, max_model_len)
+    state = _state(config, local, device, cache_dtype, scales, max_running, num_pages, max_model_len)
     tracer = _tracer(config, coordinates, device) if replica == 0 else None
     runner = Runner(model, backend, state, tracer, pipeline)
     clock.done("cache")
@@ -156,12 +161,12 @@ def _load_model(
     backend: Backend,
     peers: ProcessGroups,
     dtype: torch.dtype,
+    quantization: QuantizationConfig,
 ) -> CausalLM:
     tensor = None
     if peers.tensor is not None:
         tensor = TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
-    quantization = read_quantization(path, config.quantization)
-    if peers.coordinates.number == 0 and quantization != QuantizationConfig():
+    if peers.coordinates.number == 0 and replace(quantization, kv_scales=None) != QuantizationConfig():
         log.info("linear layers are %s", quantization)
         report_missing_float8(quantization, peers.device)
     try:
@@ -215,6 +220,7 @@ def _measure(
     backend: Backend,
     pipeline: Pipeline,
     cache_dtype: torch.dtype,
+    scales: torch.Tensor | None,
     max_running: int,
     max_step_tokens: int,
     words: int,
@@ -229,6 +235,7 @@ def _measure(
         num_pages=1,
         page_size=config.page_size,
         pages_per_slot=-(-length // config.page_size),
+        scales=scales,
     )
     graphs = config.cuda_graphs and backend.capturable
     try:
@@ -280,6 +287,7 @@ def _state(
     model: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
+    scales: torch.Tensor | None,
     slots: int,
     num_pages: int,
     max_model_len: int,
@@ -293,6 +301,7 @@ def _state(
             num_pages=num_pages,
             page_size=config.page_size,
             pages_per_slot=-(-max_model_len // config.page_size),
+            scales=scales,
         )
     except (torch.OutOfMemoryError, RuntimeError) as error:
         tokens = num_pages * config.page_size

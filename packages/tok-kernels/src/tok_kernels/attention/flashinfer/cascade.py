@@ -25,6 +25,7 @@ from tok_kernels.attention.flashinfer.wrappers import (
     first_row,
     flashinfer,
     is_plan_for,
+    multiply_by_v_scale,
     one_page,
     plan_prefill,
 )
@@ -64,6 +65,7 @@ class FlashInferCascade:
             part, part_lse = level.wrapper.run(q_THD[rows], (cache.k, cache.v), return_lse=True)
             # A merge of two partial results without keys would give NaN. Every covered row has keys in `part`.
             flashinfer().merge_state_in_place(out_THD[rows], lse, part, part_lse, level.covered)
+        multiply_by_v_scale(out_THD[rows], cache)
 
     def _plan(self, batch: AttentionBatch, scale: float) -> list[_Level]:
         host = batch.host

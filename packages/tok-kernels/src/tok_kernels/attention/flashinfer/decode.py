@@ -13,6 +13,7 @@ from tok_kernels.attention.flashinfer.wrappers import (
     WrapperRing,
     flashinfer,
     is_plan_for,
+    multiply_by_v_scale,
     one_page,
     plan_decode,
 )
@@ -40,14 +41,15 @@ class FlashInferDecode:
         rows = slice(batch.num_decode)
         self._plan(batch, scale)
         self._planned.run(q_THD[rows], (cache.k, cache.v), out=out_THD[rows])
+        multiply_by_v_scale(out_THD[rows], cache)
 
     def with_lse(
         self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, out_THD: Tensor
     ) -> Tensor:
         """Attend to the positions from `kv_start` on, write the outputs, and return the base-2 log-sum-exp.
 
-        The log-sum-exp is float32 `[num_decode, H]`. A row without keys gets an output of zeros and a log-sum-exp of
-        −inf.
+        Outputs are not multiplied by the scales of values yet. The log-sum-exp is float32 `[num_decode, H]`. A row
+        without keys gets an output of zeros and a log-sum-exp of −inf.
         """
         rows = slice(batch.num_decode)
         self._plan(batch, scale)

@@ -15,6 +15,7 @@ from tok_kernels.attention.flashinfer.wrappers import (
     first_row,
     flashinfer,
     is_plan_for,
+    multiply_by_v_scale,
     one_page,
     plan_prefill,
 )
@@ -51,6 +52,7 @@ class FlashInferPrefill:
             self._planned_for = batch, scale
         rows = slice(batch.num_decode, self._end)
         self._planned.run(q_THD[rows], (cache.k, cache.v), out=out_THD[rows])
+        multiply_by_v_scale(out_THD[rows], cache)
 
     def _plan(self, batch: AttentionBatch, scale: float) -> None:
         if batch.host is None:

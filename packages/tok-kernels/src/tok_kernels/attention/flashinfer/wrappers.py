@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tok_kernels.attention.flashinfer.pages import PageLists, on_host
 from tok_kernels.attention.interface import AttentionShape
-from tok_kernels.batch import AttentionBatch
+from tok_kernels.batch import AttentionBatch, LayerCache
 
 WRAPPERS_IN_RING = 3
 _MIN_WORKSPACE_BYTES = 128 << 20
@@ -95,6 +95,15 @@ def plan_decode(wrapper: Any, shape: AttentionShape, pages: PageLists, *, scale:
         kv_data_type=shape.cache_dtype,
         seq_lens=pages.length,
     )
+
+
+def multiply_by_v_scale(out_RHD: Tensor, cache: LayerCache) -> None:
+    """Multiply finished rows by the scales of the cache's values in place, if it has any.
+
+    FlashInfer 0.6's own `v_scale` is one number for all heads, and it multiplies in a launch of its own, too.
+    """
+    if cache.v_scale is not None:
+        torch.unflatten(out_RHD, 1, (len(cache.v_scale), -1)).mul_(cache.v_scale.view(-1, 1, 1))
 
 
 def one_page(device: torch.device) -> PageLists:

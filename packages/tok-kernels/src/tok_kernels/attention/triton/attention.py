@@ -52,7 +52,7 @@ def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
         return
     parts = new_partials(q[base:], splits, filled=True)
     run_varlen_attention(operands, items, out_THD, parts, base=base, splits=splits, prior=False, part=0)
-    merge_partials(parts, out_THD[base:], operands.padded_head)
+    merge_partials(operands, parts, out_THD[base:])
 
 
 def triton_decode_kernel(

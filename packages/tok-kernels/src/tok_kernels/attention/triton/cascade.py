@@ -72,4 +72,4 @@ def _run_split(
     for items, splits in zip(levels, level_splits, strict=True):
         run_varlen_attention(operands, items, out_THD, parts, base=0, splits=splits, prior=False, part=part)
         part += splits
-    merge_partials(parts, out_THD[: batch.num_decode], operands.padded_head)
+    merge_partials(operands, parts, out_THD[: batch.num_decode])

@@ -45,6 +45,7 @@ def _decode_attention_kernel(
     kv_head_stride: tl.tensor,
     table_row: tl.tensor,
     scale: tl.tensor,
+    v_scale_ptr: tl.tensor | None,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -129,6 +130,8 @@ def _decode_attention_kernel(
         tl.store(part_lse_ptr + line, lse, mask=present)
         tl.store(part_out_ptr + line[:, None] * HEAD + d[None, :], out, mask=both)
     else:
+        if v_scale_ptr is not None:
+            out *= tl.load(v_scale_ptr + kv_head)
         tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
 
 

@@ -56,8 +56,8 @@ class Operands:
         """
         return self.q.dtype == torch.bfloat16 and self.cache.k.dtype == torch.float8_e4m3fn
 
-    def runtime(self) -> tuple[int | float | Tensor, ...]:
-        """Return the kernels' arguments from `q_token` to `scale`."""
+    def runtime(self) -> tuple[int | float | Tensor | None, ...]:
+        """Return the kernels' arguments from `q_token` to `v_scale_ptr`."""
         k, v = self.cache.k, self.cache.v
         return (
             *self.q.stride()[:2],
@@ -65,6 +65,7 @@ class Operands:
             *k.stride()[:3],
             self.page_table.stride(0),
             self.scale * math.log2(math.e),
+            self.cache.v_scale,
         )
 
     def static(self) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Store partial attention results of query rows over disjoint key ranges, and merge them in one kernel.
 
 Log-sum-exps are of base 2, like the kernels' scores. A log-sum-exp of −inf marks a partial result without keys, whose
-output is undefined. Axes: R query rows, H query heads, D head size.
+output is undefined. Outputs are sums of numbers as the cache holds them: only final results are multiplied by the
+scales of values. Axes: R query rows, H query heads, D head size.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.launch_config import pdl_options
 
 # Partial results merged at a time: a step of many rows has few for each row, a step of few rows may have many.
@@ -110,8 +112,10 @@ def _merge_partials_kernel(
     chunks_ptr: tl.tensor,
     rows: tl.tensor,
     splits: tl.tensor,
+    v_scale_ptr: tl.tensor | None,
     CHUNKED: tl.constexpr,
     HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     SMALL: tl.constexpr,
@@ -135,18 +139,21 @@ def _merge_partials_kernel(
         mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, SMALL)
     else:
         mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, LARGE)
+    if v_scale_ptr is not None:
+        mean *= tl.load(v_scale_ptr + head // (HEADS // KV_HEADS))
     tl.store(out_ptr + line * HEAD + d, mean.to(out_ptr.dtype.element_ty), mask=d < HEAD)
 
 
-def merge_partials(parts: SplitKVPartials, out_RHD: Tensor, padded_head: int) -> None:
+def merge_partials(operands: Operands, parts: SplitKVPartials, out_RHD: Tensor) -> None:
     """Merge all partial results of each row into the contiguous `out_RHD`; zeros for rows without keys."""
     rows, heads, size = out_RHD.shape
     _merge_partials_kernel[(rows * heads,)](
-        *(out_RHD, parts.out, parts.lse, parts.chunks, parts.rows, parts.splits),
+        *(out_RHD, parts.out, parts.lse, parts.chunks, parts.rows, parts.splits, operands.cache.v_scale),
         CHUNKED=parts.chunked,
         HEADS=heads,
+        KV_HEADS=operands.kv_heads,
         HEAD=size,
-        PADDED=padded_head,
+        PADDED=operands.padded_head,
         SMALL=_SMALL,
         LARGE=_LARGE,
         num_warps=4,

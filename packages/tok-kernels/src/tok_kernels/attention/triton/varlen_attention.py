@@ -103,6 +103,7 @@ def _varlen_attention_kernel(
     kv_head_stride: tl.tensor,
     table_row: tl.tensor,
     scale: tl.tensor,
+    v_scale_ptr: tl.tensor | None,
     PAGE: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
@@ -188,6 +189,8 @@ def _varlen_attention_kernel(
     )
     out, lse = finish(top, total, acc)
     if part < 0:
+        if v_scale_ptr is not None:
+            out *= tl.load(v_scale_ptr + kv_head)
         out_offset = (token * (KV_HEADS * GROUP) + head)[:, None] * HEAD + d[None, :]
         tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
     else:
