@@ -18,10 +18,11 @@ from support.parallel_models import model_of
 from support.quantized_models import write_kv_scales, write_quantized
 from support.sequences import Sequences
 from support.tiny_models import change_weights, make_model, reference_model
-from tok_core import Engine, EngineConfig, ModelError, RequestOutput, SamplingParams
+from tok_core import Engine, EngineConfig, InvalidField, ModelError, RequestOutput, SamplingParams
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.models import CausalLM, dummy
 from tok_core.quantization import read_quantization
+from tok_core.worker.startup.backend import require_float8
 from tok_core.worker.startup.kv_scales import HEADROOM, calibrated
 
 FP8 = torch.float8_e4m3fn
@@ -225,6 +226,13 @@ def test_dummy_weights_have_scales_of_one(stored: Path) -> None:
     scales = model.kv_scales()
     assert scales is not None
     assert bool((scales == 1).all())
+
+
+def test_a_gpu_without_float8_refuses_an_8_bit_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    with pytest.raises(InvalidField, match="kv_cache_dtype is 'auto'; allowed: unquantized on cuda, which cannot"):
+        require_float8("auto", torch.device("cuda"))
+    require_float8("fp8", torch.device("cpu"))
 
 
 def test_calibration_scales_each_head_by_its_largest_number() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from support.attention_cases import Runs, Shape, build
-from tok_kernels import AttentionBatch, choose
+from tok_kernels import AttentionBatch, LayerCache, choose
 from tok_kernels.attention.flashinfer import Adapters
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.attention.reference import attention as reference
@@ -71,6 +71,22 @@ def test_flashinfer_phases_over_a_nan_filled_cache_match_the_reference(shape: At
             out = torch.full_like(case.q, torch.nan)
             kernel(q, case.cache, batch, case.scale, out)
             assert error(out[rows], expected[rows]) < TOLERANCE, one
+
+
+def test_flashinfer_phases_over_an_fp8_cache_with_scales_match_the_reference(shape: AttentionShape) -> None:
+    case = build(Shape(16, 8, 4, shape.head_dim, RUNS, ((40, 0), (3, 90)), 3), CUDA, torch.bfloat16)
+    k_scale, v_scale = torch.logspace(-3, 1, 8, device=CUDA), torch.logspace(2, -2, 8, device=CUDA)
+    k, v = (x.to(torch.float8_e4m3fn) for x in (case.cache.k, case.cache.v))
+    cache = LayerCache(k, v, k_scale, v_scale)
+    flat = replace(case.batch, kv_start=torch.zeros_like(case.batch.kv_start), levels=())
+    expected = reference(case.q.float(), cache, case.batch, case.scale)
+    decode = case.batch.num_decode
+    for one in of_flashinfer(replace(shape, cache_dtype=torch.float8_e4m3fn)):
+        rows = slice(decode, None) if one.phase == "prefill" else slice(decode)
+        out = torch.full_like(case.q, torch.nan)
+        one.make()(case.q, cache, hosted(flat if one.phase == "decode" else case.batch), case.scale, out)
+        for head in range(32):  # their sizes differ
+            assert error(out[rows, head], expected[rows, head]) < TOLERANCE, one
 
 
 def test_flashinfer_plans_survive_while_earlier_steps_are_queued(shape: AttentionShape) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from support.quantized_models import write_kv_scales
+from tok_core.model_config import read_config
 from tok_server.cli import main
 from tok_server.demo import MODEL_DIR
 
@@ -22,7 +25,12 @@ def test_quantize_writes_a_model_and_reports_the_error_of_each_matrix(
     }
     assert all(0.01 < float(row[3]) <= float(row[5]) < 0.05 for row in rows)
     assert main(["models", str(out)]) == 0
-    assert "linear layers  float8 with a scale for each row; dense: lm_head" in capsys.readouterr().out
+    described = capsys.readouterr().out
+    assert "linear layers  float8 with a scale for each row; dense: lm_head" in described
+    assert "KV cache       as computed" in described
+    write_kv_scales(out, torch.ones(read_config(out).num_layers, 2))
+    assert main(["models", str(out)]) == 0
+    assert "KV cache       float8 with a scale for each layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from tok_core.model_config import ModelConfig
 from tok_core.quantization import QuantizationConfig
 from tok_kernels import AttentionShape, Backend, choose
 
+FLOAT8_CAPABILITY = (8, 9)  # of GPUs, from which they convert and multiply float8 numbers
+
 
 def choose_device(
     config: EngineConfig, replica: int, coordinates: RankCoordinates, index: int | None = None
@@ -46,6 +48,12 @@ def choose_cache_dtype(requested: str, dtype: torch.dtype, quantization: Quantiz
     if requested == "unquantized" or (requested == "auto" and quantization.kv_scales is None):
         return dtype
     return torch.float8_e4m3fn
+
+
+def require_float8(requested: str, device: torch.device) -> None:
+    """Raise InvalidField if a GPU cannot convert float8, and hence its kernels cannot read an 8-bit KV cache."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        raise InvalidField("kv_cache_dtype", requested, f"unquantized on {device}, which cannot convert float8")
 
 
 def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:

@@ -21,11 +21,13 @@ from tok_core.runtime import HEARTBEAT
 from tok_core.sampling_params import SamplingParams
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.backend import (
+    FLOAT8_CAPABILITY,
     attention_shape,
     choose_backend,
     choose_cache_dtype,
     choose_device,
     choose_dtype,
+    require_float8,
 )
 from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, report_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("tok_core")
 
 A_DAY = 86_400.0  # seconds that a rank's kernels wait for another rank's, at most
-FLOAT8_CAPABILITY = (8, 9)  # of GPUs, from which they multiply float8 numbers
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 
 
@@ -76,6 +77,8 @@ def set_up(
     require_memory(config, model_config, dtype, peers, workers_on_host)
     quantization = read_quantization(path, config.quantization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
+    if cache_dtype != dtype and config.backend != "reference":
+        require_float8(config.kv_cache_dtype, device)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
         backend = choose_backend(config.backend, device, shape)
