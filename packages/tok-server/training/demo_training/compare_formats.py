@@ -29,6 +29,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     INT4: {},
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
+    "fp8 KV cache without scales": {"kv_cache_dtype": "fp8_unscaled"},
 }
 MAX_TOKENS = 200  # of an answer
 SCORED = 8  # answers of each problem from which the divergence is estimated

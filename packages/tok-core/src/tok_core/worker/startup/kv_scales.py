@@ -27,7 +27,7 @@ MAX_SCORED_TOKENS = 256  # enough for a mean, in milliseconds on a GPU
 MAX_CALIBRATION_TOKENS = 512
 FLOAT8_MAX = 448.0
 # Least factor between the largest number that calibration meets and the largest that the cache holds. On texts of the
-# demo model, numbers are up to 2.2 times as large as on random tokens. Factors of 2, 4, 8 and 16 had the same error
+# demo model, numbers are up to 2.2 times as large as on random tokens. Factors from 2 to 16 had nearly the same error
 # there: float8 rounds relative to a number's size, so headroom costs only the smallest numbers.
 HEADROOM = 4.0
 
