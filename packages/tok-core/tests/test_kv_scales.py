@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -17,6 +18,7 @@ from support.engines import cpu_engine, random_prompts
 from support.parallel_models import model_of
 from support.quantized_models import write_kv_scales, write_quantized
 from support.sequences import Sequences
+from support.short_lengths import unsampled
 from support.tiny_models import change_weights, make_model, reference_model
 from tok_core import Engine, EngineConfig, InvalidField, ModelError, RequestOutput, SamplingParams
 from tok_core.config import RankCoordinates, all_coordinates
@@ -270,11 +272,14 @@ def test_scales_keep_keys_and_values_beyond_the_range_of_float8(tmp_path: Path) 
 
 def test_preempted_forked_and_cached_sequences_keep_their_tokens(tmp_path: Path) -> None:
     path = make_model("qwen2", tmp_path / "qwen2", layers=LAYERS)
-    found, preempted = [], []
-    for options in ({}, {"kv_cache_tokens": 256, "page_size": 4}, {"max_step_tokens": 7, "max_running": 7}):
+    found, preempted = list[list[list[int]]](), list[int]()
+    small = {"kv_cache_tokens": 128, "max_model_len": 128, "page_size": 4, "max_step_tokens": 11, "max_running": 9}
+    for options in ({}, small, {"max_step_tokens": 7, "max_running": 7}):
+        # With a stop id, which no sample reaches, the scheduler cannot know the lengths.
+        stops = (unsampled(found[0]),) if found else ()
         with cpu_engine(path, kv_cache_dtype="fp8", **options) as engine:
             outputs = engine.generate(PROMPTS, GREEDY)
-            again = engine.generate([*PROMPTS, *PROMPTS], THREE)
+            again = engine.generate([*PROMPTS, *PROMPTS], structs.replace(THREE, stop_token_ids=stops))
             preempted.append(engine.stats()["preemptions"])
         tokens = [sample.token_ids for output in outputs for sample in output.outputs]
         assert [sample.token_ids for output in again for sample in output.outputs] == [

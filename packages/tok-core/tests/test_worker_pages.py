@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def numbers(*values: int) -> np.ndarray:
 
 def test_shared_pages_apply_in_order_before_single_entries(path: Path) -> None:
     cpu = torch.device("cpu")
-    sizes = {"slots": SLOTS, "num_pages": 60, "page_size": 4, "pages_per_slot": PAGES}
+    sizes: dict[str, Any] = {"slots": SLOTS, "num_pages": 60, "page_size": 4, "pages_per_slot": PAGES}
     state = WorkerState(read_config(path), cpu, torch.float32, **sizes)
     entries = {"page_slot": numbers(2, 4), "page_index": numbers(1, 5), "page_id": numbers(50, 51)}
     shared = [SharedPages(numbers(0, 2, 4), numbers(7, 8, 9)), SharedPages(numbers(4, 5), numbers(30, 31))]

@@ -52,7 +52,7 @@ def runner_of(directory: Path, slots: int, positions: int, page_size: int, lengt
     model = build(config, backend, CPU, torch.float32)
     load(model, path)
     pages = -(-length // page_size)
-    sizes = {"slots": slots, "num_pages": 1, "page_size": page_size, "pages_per_slot": pages}
+    sizes: dict[str, Any] = {"slots": slots, "num_pages": 1, "page_size": page_size, "pages_per_slot": pages}
     return Runner(model, backend, WorkerState(config, CPU, torch.float32, **sizes))
 
 

@@ -72,14 +72,12 @@ def _show(path: Path) -> int:
 
 def _memory(path: Path, model: ModelConfig) -> str:
     """Return what the model takes of one GPU's memory: its weights, rounded or not, and a token of its KV cache."""
-    import torch
-
-    from tok_core.config import EngineConfig, RankCoordinates
+    from tok_core.config import EngineConfig
     from tok_core.quantization import QuantizationConfig, read_quantization
     from tok_core.worker import MemoryNeeds
 
     def needs(**options: Any) -> MemoryNeeds:
-        return MemoryNeeds.of(EngineConfig(model=str(path), **options), model, torch.bfloat16, RankCoordinates())
+        return MemoryNeeds.on_one_gpu(EngineConfig(model=str(path), **options), model)
 
     stored = needs()
     parts = [f"{stored.weights / MIB:,.1f} MiB of weights", f"{stored.per_token:,} bytes of KV cache a token"]

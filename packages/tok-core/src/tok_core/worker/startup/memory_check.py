@@ -43,6 +43,11 @@ class MemoryNeeds(msgspec.Struct, frozen=True):
         weights = model_bytes(model, dtype, worker, quantization)
         return cls(weights, per_token, per_token * min(tokens, config.kv_cache_tokens or tokens))
 
+    @classmethod
+    def on_one_gpu(cls, config: EngineConfig, model: ModelConfig) -> MemoryNeeds:
+        """Return the needs of a model in bfloat16 on one GPU."""
+        return cls.of(config, model, torch.bfloat16, RankCoordinates())
+
     @property
     def total(self) -> int:
         """Return the bytes of weights and the smallest cache."""
