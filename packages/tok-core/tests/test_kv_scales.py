@@ -272,7 +272,7 @@ def test_scales_keep_keys_and_values_beyond_the_range_of_float8(tmp_path: Path) 
 
 def test_preempted_forked_and_cached_sequences_keep_their_tokens(tmp_path: Path) -> None:
     path = make_model("qwen2", tmp_path / "qwen2", layers=LAYERS)
-    found, preempted = list[list[list[int]]](), list[int]()
+    found, preempted = list[list[list[int]]](), list[float]()
     small = {"kv_cache_tokens": 128, "max_model_len": 128, "page_size": 4, "max_step_tokens": 11, "max_running": 9}
     for options in ({}, small, {"max_step_tokens": 7, "max_running": 7}):
         # With a stop id, which no sample reaches, the scheduler cannot know the lengths.
