@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 import tok_kernels
 from tok_kernels import (
+    MAX_TILES,
     AttentionBatch,
     CascadeLevel,
     Contexts,
@@ -31,6 +32,7 @@ from tok_kernels import (
     LayerCache,
     LogitBias,
     Masks,
+    PackedWeight,
     Penalties,
     QKNorm,
     SamplingBatch,
@@ -115,6 +117,21 @@ def multiply_8_bits(tokens: int, dtype: torch.dtype, group: int | None = None) -
     BACKEND.scaled_linear(gated, down, residual_TN=residual)
 
 
+def multiply_packed(tokens: int, bits: int, group: int | None, zeros: bool, *, ordered: bool = False) -> None:
+    def weight(outputs: int, inputs: int, dtype: torch.dtype = BF16) -> PackedWeight:
+        groups = 1 if group is None else inputs // group
+        zero = meta(groups, outputs, dtype=torch.uint8) if zeros else None
+        words, scale = meta(outputs, inputs * bits // 32), meta(groups, outputs, dtype=FLOAT)
+        names = (meta(1, inputs), (outputs,)) if ordered else (None, ())
+        return PackedWeight(words, scale, zero, bits, inputs, group, dtype, meta(MAX_TILES), *names)
+
+    x, residual = (meta(tokens, HIDDEN, dtype=BF16) for _ in range(2))
+    norm = meta(HIDDEN, dtype=BF16), 1e-5
+    BACKEND.packed_linear(x, weight(6144, HIDDEN, torch.float16), meta(6144, dtype=torch.float16), norm=norm)
+    gated = BACKEND.packed_gated_linear(x, weight(2 * INNER, HIDDEN), norm=norm)
+    BACKEND.packed_linear(gated, weight(HIDDEN, INNER), residual_TN=residual)
+
+
 class Ranks:
     """Two ranks' shards of the vocabulary, seen from rank 0."""
 
@@ -177,6 +194,12 @@ def launch_all() -> None:
         multiply_8_bits(tokens, FP8)
         multiply_8_bits(tokens, FP8, group=128)
         multiply_8_bits(tokens, torch.int8)
+    for tokens in (1, 5, 64, 200):
+        multiply_packed(tokens, 4, 128, zeros=True)
+    for tokens in (1, 16):
+        multiply_packed(tokens, 4, 32, zeros=False)
+        multiply_packed(tokens, 8, None, zeros=True)
+    multiply_packed(8192, 4, 128, zeros=True, ordered=True)
     sample()
     sample(all_greedy=True)
     sample(masks=Masks(meta(8, dtype=INT64), meta(8, dtype=INT64), meta(1, VOCABULARY // 32)))

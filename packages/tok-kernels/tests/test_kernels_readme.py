@@ -48,8 +48,10 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "Llama3Scaling",
         "LogitBias",
         "LongRopeScaling",
+        "MAX_TILES",
         "MAX_VALUES",
         "Masks",
+        "PackedWeight",
         "Penalties",
         "QKNorm",
         "QuantizedRows",
@@ -62,6 +64,7 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "YarnScaling",
         "choose",
         "merge_states",
+        "pack_columns",
         "rope_rows",
         "rope_table",
     }

@@ -23,6 +23,7 @@ from tok_kernels.batch import (
     Shards,
 )
 from tok_kernels.collectives.exchange import Exchange
+from tok_kernels.linear.packed_weight import MAX_TILES, PackedWeight, pack_columns
 from tok_kernels.linear.scaled_weight import MAX_VALUES, QuantizedRows, ScaledWeight
 from tok_kernels.norm_rope_kv.rope_table import (
     DynamicScaling,
@@ -38,6 +39,7 @@ from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 __all__ = [
     "BACKENDS",
+    "MAX_TILES",
     "MAX_VALUES",
     "AttentionBatch",
     "AttentionShape",
@@ -56,6 +58,7 @@ __all__ = [
     "LogitBias",
     "LongRopeScaling",
     "Masks",
+    "PackedWeight",
     "Penalties",
     "QKNorm",
     "QuantizedRows",
@@ -68,6 +71,7 @@ __all__ = [
     "YarnScaling",
     "choose",
     "merge_states",
+    "pack_columns",
     "rope_rows",
     "rope_table",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tok_kernels.attention.interface import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
+from tok_kernels.linear.packed_weight import PackedWeight
 from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
@@ -116,6 +117,37 @@ class Backend(Protocol):
 
         With `down`, the weight that the result will be multiplied by, the result may be rounded already.
         """
+        ...
+
+    def packed_linear(
+        self,
+        x_TK: Tensor,
+        weight: PackedWeight,
+        bias_N: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `linear` with a weight of packed integers.
+
+        Whether W is rounded to the dtype of activations before it is multiplied depends on the backend and on T. At
+        most one call with a weight may run at a time, since calls count in `PackedWeight.arrived`.
+        """
+        ...
+
+    def packed_gated_linear(
+        self,
+        x_TK: Tensor,
+        gate_up: PackedWeight,
+        bias_F: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        """Compute `gated_linear` with a weight of packed integers, as `packed_linear` does."""
+        ...
+
+    def dequantize(self, weight: PackedWeight) -> Tensor:
+        """Return W `[F, K]` in the dtype of activations: `(q - zero) * scale` in float32, rounded once."""
         ...
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:

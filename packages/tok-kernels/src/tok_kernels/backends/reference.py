@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.reference import attention
-from tok_kernels.linear.reference import gated_linear, linear, scaled_gated_linear, scaled_linear
+from tok_kernels.linear.reference import (
+    dequantize,
+    gated_linear,
+    linear,
+    packed_gated_linear,
+    packed_linear,
+    scaled_gated_linear,
+    scaled_linear,
+)
 from tok_kernels.norm_rope_kv.reference import rms_norm, rope, rope_and_write_kv, silu_and_mul, write_kv
 from tok_kernels.sampling.reference.sampling import sample
 from tok_kernels.slots.reference import decode_rows, record_sampled_tokens
@@ -22,6 +30,9 @@ class ReferenceBackend:
     gated_linear = staticmethod(gated_linear)
     scaled_linear = staticmethod(scaled_linear)
     scaled_gated_linear = staticmethod(scaled_gated_linear)
+    packed_linear = staticmethod(packed_linear)
+    packed_gated_linear = staticmethod(packed_gated_linear)
+    dequantize = staticmethod(dequantize)
     rope = staticmethod(rope)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.triton.attention import attention
 from tok_kernels.linear.triton import gated_linear, linear
+from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
@@ -26,6 +27,9 @@ class TritonBackend:
     gated_linear = staticmethod(gated_linear)
     scaled_linear = staticmethod(scaled_linear)
     scaled_gated_linear = staticmethod(scaled_gated_linear)
+    packed_linear = staticmethod(packed_linear)
+    packed_gated_linear = staticmethod(packed_gated_linear)
+    dequantize = staticmethod(dequantize)
     rope = staticmethod(rope)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tok_kernels.linear.packed_weight import PackedWeight
 from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
 from tok_kernels.norm_rope_kv.reference import rms_norm, silu_and_mul
 
@@ -53,6 +54,30 @@ def scaled_gated_linear(
 ) -> Tensor | QuantizedRows:
     """Compute `Backend.scaled_gated_linear` with the dequantised weight, without rounding x or the result."""
     return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
+
+
+def packed_linear(
+    x_TK: Tensor,
+    weight: PackedWeight,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:
+    """Compute `Backend.packed_linear` with the dequantised weight."""
+    return linear(x_TK, weight.dense(), bias_N, norm=norm, residual_TN=residual_TN)
+
+
+def packed_gated_linear(
+    x_TK: Tensor, gate_up: PackedWeight, bias_F: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """Compute `Backend.packed_gated_linear` with the dequantised weight."""
+    return gated_linear(x_TK, gate_up.dense(), bias_F, norm=norm)
+
+
+def dequantize(weight: PackedWeight) -> Tensor:
+    """Compute `Backend.dequantize`."""
+    return weight.dense()
 
 
 def matmul(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -28,10 +30,8 @@ def linear(
 
     Raises ValueError for shapes that do not fit, and for x of another dtype than W without a norm.
     """
-    check_linear(x_TK, weight_NK, bias_N, norm, weight_NK.dtype)
+    check_linear(x_TK, weight_NK.shape, bias_N, norm, weight_NK.dtype, residual_TN)
     outputs = weight_NK.shape[0]
-    if residual_TN is not None and residual_TN.shape != (len(x_TK), outputs):
-        raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: {(len(x_TK), outputs)}")
     if _streams(x_TK, weight_NK) and (residual_TN is None or residual_TN.stride(1) == 1):
         launch = linear_launch(outputs, x_TK.shape[1], gated=False)
         return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
@@ -50,7 +50,7 @@ def gated_linear(
 
     Raises ValueError as `linear`, and for an odd number of rows.
     """
-    check_linear(x_TK, gate_up_FK, bias_F, norm, gate_up_FK.dtype)
+    check_linear(x_TK, gate_up_FK.shape, bias_F, norm, gate_up_FK.dtype)
     if gate_up_FK.shape[0] % 2:
         raise ValueError(f"gate_up has {gate_up_FK.shape[0]} rows; allowed: even numbers, gate and up in equal parts")
     if _streams(x_TK, gate_up_FK):
@@ -110,17 +110,23 @@ def _streams(x_TK: Tensor, weight: Tensor) -> bool:
 
 def check_linear(
     x_TK: Tensor,
-    weight: Tensor,
+    shape: Sequence[int],
     bias: Tensor | None,
     norm: tuple[Tensor, float] | None,
     dtype: torch.dtype | None,
+    residual_TN: Tensor | None = None,
 ) -> None:
-    """Raise ValueError for shapes that do not fit and, without a norm, for x of another dtype than `dtype`, if any."""
-    if x_TK.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x_TK.shape[1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed for x {tuple(x_TK.shape)}: (any, its last)")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; allowed: {tuple(weight.shape[:1])}, weight's rows")
+    """Raise ValueError for shapes that do not fit and, without a norm, for x of another dtype than `dtype`, if any.
+
+    shape  of the weight
+    """
+    if x_TK.dim() != 2 or len(shape) != 2 or shape[1] != x_TK.shape[1]:
+        raise ValueError(f"weight has shape {tuple(shape)}; allowed for x {tuple(x_TK.shape)}: (any, its last)")
+    if bias is not None and bias.shape != (shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; allowed: {(shape[0],)}, weight's rows")
     if norm is not None and norm[0].shape != x_TK.shape[1:]:
         raise ValueError(f"norm has a weight of shape {tuple(norm[0].shape)}; allowed: {tuple(x_TK.shape[1:])}")
     if norm is None and dtype not in (None, x_TK.dtype):
         raise ValueError(f"x is {x_TK.dtype}; allowed without a norm: {dtype}, as the weight")
+    if residual_TN is not None and residual_TN.shape != (len(x_TK), shape[0]):
+        raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: {(len(x_TK), shape[0])}")

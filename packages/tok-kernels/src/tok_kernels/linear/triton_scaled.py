@@ -43,7 +43,7 @@ def scaled_linear(
     """Compute `Backend.scaled_linear`. Raises ValueError as `linear`."""
     if isinstance(x_TK, QuantizedRows):
         return _product(x_TK, weight, bias_N, residual_TN)
-    check_linear(x_TK, weight.values_NK, bias_N, norm, dtype=None)
+    check_linear(x_TK, weight.values_NK.shape, bias_N, norm, dtype=None)
     if not _multiplies(x_TK, weight):
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
     if streams(*x_TK.shape):
@@ -64,7 +64,7 @@ def scaled_gated_linear(
     down: ScaledWeight | None = None,
 ) -> Tensor | QuantizedRows:
     """Compute `Backend.scaled_gated_linear`. Raises ValueError as `gated_linear`."""
-    check_linear(x_TK, gate_up.values_NK, bias_F, norm, dtype=None)
+    check_linear(x_TK, gate_up.values_NK.shape, bias_F, norm, dtype=None)
     if not _multiplies(x_TK, gate_up):
         return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
     if streams(*x_TK.shape):

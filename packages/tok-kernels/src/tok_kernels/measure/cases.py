@@ -12,6 +12,7 @@ from torch import Tensor
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
 from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
+from tok_kernels.linear.packed_weight import MAX_TILES, PackedWeight
 from tok_kernels.linear.scaled_weight import ScaledWeight
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_cache, new_problem
 from tok_kernels.norm_rope_kv.rope_table import rope_table
@@ -19,6 +20,7 @@ from tok_kernels.norm_rope_kv.rope_table import rope_table
 POOL_BYTES = 4 << 30
 TOKENS = 8192
 CACHE_BYTES = 1 << 28  # more than a device's caches hold
+INT4_GROUP = 128  # columns that share a scale
 DISTINCT_BYTES = 1 << 30
 """Bytes of distinct layer weights, if the model has as many: far more than a device's caches hold."""
 
@@ -79,6 +81,8 @@ def cases(
         yield from _linears(backend, model, device, few)
     for few in (1, 32, tokens) if multiplies_fp8(device) else ():
         yield from _fp8_linears(backend, model, device, few)
+    for few in (1, 32, 256) if device.type == "cuda" else ():
+        yield from _int4_linears(backend, model, device, few)
     yield _rope(backend, model.attention, device, tokens)
     yield _activation(backend, model, device, tokens)
     yield _page_copy(model.attention, device, tokens)
@@ -216,6 +220,48 @@ def _fp8_linear(
 def _fp8_weight(rows: int, columns: int, device: torch.device) -> ScaledWeight:
     values = torch.randn((rows, columns), device=device).mul_(100).clamp_(-448, 448)
     return ScaledWeight(values.to(torch.float8_e4m3fn), torch.full((rows, 1), 1e-4, device=device))
+
+
+def _int4_linears(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Iterator[Case]:
+    """Yield the GEMMs of the feed-forward layer with weights of 4 bits, each run with other weights."""
+    hidden, inner, dtype = model.hidden_size, model.intermediate_size, model.attention.dtype
+    x, residual = torch.randn((2, tokens, hidden), dtype=dtype, device=device)
+    gated = torch.randn((tokens, inner), dtype=dtype, device=device)
+    copies = max(1, CACHE_BYTES // (hidden * inner // 2))
+    gate_up, down = (
+        cycle([_int4_weight(*size, dtype, device) for _ in range(copies)])
+        for size in ((2 * inner, hidden), (hidden, inner))
+    )
+    norm = (torch.ones(hidden, dtype=dtype, device=device), 1e-5)
+    bits = 4 + 40 / INT4_GROUP  # of a weight with its part of a float32 scale and a zero point of 8 bits
+    yield Case(
+        "int4 gated_linear, norm",
+        f"{_size(x)} → {inner}",
+        lambda: backend.packed_gated_linear(x, next(gate_up), norm=norm),
+        x.nbytes + gated.nbytes + int(bits * 2 * inner * hidden / 8),
+        4 * tokens * inner * hidden,
+    )
+    yield Case(
+        "int4 linear, residual",
+        f"{_size(gated)} → {hidden}",
+        lambda: backend.packed_linear(gated, next(down), residual_TN=residual),
+        gated.nbytes + 2 * residual.nbytes + int(bits * inner * hidden / 8),
+        2 * tokens * inner * hidden,
+    )
+
+
+def _int4_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    groups = -(-columns // INT4_GROUP)
+    return PackedWeight(
+        words=torch.randint(-(2**31), 2**31, (rows, groups * INT4_GROUP // 8), dtype=torch.int32, device=device),
+        scale_GF=torch.full((groups, rows), 1e-3, device=device),
+        zero_GF=torch.full((groups, rows), 8, dtype=torch.uint8, device=device),
+        bits=4,
+        columns=columns,
+        group=INT4_GROUP,
+        dtype=dtype,
+        arrived=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+    )
 
 
 def multiplies_fp8(device: torch.device) -> bool:

@@ -1,0 +1,93 @@
+"""Packed integer weights, and their layout in memory.
+
+Axes: F rows, K columns, G groups of columns, W words of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+WORD_BITS = 32
+CHUNK_WORDS = 4  # words that hold consecutive columns together
+MAX_TILES = 1024  # entries of `PackedWeight.arrived`
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Unsigned integers q of `bits` bits, packed in words, which stand for the weights `(q - zero) * scale`.
+
+    words            int32 `[F, W]`, made by `pack_columns`
+    scale_GF         float32, of each group and row
+    zero_GF          uint8; None: half of q's range
+    columns          K; zeros fill the last words
+    group            number of consecutive columns that share a scale; None: all
+    dtype            of activations, to which weights are rounded where they are dequantised
+    arrived          int32 zeros `[MAX_TILES]`, which kernels of this weight count in and leave as zeros
+    group_of_column  int32 `[parts, K]`: the group of each column of each stacked matrix, in place of `group`
+    part_rows        number of rows of each stacked matrix
+    """
+
+    words: Tensor
+    scale_GF: Tensor
+    zero_GF: Tensor | None
+    bits: int
+    columns: int
+    group: int | None
+    dtype: torch.dtype
+    arrived: Tensor
+    group_of_column: Tensor | None = None
+    part_rows: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(F, K)`."""
+        return len(self.words), self.columns
+
+    @property
+    def middle(self) -> int:
+        """The zero point that stands for none."""
+        return 1 << (self.bits - 1)
+
+    def dense(self) -> Tensor:
+        """Return W `[F, K]`, computed in float32 and rounded to the dtype of activations."""
+        q_FK = unpack_columns(self.words, self.bits)[:, : self.columns]
+        zero = self.middle if self.zero_GF is None else self._of_columns(self.zero_GF.int())
+        return ((q_FK - zero) * self._of_columns(self.scale_GF)).to(self.dtype)
+
+    def _of_columns(self, values_GF: Tensor) -> Tensor:
+        """Return the value that each column has, of the values of its groups, `[F, K]` or `[F, 1]`."""
+        if self.group_of_column is not None:
+            parts = torch.split(values_GF, list(self.part_rows), 1)
+            return torch.cat([part[of.long()].t() for part, of in zip(parts, self.group_of_column, strict=True)])
+        if self.group is None:
+            return values_GF.t()
+        return values_GF.t().repeat_interleave(self.group, 1)[:, : self.columns]
+
+
+def pack_columns(q: Tensor, bits: int) -> Tensor:
+    """Pack unsigned int32 values along the last axis into int32 words, in the order in which tensor cores read them.
+
+    Four words hold consecutive columns. Word c of them has columns 8p + 2c and 8p + 2c + 1 in its bits from `bits · p`
+    and from `16 + bits · p` on: with 4 bits p < 4, and the first word holds columns 0, 8, 16, 24, 1, 9, 17, 25. Two
+    neighbouring columns thus come out of a word by one mask. Zeros fill the last four words.
+    """
+    pairs = WORD_BITS // bits // 2
+    padded = functional.pad(q, (0, -q.shape[-1] % (CHUNK_WORDS * 2 * pairs)))
+    parts = torch.unflatten(padded, -1, (-1, pairs, CHUNK_WORDS, 2)).transpose(-3, -2)
+    return (parts << _shifts(bits, q.device)).sum((-2, -1), dtype=torch.int32).flatten(-2)
+
+
+def unpack_columns(words: Tensor, bits: int) -> Tensor:
+    """Unpack words of `pack_columns` into int32 values."""
+    parts = torch.unflatten(words, -1, (-1, CHUNK_WORDS))[..., None, None] >> _shifts(bits, words.device)
+    return (parts & ((1 << bits) - 1)).transpose(-3, -2).flatten(-4)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """Return the first bit of each value of a word, `[pairs, 2]`."""
+    pair = torch.arange(0, 16, bits, dtype=torch.int32, device=device)
+    return torch.stack([pair, pair + 16], 1)
