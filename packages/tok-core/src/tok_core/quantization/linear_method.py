@@ -44,6 +44,10 @@ class LinearLayer(Protocol):
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None: ...
+
+    def get_buffer(self, target: str) -> Tensor: ...
+
 
 class LinearMethod(ABC):
     """How a linear layer stores its weight, fills it from a checkpoint, shards it, and multiplies by it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +36,10 @@ class PackQuantizedMethod(PackedMethod):
         def zeros(own: Tensor) -> Tensor:
             return self.unpacked(own.t(), rows).t()
 
-        yield "weight_packed", WeightTarget(packed_FW, (rows, self.words(layer.inputs)), INTEGERS)
+        def weights(own: Tensor) -> Tensor:
+            return self.repacked(own, packed_FW, partial(self.unpacked, axis=layer.inputs))
+
+        yield "weight_packed", WeightTarget(packed_FW, (rows, self.words(layer.inputs)), INTEGERS, weights)
         yield "weight_scale", WeightTarget(scale_FG, (rows, groups), allowed=SCALES)
         if zero_FG is not None:
             yield "weight_zero_point", WeightTarget(zero_FG, (self.words(rows), groups), INTEGERS, zeros)
@@ -64,8 +68,11 @@ class GPTQMethod(PackedMethod):
         def zeros(own: Tensor) -> Tensor:
             return (self.unpacked(own, rows) + self.offset).t()
 
+        def weights(own: Tensor) -> Tensor:
+            return self.repacked(own.t(), packed_FW, partial(self.unpacked, axis=layer.inputs))
+
         assert zero_FG is not None
-        yield "qweight", WeightTarget(packed_FW, (self.words(layer.inputs), rows), INTEGERS, Tensor.t)
+        yield "qweight", WeightTarget(packed_FW, (self.words(layer.inputs), rows), INTEGERS, weights)
         yield "qzeros", WeightTarget(zero_FG, (groups, self.words(rows)), INTEGERS, zeros)
         yield "scales", WeightTarget(scale_FG, (groups, rows), convert=Tensor.t, allowed=SCALES)
 
@@ -92,7 +99,7 @@ class AWQMethod(PackedMethod):
             return self.unpacked(own, rows, AWQ_PLACES).t()
 
         def weights(own: Tensor) -> Tensor:
-            return pack(values(own), self.bits)
+            return self.repacked(own, packed_FW, values, axis=1)
 
         assert zero_FG is not None
         yield "qweight", WeightTarget(packed_FW, (layer.inputs, words), INTEGERS, weights)

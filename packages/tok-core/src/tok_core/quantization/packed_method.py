@@ -6,20 +6,22 @@ Axes: F rows of this rank, K columns of this rank, G groups of columns, W words 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tok_core.errors import ModelError
 from tok_core.parallel import Slice
 from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.scales import column_groups, for_columns, in_groups
 from tok_core.quantization.weight_target import Allowed, WeightTarget
+from tok_kernels import MAX_TILES, PackedWeight, pack_columns
 
 WORD_BITS = 32
+MAX_UNPACKED = 1 << 26  # integers that are unpacked at once while loading
+BLOCK = 32  # columns that are packed together
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class PackedMethod(LinearMethod):
     zero_points  a checkpoint stores zero points; else all are half of q's range
     ordered      each column names its group, so that a group's columns need not be consecutive
 
-    The parameter `weight_packed`, int32 `[F, W]`, holds the columns of a row in their order, lowest bits first.
+    The parameter `weight_packed`, int32 `[F, W]`, has the layout of `tok_kernels.PackedWeight`; scales and zero points
+    are `[G, F]`.
     """
 
     bits: int = 4
@@ -72,6 +75,15 @@ class PackedMethod(LinearMethod):
         first = axis.start % self.per_word
         return values[..., first : first + axis.count]
 
+    def repacked(self, own: Tensor, packed_FW: Tensor, unpacked: Callable[[Tensor], Tensor], axis: int = 0) -> Tensor:
+        """Return words for the parameter `packed_FW`, converted on its device in blocks, which bounds the memory.
+
+        unpacked  returns q `[rows, columns]` of a block of `own`, whose first axis is F, or K with `axis` 1
+        """
+        size = max(1, MAX_UNPACKED // (own.shape[1] * self.per_word * BLOCK)) * BLOCK
+        blocks = (unpacked(block.to(packed_FW.device)) for block in torch.split(own, size))
+        return torch.cat([pack_columns(q_FK, self.bits) for q_FK in blocks], axis)
+
     def groups(self, layer: LinearLayer) -> Slice:
         """Return the range of groups whose scales a rank needs: those of its columns, or all if columns name them."""
         if self.ordered:
@@ -79,26 +91,25 @@ class PackedMethod(LinearMethod):
         return column_groups(layer.inputs, self.group, ", ".join(layer.parts))
 
     def create(self, layer: LinearLayer, make: MakeParameter) -> None:
-        columns, names = layer.inputs, ", ".join(layer.parts)
-        if columns.start % self.per_word or columns.stop % self.per_word:
-            raise ModelError(
-                f"{names}: this worker has columns {columns.start} to {columns.stop} of {columns.size}; allowed: "
-                f"multiples of {self.per_word}, as many as are packed in a word"
-            )
         rows, groups = sum(part.count for part in layer.parts.values()), self.groups(layer).count
-        layer.register_parameter("weight_packed", make(rows, self.words(columns).count, dtype=torch.int32))
-        layer.register_parameter("weight_scale", make(rows, groups, dtype=torch.float32))
+        words = pack_columns(torch.empty((1, layer.inputs.count), dtype=torch.int32, device="meta"), self.bits)
+        layer.register_parameter("weight_packed", make(rows, words.shape[1], dtype=torch.int32))
+        layer.register_parameter("weight_scale", make(groups, rows, dtype=torch.float32))
         if self.zero_points:
-            layer.register_parameter("weight_zero_point", make(rows, groups, dtype=torch.uint8))
+            layer.register_parameter("weight_zero_point", make(groups, rows, dtype=torch.uint8))
         if self.ordered:
-            layer.register_parameter("group_of_column", make(len(layer.parts), columns.count, dtype=torch.int32))
+            layer.register_parameter("group_of_column", make(len(layer.parts), layer.inputs.count, dtype=torch.int32))
+        device = layer.get_parameter("weight_packed").device
+        arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        layer.register_buffer("arrived", arrived, persistent=False)
 
     def targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
         counts = [rows.count for rows in layer.parts.values()]
-        packed, scales = (torch.split(layer.get_parameter(name), counts) for name in ("weight_packed", "weight_scale"))
+        packed = torch.split(layer.get_parameter("weight_packed"), counts)
+        scales = torch.split(layer.get_parameter("weight_scale").t(), counts)
         zeros: tuple[Tensor | None, ...] = (None,) * len(counts)
         if self.zero_points:
-            zeros = torch.split(layer.get_parameter("weight_zero_point"), counts)
+            zeros = torch.split(layer.get_parameter("weight_zero_point").t(), counts)
         for (name, rows), packed_FW, scale_FG, zero_FG in zip(layer.parts.items(), packed, scales, zeros, strict=True):
             for end, target in self.part_targets(layer, rows, packed_FW, scale_FG, zero_FG):
                 yield f"{name}.{end}", target
@@ -109,18 +120,32 @@ class PackedMethod(LinearMethod):
                 yield f"{name}.g_idx", WeightTarget(group_K, (layer.inputs,), ("I32",), allowed=allowed)
 
     def dense_weight(self, layer: LinearLayer) -> Tensor:
-        q_FK = unpack(layer.get_parameter("weight_packed"), self.bits)
-        zeros = layer.get_parameter("weight_zero_point").int() if self.zero_points else None
-        zero = self.middle if zeros is None else self._of_columns(layer, zeros)
-        return ((q_FK - zero) * self._of_columns(layer, layer.get_parameter("weight_scale"))).to(layer.dtype)
+        return layer.backend.dequantize(self._packed(layer))
 
-    def _of_columns(self, layer: LinearLayer, values_FG: Tensor) -> Tensor:
-        """Return the value that each column has, of the values of its groups."""
-        if not self.ordered:
-            return for_columns(values_FG, self.group, layer.inputs.count)
-        parts = torch.split(values_FG, [rows.count for rows in layer.parts.values()])
-        groups = layer.get_parameter("group_of_column")
-        return torch.cat([part[:, of_column] for part, of_column in zip(parts, groups, strict=True)])
+    def apply(
+        self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, residual_TF: Tensor | None
+    ) -> Tensor:
+        weight, backend = self._packed(layer), layer.backend
+        if layer.gated:
+            return backend.packed_gated_linear(x_TK, weight, layer.bias, norm=norm)
+        return backend.packed_linear(x_TK, weight, layer.bias, norm=norm, residual_TN=residual_TF)
+
+    def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return layer.backend.packed_linear(x_TK, self._packed(layer), bias_F)
+
+    def _packed(self, layer: LinearLayer) -> PackedWeight:
+        return PackedWeight(
+            words=layer.get_parameter("weight_packed"),
+            scale_GF=layer.get_parameter("weight_scale"),
+            zero_GF=layer.get_parameter("weight_zero_point") if self.zero_points else None,
+            bits=self.bits,
+            columns=layer.inputs.count,
+            group=self.group,
+            dtype=layer.dtype,
+            arrived=layer.get_buffer("arrived"),
+            group_of_column=layer.get_parameter("group_of_column") if self.ordered else None,
+            part_rows=tuple(rows.count for rows in layer.parts.values()),
+        )
 
     @property
     def middle(self) -> int:
