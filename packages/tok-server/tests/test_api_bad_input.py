@@ -155,6 +155,35 @@ def test_chat_with_a_bad_field_gets_400_naming_the_field(server: Server, fields:
     check_serves(server)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": "abc"}, "max_tokens is a string; allowed: integers, null"),
+        ({"stream": 1}, "stream is an integer; allowed: true, false, null"),
+        ({"stop": ["a", 1]}, "stop[1] is an integer; allowed: strings"),
+        ({"messages": {}}, "messages is an object; allowed: arrays"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role is required, but missing"),
+        ({"tools": [{"type": "x"}]}, "tools[0].type is 'x'; allowed: 'function', 'custom'"),
+        ({"tool_choice": "x"}, "tool_choice is 'x'; allowed: 'auto', 'none', 'required', objects, null"),
+        ({"verbosity": "loud"}, "verbosity is 'loud'; allowed: 'high', 'low', 'medium', null"),
+        ({"stop_when": {"type": "a"}}, "stop_when.type is 'a'; allowed: 'distinct', 'majority', 'first_match'"),
+        ({"logit_bias": {"5": "a"}}, "logit_bias holds a string; allowed: numbers"),
+        ({"allowed_token_ids": []}, "allowed_token_ids has 0 ids; allowed: at least one"),
+    ],
+)  # fmt: skip
+def test_value_of_another_type_is_named_with_what_is_allowed(
+    server: Server, fields: dict[str, object], message: str
+) -> None:
+    assert server.chat(**{"messages": USER, **fields}).error()["message"] == message
+
+
+def test_unknown_url_gets_404_that_says_how_urls_begin(server: Server) -> None:
+    for path in ("/chat/completions", "/v1/chats"):
+        answer = server.call("POST", path, {"messages": USER})
+        assert answer.status == 404
+        assert "/v1/" in str(answer.error()["message"])
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("body", "told"),

@@ -117,7 +117,9 @@ def test_unsupported_nested_field_gets_400_by_name_unless_it_is_null(server: Ser
         ("grammar", 'root ::= "a"', "structured_outputs.grammar"),
         ("json_schema", "{}", "structured_outputs.json"),
         ("logprob_token_ids", [1], "allowed_token_ids"),
-        ("thinking_token_budget", 5, "max_tokens"),
+        ("thinking_token_budget", 5, "max_"),
+        ("max_new_tokens", 5, "max_"),
+        ("lora_path", "a", "adapters"),
     ],
 )
 def test_refused_field_of_another_server_names_what_to_use_instead(
@@ -126,6 +128,7 @@ def test_refused_field_of_another_server_names_what_to_use_instead(
     for answer in (
         server.complete(prompt="one", **{field: value}),
         server.chat(messages=[{"role": "user", "content": "hi"}], **{field: value}),
+        server.call("POST", "/v1/responses", {"input": "hi", field: value}),
     ):
         assert answer.status == 400
         assert answer.error()["param"] == field

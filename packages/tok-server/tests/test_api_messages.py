@@ -251,6 +251,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"thread": {"type": "create"}}, "thread"),
     ({"n": 2}, "n"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"grammar": "root ::= \"a\""}, "grammar"),
     ({"stop": ["a"]}, "stop"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"max_tokens": None}, "max_tokens"),

@@ -243,8 +243,10 @@ def _stop_ids(field: str, value: object) -> None:
 
 
 def _allowed_ids(field: str, value: object) -> None:
-    if not isinstance(value, tuple | list) or not value:
-        raise InvalidField(field, value, "a tuple of at least one token id, or None")
+    if not isinstance(value, tuple | list):
+        raise InvalidField(field, value, "a tuple of token ids")
+    if not value:
+        raise InvalidField(field, Amount("0 ids"), "at least one")
     if set(map(type, value)) != {int} or min(value) < 0 or max(value) > INT63:  # may list a whole vocabulary
         bad = next(token for token in value if type(token) is not int or not 0 <= token <= INT63)
         raise InvalidField(field, bad, f"integers from 0 to {INT63}")

@@ -22,6 +22,7 @@ from tok_server.anthropic.serializer import MessagesSerializer
 from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
 from tok_server.openai import (
+    OTHER_SERVERS,
     GenerationJob,
     NeutralValues,
     UnsupportedFields,
@@ -46,6 +47,7 @@ _IDENTIFIERS = {"user", "safety_identifier", "prompt_cache_key"}
 _OTHER_ENDPOINTS = known_fields(ChatCompletionRequest) - known_fields(MessagesRequest) - _HOSTED.keys() - _IDENTIFIERS
 
 MESSAGES = (
+    *OTHER_SERVERS,
     UnsupportedFields(_HOSTED, "is not supported yet"),
     UnsupportedFields(
         {name: _NEUTRAL.get(name, (None,)) for name in sorted(_OTHER_ENDPOINTS)},

@@ -8,6 +8,7 @@ from tok_server.openai.chat import make_chat_job
 from tok_server.openai.completions import endpoint as completions_endpoint
 from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, MAX_RELATIVE_PRIORITY, EndpointTask, ServedModel
 from tok_server.openai.generation import (
+    OTHER_SERVERS,
     STREAM_HEADERS,
     GenerationJob,
     NeutralValues,
@@ -26,6 +27,7 @@ __all__ = [
     "ENDPOINTS",
     "MAX_RELATIVE_PRIORITY",
     "OPENAI_OPERATIONS",
+    "OTHER_SERVERS",
     "STREAM_HEADERS",
     "EndpointTask",
     "GenerationJob",

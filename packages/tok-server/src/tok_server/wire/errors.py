@@ -159,6 +159,7 @@ def _of_http(error: web.HTTPException) -> ApiError:
             message = f"method {error.method} is not allowed for this URL; allowed: {allowed}"
             return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
         case web.HTTPNotFound():
-            return ApiError(404, "this URL does not exist; the API's URLs begin with /v1/", code="not_found")
+            message = "this URL does not exist; most of the API's URLs begin with /v1/, /openapi.json lists them"
+            return ApiError(404, message, code="not_found")
         case _:
             return ApiError(error.status, error.text or error.reason)

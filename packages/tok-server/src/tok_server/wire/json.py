@@ -15,6 +15,7 @@ from aiohttp import web
 from tok_client.decoders import decoder
 from tok_client.types import known_fields
 from tok_server.wire.errors import ApiError
+from tok_server.wire.type_errors import explain_type_error
 
 T = TypeVar("T")
 
@@ -30,7 +31,9 @@ class BadJson(ApiError):
     """Invalid JSON, or JSON of the wrong types (400); `param` names the member ("messages[0].role")."""
 
     def __init__(self, path: str | None, message: str) -> None:
-        super().__init__(400, f"{path}: {message}" if path else message, param=path)
+        if path:
+            message = f"{path} {message}" if message.startswith(("is ", "holds ")) else f"{path}: {message}"
+        super().__init__(400, message, param=path)
 
 
 def json_response(value: msgspec.Struct, status: int = 200) -> web.Response:
@@ -53,14 +56,16 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 def _with_path(message: str, kind: type) -> BadJson:
     """Return the error with its path: msgspec's, the missing field's, or the field that the message begins with."""
     found = _AT.match(message)
-    what, path = (found["what"], _field_path(found["path"])) if found else (message, "")
+    what, full_path = (found["what"], found["path"]) if found else (message, "")
+    path = _field_path(full_path)
     missing = _MISSING.match(what)
     if missing:
         return BadJson(".".join(filter(None, [path, missing["field"]])), "is required, but missing")
     first = what.partition(" ")[0]
     if not path and isinstance(kind, type) and issubclass(kind, msgspec.Struct) and first in known_fields(kind):
         return _unprefixed(first, what)
-    return BadJson(path or None, what)
+    explained = explain_type_error(what, kind, full_path)
+    return BadJson(path or None, explained if path or explained == what else f"the JSON {explained}")
 
 
 def _field_path(path: str) -> str:

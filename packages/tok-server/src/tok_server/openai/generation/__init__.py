@@ -22,7 +22,7 @@ from tok_server.openai.generation.job import (
     check_limits,
 )
 from tok_server.openai.generation.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
-from tok_server.openai.generation.other_servers import NeutralValues, UnsupportedFields
+from tok_server.openai.generation.other_servers import OTHER_SERVERS, NeutralValues, UnsupportedFields
 from tok_server.openai.generation.params import requested_format, sampling_params, value_or_none
 from tok_server.openai.generation.prompts import (
     check_prompt_size,
@@ -49,6 +49,7 @@ __all__ = [
     "MAX_KEPT_LOGPROBS",
     "MAX_RESPONSE_LOGPROBS",
     "MIN_PIECEWISE_BYTES",
+    "OTHER_SERVERS",
     "RESPONSE",
     "STREAM_HEADERS",
     "AnswerSerializer",

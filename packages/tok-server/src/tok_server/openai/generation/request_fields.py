@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from heapq import nsmallest
 from itertools import chain, islice
@@ -110,6 +111,7 @@ _OTHER_ENDPOINTS = (known_fields(ChatCompletionRequest) | known_fields(Completio
 _OTHER_ENDPOINTS_NEUTRAL: Mapping[str, NeutralValues] = {"n": (None, 1)}
 
 RESPONSE = (
+    *(replace(one, reason=one.reason.replace("max_tokens", "max_output_tokens")) for one in OTHER_SERVERS),
     UnsupportedFields(_RESPONSE, _NOT_SUPPORTED),
     UnsupportedFields(
         {name: _OTHER_ENDPOINTS_NEUTRAL.get(name, (None,)) for name in sorted(_OTHER_ENDPOINTS)},
