@@ -183,12 +183,28 @@ async def test_tokenize_and_detokenize_texts_and_chats(client: Client, async_cli
         client.detokenize([-1])
 
 
+async def test_texts_are_scored_and_reranked(client: Client, async_client: AsyncClient) -> None:
+    scores = client.score(text_1="one fox", text_2=["two dogs", "one fox"], model=NAME)
+    assert scores == msgspec.structs.replace(
+        await async_client.score(text_1="one fox", text_2=["two dogs", "one fox"]), id=scores.id, created=scores.created
+    )
+    assert scores.data[1].score == pytest.approx(1)
+    assert scores.data[0].score < 0.999
+    ordered = client.rerank(query="one fox", documents=["two dogs", "one fox"], top_n=1, return_documents=False)
+    assert [one.index for one in ordered.results] == [1]
+    both = await async_client.rerank(query="one fox", documents=["two dogs", "one fox"])
+    assert [one.relevance_score for one in both.results] == pytest.approx([1, scores.data[0].score])
+    with pytest.raises(ValueError, match="text_1 has 2 texts"):
+        client.score(text_1=["a", "b"], text_2="c")
+
+
 async def test_status_endpoints_answer_and_admin_endpoints_are_denied(
     client: Client, async_client: AsyncClient
 ) -> None:
     assert (await async_client.health()).status == client.health().status == "ready"
     assert (await async_client.ready()).ready
     assert client.ready() == wire.ReadyReport(ready=True, status="ready")
+    assert client.load() == await async_client.load() == wire.LoadReport(server_load=0)
     assert client.version() == await async_client.version()
     assert "# TYPE" in client.metrics()
     assert "# TYPE" in await async_client.metrics()

@@ -6,6 +6,7 @@ import asyncio
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,22 @@ async def test_lines_honour_or_refuse_the_fields_of_other_servers(engine: AsyncE
     assert set(completion["choices"][0]["token_ids"]) == {40}  # 41 is the bad word
     assert len(chat["prompt_token_ids"]) == 2
     assert refused["error"]["param"] == "regex"
+
+
+async def test_lines_for_scores_are_answered(engine: AsyncEngine, tmp_path: Path) -> None:
+    bodies = [{"text_1": "one fox", "text_2": ["two dogs", "one fox"]}, {"text_1": [], "text_2": "a"}]
+    lines = [
+        {"custom_id": f"line-{index}", "method": "POST", "url": url, "body": body}
+        for index, (url, body) in enumerate(product(("/score", "/v1/score"), bodies))
+    ]
+    (tmp_path / "in").write_bytes(jsonl(lines))
+    totals = await answer(engine, tmp_path / "in", tmp_path / "out")
+    found: list[Any] = [line["response"] for line in read_jsonl((tmp_path / "out").read_bytes())]
+    assert [one["status_code"] for one in found] == [200, 400] * 2
+    for one in (found[0]["body"], found[2]["body"]):
+        assert one["data"][0]["score"] < one["data"][1]["score"] == pytest.approx(1)
+    assert totals.input_tokens == sum(found[index]["body"]["usage"]["prompt_tokens"] for index in (0, 2))
+    assert found[1]["body"]["error"]["param"] == "text_1"
 
 
 async def test_output_has_an_answer_to_every_line_in_input_order(engine: AsyncEngine, tmp_path: Path) -> None:

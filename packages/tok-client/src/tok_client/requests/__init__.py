@@ -16,8 +16,10 @@ from tok_client.requests.params import (
     EmbeddingParams,
     Prompt,
     Prompts,
+    RerankParams,
     ResponseCreateParams,
     ResponseParams,
+    ScoreParams,
     TokenizeParams,
 )
 
@@ -38,7 +40,9 @@ __all__ = [
     "Object",
     "Prompt",
     "Prompts",
+    "RerankParams",
     "ResponseCreateParams",
     "ResponseParams",
+    "ScoreParams",
     "TokenizeParams",
 ]

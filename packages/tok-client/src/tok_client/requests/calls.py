@@ -9,7 +9,14 @@ from os import PathLike
 from typing import IO, TYPE_CHECKING, cast
 
 from tok_client.requests.bodies import Object, body_of, path_of, query_of
-from tok_client.requests.params import BatchParams, EmbeddingParams, Prompts, TokenizeParams
+from tok_client.requests.params import (
+    BatchParams,
+    EmbeddingParams,
+    Prompts,
+    RerankParams,
+    ScoreParams,
+    TokenizeParams,
+)
 from tok_client.transport import Call
 from tok_client.types import (
     UNSET,
@@ -25,10 +32,15 @@ from tok_client.types import (
     FileList,
     FileObject,
     HealthReport,
+    LoadReport,
     Model,
     ModelList,
     ReadyReport,
     ReplicaReport,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
     TokenizeRequest,
     TokenizeResponse,
     VersionReport,
@@ -134,6 +146,18 @@ def detokenization(tokens: Sequence[int], model: str | None) -> Call[DetokenizeR
     return Call(method="POST", path="/detokenize", kind=DetokenizeResponse, body=body, at_root=True)
 
 
+def scoring(params: ScoreParams) -> Call[ScoreResponse]:
+    """Return the call of `POST /score`."""
+    body = body_of(ScoreRequest, cast(Mapping[str, object], params))
+    return Call(method="POST", path="/score", kind=ScoreResponse, body=body, at_root=True)
+
+
+def reranking(params: RerankParams) -> Call[RerankResponse]:
+    """Return the call of `POST /rerank`."""
+    body = body_of(RerankRequest, cast(Mapping[str, object], params))
+    return Call(method="POST", path="/rerank", kind=RerankResponse, body=body, at_root=True)
+
+
 def health() -> Call[HealthReport]:
     """Return the call of `GET /health`. Some servers answer with the status alone, without a body."""
     default = HealthReport(status="ready")
@@ -145,6 +169,11 @@ def health() -> Call[HealthReport]:
 def ready() -> Call[ReadyReport]:
     """Return the call of `GET /ready`."""
     return Call(method="GET", path="/ready", kind=ReadyReport, at_root=True, accepted_statuses=(UNAVAILABLE,))
+
+
+def load() -> Call[LoadReport]:
+    """Return the call of `GET /load`."""
+    return Call(method="GET", path="/load", kind=LoadReport, at_root=True)
 
 
 def version() -> Call[VersionReport]:

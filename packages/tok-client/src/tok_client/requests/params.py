@@ -210,6 +210,31 @@ class EmbeddingParams(TypedDict, total=False):
     cache_salt: Maybe[str]
 
 
+class TextPairParams(TypedDict, total=False):
+    """Parameters that `score` and `rerank` share."""
+
+    model: Maybe[str]
+    user: Maybe[str]
+    pooling: Maybe[Literal["last", "mean"]]
+    cache_salt: Maybe[str]
+
+
+class ScoreParams(TextPairParams, total=False):
+    """Parameters of `score`; see `tok_client.types.ScoreRequest`."""
+
+    text_1: Required[str | list[str]]
+    text_2: Required[str | list[str]]
+
+
+class RerankParams(TextPairParams, total=False):
+    """Parameters of `rerank`; see `tok_client.types.RerankRequest`."""
+
+    query: Required[str]
+    documents: Required[list[str]]
+    top_n: Maybe[int]
+    return_documents: Maybe[bool]
+
+
 class TokenizeParams(TypedDict, total=False):
     """Parameters of `tokenize`: `prompt` or `messages`; see `tok_client.types.TokenizeRequest`."""
 

@@ -1,17 +1,20 @@
-"""Endpoints beside OpenAI's API: tokenisation, health, version, metrics, restarts."""
+"""Endpoints beside OpenAI's API: tokenisation, similarity of texts, health, load, version, metrics, restarts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Unpack
 
-from tok_client.requests import TokenizeParams, calls
+from tok_client.requests import RerankParams, ScoreParams, TokenizeParams, calls
 from tok_client.transport import BlockingTransport, Transport
 from tok_client.types import (
     DetokenizeResponse,
     HealthReport,
+    LoadReport,
     ReadyReport,
     ReplicaReport,
+    RerankResponse,
+    ScoreResponse,
     TokenizeResponse,
     VersionReport,
 )
@@ -33,6 +36,14 @@ class AsyncOperations:
         """Return the text of tokens."""
         return await self._transport.fetch(calls.detokenization(tokens, model), timeout)
 
+    async def score(self, *, timeout: float | None = None, **params: Unpack[ScoreParams]) -> ScoreResponse:
+        """Return the cosine similarity of the vectors of `text_1` and `text_2`; see `ScoreRequest`."""
+        return await self._transport.fetch(calls.scoring(params), timeout)
+
+    async def rerank(self, *, timeout: float | None = None, **params: Unpack[RerankParams]) -> RerankResponse:
+        """Return `documents` in the order of their similarity to `query`; see `RerankRequest`."""
+        return await self._transport.fetch(calls.reranking(params), timeout)
+
     async def health(self, *, timeout: float | None = None) -> HealthReport:
         """Return the server's health. It takes requests if `status` is "ready"."""
         return await self._transport.fetch(calls.health(), timeout)
@@ -40,6 +51,10 @@ class AsyncOperations:
     async def ready(self, *, timeout: float | None = None) -> ReadyReport:
         """Return whether the server takes requests."""
         return await self._transport.fetch(calls.ready(), timeout)
+
+    async def load(self, *, timeout: float | None = None) -> LoadReport:
+        """Return the number of prompts whose clients wait."""
+        return await self._transport.fetch(calls.load(), timeout)
 
     async def version(self, *, timeout: float | None = None) -> VersionReport:
         """Return the server's version."""
@@ -70,6 +85,14 @@ class Operations:
         """Return the text of tokens."""
         return self._transport.fetch(calls.detokenization(tokens, model), timeout)
 
+    def score(self, *, timeout: float | None = None, **params: Unpack[ScoreParams]) -> ScoreResponse:
+        """Return the cosine similarity of the vectors of `text_1` and `text_2`; see `ScoreRequest`."""
+        return self._transport.fetch(calls.scoring(params), timeout)
+
+    def rerank(self, *, timeout: float | None = None, **params: Unpack[RerankParams]) -> RerankResponse:
+        """Return `documents` in the order of their similarity to `query`; see `RerankRequest`."""
+        return self._transport.fetch(calls.reranking(params), timeout)
+
     def health(self, *, timeout: float | None = None) -> HealthReport:
         """Return the server's health. It takes requests if `status` is "ready"."""
         return self._transport.fetch(calls.health(), timeout)
@@ -77,6 +100,10 @@ class Operations:
     def ready(self, *, timeout: float | None = None) -> ReadyReport:
         """Return whether the server takes requests."""
         return self._transport.fetch(calls.ready(), timeout)
+
+    def load(self, *, timeout: float | None = None) -> LoadReport:
+        """Return the number of prompts whose clients wait."""
+        return self._transport.fetch(calls.load(), timeout)
 
     def version(self, *, timeout: float | None = None) -> VersionReport:
         """Return the server's version."""

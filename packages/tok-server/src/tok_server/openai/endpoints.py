@@ -12,10 +12,10 @@ from typing import Protocol
 import msgspec
 
 from tok_core import AsyncEngine, EngineDead, RequestOutput, SamplingParams
-from tok_server.openai import embeddings
+from tok_server.openai import embeddings, scores
 from tok_server.openai.chat import endpoint as chat
 from tok_server.openai.completions import endpoint as completions
-from tok_server.openai.embeddings import EmbeddingJob
+from tok_server.openai.embeddings import EmbeddingJob, ParseEmbedding
 from tok_server.openai.generation import (
     MAX_KEPT_LOGPROBS,
     MIN_PIECEWISE_BYTES,
@@ -135,7 +135,7 @@ class GenerationTask:
 
 
 class EmbeddingTask:
-    """Embeddings for one body, at background priority."""
+    """Embeddings, or scores by them, for one body, at background priority."""
 
     def __init__(self, job: EmbeddingJob, served: ServedModel) -> None:
         self._job = dataclasses.replace(job, priority=BACKGROUND_PRIORITY)
@@ -170,10 +170,16 @@ def _generation(parse: Parse) -> Prepare:
     return prepare
 
 
+def _embedding(parse: ParseEmbedding) -> Prepare:
+    return lambda body, served: EmbeddingTask(parse(body, served.engine, served.names), served)
+
+
 ENDPOINTS: Mapping[str, Prepare] = {
     "/v1/chat/completions": _generation(chat.parse),
     "/v1/completions": _generation(completions.parse),
     "/v1/responses": _generation(responses.parse),
-    "/v1/embeddings": lambda body, served: EmbeddingTask(embeddings.parse(body, served.engine, served.names), served),
+    "/v1/embeddings": _embedding(embeddings.parse),
+    "/v1/score": _embedding(scores.parse_score),
+    "/score": _embedding(scores.parse_score),
 }
 """URL -> function that parses a body sent there. Slow: call it in a thread. Errors: ApiError."""
