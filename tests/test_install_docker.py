@@ -78,14 +78,15 @@ def test_packages_can_be_installed_from_the_copied_files_alone(copied: Path) -> 
     assert len(list((copied / "dist").glob("*.whl"))) == len(PACKAGES)
 
 
-def test_documented_docker_commands_use_existing_files_and_flags() -> None:
-    commands = [shlex.split(line) for line in re.findall(r"^    (docker .+)$", PAGE.read_text(), re.MULTILINE)]
+@pytest.mark.parametrize(("page", "count"), [(PAGE, 2), (ROOT / "README.md", 1)])
+def test_documented_docker_commands_use_existing_files_and_flags(page: Path, count: int) -> None:
+    commands = [shlex.split(line) for line in re.findall(r"^    (docker .+)$", page.read_text(), re.MULTILINE)]
     build, *runs = commands
     assert build[:2] == ["docker", "build"]
     assert ROOT / build[build.index("-f") + 1] == DOCKERFILE
     image = build[build.index("-t") + 1]
     _, *serve = entry_point()
-    assert len(runs) == 2
+    assert len(runs) == count
     for run in runs:
         options = make_parser(["serve"]).parse_args([*serve, *run[run.index(image) + 1 :]])
         assert options.host == "0.0.0.0"
