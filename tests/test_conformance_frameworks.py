@@ -194,6 +194,8 @@ def test_dspy_gets_text_objects_and_several_choices(
     assert lm.history[-1]["usage"]["completion_tokens"] > 0
     Purchase.model_validate_json(texts(temperature=0, response_format=Purchase)[0])
     assert len(texts(temperature=1, n=3)) == 3
+    with pytest.raises(dspy.ContextWindowExceededError, match="maximum context length is 1024 tokens"):
+        lm("apples " * 1024)
 
 
 def test_trl_generates_chats_and_scores_sequences(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

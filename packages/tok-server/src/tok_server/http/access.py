@@ -71,7 +71,8 @@ class ApiKeys:
             return NO_KEY
         number = _find_key(self._api_keys, headers)
         if number is None:
-            raise _unauthorised("the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'")
+            header = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise _unauthorised(f"the API key is missing or wrong; send it in the header {header}")
         return number
 
     def tenant(self, number: int) -> str:
