@@ -67,8 +67,11 @@ async def test_lines_honour_or_refuse_the_fields_of_other_servers(engine: AsyncE
 
 
 async def test_lines_for_scores_are_answered(engine: AsyncEngine, tmp_path: Path) -> None:
-    bodies = [{"text_1": "one fox", "text_2": ["two dogs", "one fox"]}, {"text_1": [], "text_2": "a"}]
-    lines = [
+    bodies: list[dict[str, object]] = [
+        {"text_1": "one fox", "text_2": ["two dogs", "one fox"]},
+        {"text_1": [], "text_2": "a"},
+    ]
+    lines: list[dict[str, object]] = [
         {"custom_id": f"line-{index}", "method": "POST", "url": url, "body": body}
         for index, (url, body) in enumerate(product(("/score", "/v1/score"), bodies))
     ]
