@@ -4,8 +4,8 @@ One token is computed by the fused kernel of 16-bit weights, few by a Triton ker
 ours follows anyway, to add the residual stream or to apply the gate, cuBLAS multiplies without scales, which is faster,
 and that kernel applies them. Weights with scales of blocks are multiplied by cuBLAS from two tokens on.
 
-The tensor cores sum float8 products with 14 bits (`use_fast_accum`), as other engines let them. Sums in float32 take
-cuBLAS 6 to 10 % longer, and Triton's kernel 18 to 40 %.
+The tensor cores sum float8 products with 14 bits (`use_fast_accum`). Sums in float32 take cuBLAS 6 to 10 % longer, and
+Triton's kernel 18 to 40 %.
 """
 # mypy: disable-error-code="import-untyped"
 
