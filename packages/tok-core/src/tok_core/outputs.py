@@ -16,6 +16,9 @@ Ending = Literal["abort", "stop_when"]
 """Reason for which a request is ended from outside: it is aborted, or its caller's stop rule is met."""
 
 
+DEFAULT_WEIGHT_VERSION = "default"
+"""Version of the weights until they are updated."""
+
 # gc=False below: the objects cannot be part of a reference cycle, and a collector would scan millions of them.
 
 
@@ -54,7 +57,11 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Completion(msgspec.Struct, gc=False):
-    """One finished sample. `token_ids` include the end id; `text` leaves it out by default."""
+    """One finished sample. `token_ids` include the end id; `text` leaves it out by default.
+
+    weight_version  version of the weights that computed the last token
+    weight_spans    if weights changed before the last token: `[(version, index of its first token), …]`; else None
+    """
 
     index: int
     token_ids: list[int]
@@ -62,6 +69,8 @@ class Completion(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob] | None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
+    weight_version: str = DEFAULT_WEIGHT_VERSION
+    weight_spans: list[tuple[str, int]] | None = None
 
 
 class Timings(msgspec.Struct):
@@ -86,6 +95,7 @@ class RequestOutput(msgspec.Struct):
     cached_tokens    number of prompt tokens found in the prefix cache
     prompt_logprobs  if the request asks for them: log-probability of each prompt token given those before it. The first
                      entry is None, since no token precedes it
+    weight_version   version of the weights that were in use when the request ended
     """
 
     request_id: str
@@ -94,6 +104,7 @@ class RequestOutput(msgspec.Struct):
     cached_tokens: int
     timings: Timings
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 class EmbeddingOutput(msgspec.Struct):

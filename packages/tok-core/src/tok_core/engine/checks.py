@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
@@ -14,6 +15,7 @@ from tok_core.messages import EngineInfo, Int32
 from tok_core.sampling_params import SamplingParams
 from tok_core.text import Tokenizer
 
+Params = SamplingParams | Sequence[SamplingParams]
 MAX_BAD_WORD_TOKENS = 16  # tokens of a bad word: its row of the device's table of prefixes is as wide
 MAX_CACHE_SALT = 4096  # characters
 MAX_TENANT = 256  # characters of a caller's name; longer than any hash
@@ -125,3 +127,16 @@ def _tokens(ids: list[int], vocab_size: int) -> Int32:
                 return tokens
     bad = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
     raise InvalidField("prompt", bad, f"token ids from 0 to {vocab_size - 1}")
+
+
+def one_each(params: Params | None, count: int) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts. Raise InvalidField for other than one, or one for each."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidField("params", params, "SamplingParams, or a list of them")
+    if len(params) != count:
+        raise InvalidField("params", Amount(f"{len(params)} entries"), f"one for each of {count} prompts")
+    return list(params)

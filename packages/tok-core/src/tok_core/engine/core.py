@@ -19,6 +19,7 @@ import msgspec
 
 from tok_core.config import EngineConfig
 from tok_core.engine.checks import banned_sequences, check_request, check_tenant, salt_of
+from tok_core.engine.control import EngineControl
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.embedding import EmbedRequest
 from tok_core.engine.generation_requests import StreamedRequest, UnstreamedRequest
@@ -27,7 +28,7 @@ from tok_core.engine.output_router import OutputRouter
 from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.grammar import Checker, GrammarLimits, LocalExaminer, process_checker, refuse
-from tok_core.messages import EngineInfo, Int32, Progress
+from tok_core.messages import CommandResult, EngineInfo, Int32, Progress
 from tok_core.model_config import resolve, resolve_tokenizer
 from tok_core.outputs import Ending, Pooling
 from tok_core.replicas import Health, MakeReplica, Replica, ReplicaSet, Router, RoutingRequest
@@ -46,12 +47,17 @@ class _ReplicaEvents:
 
     dispatcher: Dispatcher
     output_router: OutputRouter
+    control: EngineControl
 
     def reported(self, replica: int, progress: Progress) -> None:
         self.output_router.deliver(replica, progress)
 
+    def answered(self, replica: int, result: CommandResult) -> None:
+        self.control.take(replica, result)
+
     def lost(self, replica: int, reason: str) -> None:
         self.dispatcher.replica_lost(replica, reason)
+        self.control.replica_lost(replica, reason)
 
     def settled(self) -> None:
         self.dispatcher.dispatch_held()
@@ -75,7 +81,8 @@ class EngineCore:
         self._replica_set = ReplicaSet(config, in_process=in_process, changed=self._changed, make_replica=make_replica)
         self._dispatcher = Dispatcher(self._replica_set, self._router, self._open, self._lock)
         self._output_router = OutputRouter(self._open, self._dispatcher, self._router, self._token_store, self._lock)
-        self._events = _ReplicaEvents(self._dispatcher, self._output_router)
+        self._control = EngineControl(self._replica_set, self._dispatcher, self._open, self._changed, self.abort_all)
+        self._events = _ReplicaEvents(self._dispatcher, self._output_router, self._control)
         self._numbers = itertools.count(1)
         self._random = random.Random()  # seeded once: asking the system for each number is slow under load
         self._begun = False
@@ -94,6 +101,12 @@ class EngineCore:
     def tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer, if it has a usable one."""
         return self._output_router.tokenizer
+
+    @property
+    def control(self) -> EngineControl:
+        """Return what pauses the engine and changes its weights."""
+        self._require_own_process()
+        return self._control
 
     def start(self) -> None:
         """Start the replicas and block until they are ready. Callable once; raises the error of a failed start."""

@@ -30,6 +30,7 @@ class Dispatcher:
         self._requests = requests
         self._lock = lock
         self.held: list[tuple[OpenRequest, RoutingRequest]] = []  # open requests that wait for a replica to be ready
+        self.holding = False  # whether new requests are held, too
 
     @property
     def info(self) -> EngineInfo:
@@ -64,7 +65,9 @@ class Dispatcher:
             self.require_ready()
             self._requests.add(request)
             try:
-                if routing is not None:
+                if routing is not None and self.holding:
+                    self.held.append((request, routing))
+                elif routing is not None:
                     self._dispatch(request, routing, later=later)
             except BaseException:
                 self.withdraw(request)
@@ -73,7 +76,7 @@ class Dispatcher:
     def dispatch_or_hold(self, request: OpenRequest, routing: RoutingRequest) -> None:
         """Dispatch a registered request, or hold it while no replica is ready. Raise EngineDead if none will be."""
         with self._lock:
-            if self._replica_set.state in ("restarting", "unresponsive"):
+            if self.holding or self._replica_set.state in ("restarting", "unresponsive"):
                 self.held.append((request, routing))
                 return
             self.require_ready()
@@ -94,6 +97,16 @@ class Dispatcher:
                     self.withdraw(request)
                     request.fail(reported_error(error))
             notify([request])
+
+    def release(self) -> None:
+        """Hold no new requests any more, and dispatch those held."""
+        self.holding = False
+        self.dispatch_held()
+
+    def any_dispatched(self) -> bool:
+        """Return whether any open request is at a replica."""
+        with self._lock:
+            return any(request.parts for request in self._requests.by_rid.values())
 
     def remove(self, requests: Sequence[OpenRequest]) -> None:
         """Remove ended requests."""

@@ -50,6 +50,9 @@ class EmbedRequest(OpenRequest):
     def restart(self, samples: range) -> bool:
         return True
 
+    def tokens_so_far(self, index: int) -> int | None:
+        return 0
+
     def abort(self, reason: Ending) -> None:
         self.fail(EngineError("the embedding was aborted"))
 

@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tok_core.config import EngineConfig
-from tok_core.engine.checks import salt_of
+from tok_core.engine.checks import Params, one_each, salt_of
+from tok_core.engine.control import PauseMode
 from tok_core.engine.core import EngineCore
 from tok_core.engine.embedding import Embedder
 from tok_core.engine.open_requests import OpenRequest
 from tok_core.engine.request_stream import Mailbox, RequestStream
-from tok_core.errors import Amount, InvalidField
+from tok_core.errors import InvalidField
 from tok_core.grammar import refuse
 from tok_core.messages import EngineInfo
 from tok_core.outputs import Delta, EmbeddingOutput, Pooling, RequestOutput
@@ -29,7 +30,6 @@ from tok_core.sampling_params import Grammar, SamplingParams
 from tok_core.text import ChatTemplate, Tokenizer
 
 Prompt = str | list[int]
-Params = SamplingParams | Sequence[SamplingParams]
 AdvanceBar = Callable[[list[Delta]], None]  # takes the new deltas of one request
 SENT = 64  # prompts of a list that are sent together
 
@@ -68,6 +68,16 @@ class _Base:
     def open_requests(self) -> int:
         """Return the number of requests that have not ended."""
         return self._core.open_requests
+
+    @property
+    def is_paused(self) -> bool:
+        """Return whether the engine is paused; see `pause`."""
+        return self._core.control.paused
+
+    @property
+    def weight_version(self) -> str:
+        """Return the version of the weights in use: "default" until they are updated."""
+        return self._core.control.version
 
     def health(self) -> Health:
         """Return whether any replica serves requests now, and the state of each."""
@@ -158,6 +168,44 @@ class Engine(_Base):
         options = pooling, normalize, dimensions, priority, "", cache_salt
         return Embedder(self._core, prompts, *options).run()
 
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Pause all replicas; return once no step is in flight. Requests that arrive wait until `resume`.
+
+        mode  what becomes of open requests. "keep": they stop where they are, keep their KV cache, and go on at
+              `resume`. "wait": they end first, while new requests wait. "abort": their samples finish with reason
+              "abort" and the tokens so far
+
+        Raises InvalidField for another mode, EngineDead while no replica serves.
+        """
+        self._core.control.pause(mode)
+
+    def resume(self) -> None:
+        """Let all replicas compute again; without effect if the engine is not paused."""
+        self._core.control.resume()
+
+    def update_weights(self, directory: str, *, version: str | None = None) -> str:
+        """Load the weights in `directory` into the running model, in all replicas or none; return their version.
+
+        directory  safetensors files of the same architecture, in the format of the engine's checkpoint: dense weights
+                   for a dense one. With `quantization`, dense weights are rounded again. Keep it until the next update:
+                   a replica that restarts loads it again
+        version    name of the weights in outputs; None: "1" for the first update, then "2", …
+
+        The engine is paused in mode "keep" meanwhile, unless it is paused already. Prefixes cached before are not used
+        again. Samples that run keep the KV cache that the old weights have computed, and continue with the new ones;
+        samples that have not begun, or were preempted, compute all their tokens anew.
+
+        All files are checked in all workers before any weight is written: names, shapes, dtypes, sizes of files, and
+        numbers where not all are allowed (matrices to round, scales, overflow of a cast). If a check fails, ModelError
+        names the tensor, and nothing has changed. If a checked file cannot be read while weights are written, that
+        replica restarts, all others load the old weights again, and EngineDead or ModelError is raised.
+        """
+        return self._core.control.update_weights(directory, version)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Samples that run keep theirs."""
+        self._core.control.clear_cache()
+
     def close(self) -> None:
         """End the engine; open requests fail with EngineClosed."""
         self._core.close()
@@ -176,7 +224,7 @@ class Engine(_Base):
         salt_of(cache_salt)  # raises for an invalid salt before anything runs
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
-        each = _one_each(params, len(prompts))
+        each = one_each(params, len(prompts))
         ids = [self._core.encode(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
         for prompt, one in zip(ids, each, strict=True):
             self._core.check(prompt, one)
@@ -239,6 +287,22 @@ class AsyncEngine(_Base):
         the error that keeps it from starting.
         """
         await asyncio.to_thread(self._core.restart_replica, number, drain)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Pause all replicas; see `Engine.pause`."""
+        await asyncio.to_thread(self._core.control.pause, mode)
+
+    async def resume(self) -> None:
+        """Let all replicas compute again; see `Engine.resume`."""
+        await asyncio.to_thread(self._core.control.resume)
+
+    async def update_weights(self, directory: str, *, version: str | None = None) -> str:
+        """Load the weights in `directory` into the running model; see `Engine.update_weights`."""
+        return await asyncio.to_thread(self._core.control.update_weights, directory, version)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; see `Engine.reset_prefix_cache`."""
+        await asyncio.to_thread(self._core.control.clear_cache)
 
     async def close(self, *, drain: float = 0.0) -> None:
         """Wait up to `drain` seconds for open requests, fail the others with EngineClosed, then end the processes."""
@@ -305,18 +369,6 @@ class AsyncEngine(_Base):
     async def abort(self, request_id: str) -> None:
         """Abort a request; its samples finish with reason "abort"."""
         self._core.abort(request_id)
-
-
-def _one_each(params: Params | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise InvalidField("params", params, "SamplingParams, or a list of them")
-    if len(params) != count:
-        raise InvalidField("params", Amount(f"{len(params)} entries"), f"one for each of {count} prompts")
-    return list(params)
 
 
 @contextmanager

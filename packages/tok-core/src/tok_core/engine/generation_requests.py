@@ -105,7 +105,12 @@ class StreamedRequest(OpenRequest):
         return any(self._samples[index].end is None for index in samples)
 
     def restart(self, samples: range) -> bool:
+        self._forget_weights(samples)
         return not any(self._samples[index].count or self._samples[index].fresh for index in samples)
+
+    def tokens_so_far(self, index: int) -> int | None:
+        sample = self._samples[index]
+        return sample.count + len(sample.fresh) if sample.end is None else None
 
     def abort(self, reason: Ending) -> None:
         for index, sample in enumerate(self._samples):
@@ -144,7 +149,7 @@ class StreamedRequest(OpenRequest):
 
     def _completions(self) -> list[Completion]:
         self._note_changes()
-        return [_completion(index, sample) for index, sample in enumerate(self._samples)]
+        return [_completion(index, sample, *self._weights_of(index)) for index, sample in enumerate(self._samples)]
 
 
 def _text(detokeniser: Detokeniser | None, ids: list[int], end: Finished | None, params: SamplingParams) -> str:
@@ -158,7 +163,9 @@ def _text(detokeniser: Detokeniser | None, ids: list[int], end: Finished | None,
     return detokeniser.push(shown) + detokeniser.finish(end.cut)
 
 
-def _completion(index: int, sample: _Sample) -> Completion:
+def _completion(
+    index: int, sample: _Sample, weight_version: str, weight_spans: list[tuple[str, int]] | None
+) -> Completion:
     assert sample.end is not None
     return Completion(
         index=index,
@@ -167,6 +174,8 @@ def _completion(index: int, sample: _Sample) -> Completion:
         logprobs=sample.logprobs,
         finish_reason=sample.end.reason,
         stop_reason=sample.end.stop,
+        weight_version=weight_version,
+        weight_spans=weight_spans,
     )
 
 
@@ -220,6 +229,7 @@ class UnstreamedRequest(OpenRequest):
     def restart(self, samples: range) -> bool:
         if any(self._done[index] is not None for index in samples):
             return False
+        self._forget_weights(samples)
         for index in samples:
             self._token_store.take(self.rid, index)
             if self._logprobs is not None:
@@ -227,6 +237,9 @@ class UnstreamedRequest(OpenRequest):
         if len(samples) == self.params.n:
             self.timings.first_token = None
         return True
+
+    def tokens_so_far(self, index: int) -> int | None:
+        return self._token_store.count(self.rid, index) if self._done[index] is None else None
 
     def abort(self, reason: Ending) -> None:
         for index, done in enumerate(self._done):
@@ -253,7 +266,7 @@ class UnstreamedRequest(OpenRequest):
 
     def _end(self, index: int, ids: list[int], text: str, reason: FinishReason, stop: int | str | None = None) -> None:
         logprobs = None if self._logprobs is None else self._logprobs[index]
-        self._done[index] = Completion(index, ids, text, logprobs, reason, stop)
+        self._done[index] = Completion(index, ids, text, logprobs, reason, stop, *self._weights_of(index))
         self.output_tokens += len(ids)
         self._deltas.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
         self._count_end(len(ids))

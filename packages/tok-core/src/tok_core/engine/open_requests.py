@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from tok_core.engine.token_store import FinishedTexts
 from tok_core.errors import EngineClosed, InvalidField, RequestFailed, TokError
 from tok_core.messages import Embedded, Finished, Float32, Int32, Progress, Scores
-from tok_core.outputs import Completion, Delta, Ending, Pooling, RequestOutput, Timings, TokenLogprob
+from tok_core.outputs import (
+    DEFAULT_WEIGHT_VERSION,
+    Completion,
+    Delta,
+    Ending,
+    Pooling,
+    RequestOutput,
+    Timings,
+    TokenLogprob,
+)
 from tok_core.sampling_params import SamplingParams
 
 
@@ -96,6 +105,7 @@ class OpenRequest(ABC):
     pooling     how to pool the prompt's embedding, for embedding requests
     tenant      an opaque name of the caller; "" if unknown
     salt, banned   as in `Submit`
+    weight_version  version of the weights that compute further tokens
     """
 
     each_token: bool
@@ -103,6 +113,7 @@ class OpenRequest(ABC):
     tenant: str = ""
     salt: bytes = b""
     banned: TokenSequences = ()
+    weight_version = DEFAULT_WEIGHT_VERSION
 
     def __init__(self, rid: int, request_id: str, prompt: list[int], params: SamplingParams, sink: Sink) -> None:
         self.rid = rid
@@ -121,6 +132,7 @@ class OpenRequest(ABC):
         self.lock = threading.RLock()
         self._left = params.n
         self._deltas: list[Delta] = []
+        self._weight_spans: dict[int, list[tuple[str, int]]] = {}  # by sample; none: all by `weight_version`
         wanted = params.prompt_logprobs
         self._prompt_logprobs = None if wanted is None else PromptLogprobs(prompt, wanted)
 
@@ -176,6 +188,36 @@ class OpenRequest(ABC):
     def abort(self, reason: Ending) -> None:
         """End every sample that still runs, and release its withheld text."""
 
+    def change_weights(self, version: str) -> None:
+        """Note that other weights compute all further tokens."""
+        for index in range(self.params.n):
+            count = self.tokens_so_far(index)
+            if count == 0:
+                self._weight_spans.pop(index, None)
+                continue
+            spans = self._weight_spans.setdefault(index, [(self.weight_version, 0)])
+            if count is not None:
+                if spans[-1][1] == count:
+                    spans.pop()
+                spans.append((version, count))
+        self.weight_version = version
+
+    @abstractmethod
+    def tokens_so_far(self, index: int) -> int | None:
+        """Return the number of tokens of a sample that has not ended; None if it has."""
+
+    def _weights_of(self, index: int) -> tuple[str, list[tuple[str, int]] | None]:
+        """Return `weight_version` and `weight_spans` of a sample that ends now."""
+        spans = self._weight_spans.get(index)
+        if spans is None:
+            return self.weight_version, None
+        return spans[-1][0], spans if len(spans) > 1 else None
+
+    def _forget_weights(self, samples: range) -> None:
+        """Note that samples are computed again."""
+        for index in samples:
+            self._weight_spans.pop(index, None)
+
     def fail(self, error: TokError) -> None:
         """End the request with an error."""
         self.error = error
@@ -192,6 +234,7 @@ class OpenRequest(ABC):
             cached_tokens=self.cached_tokens,
             timings=self.timings,
             prompt_logprobs=self.prompt_logprobs(),
+            weight_version=self.weight_version,
         )
 
     @abstractmethod
@@ -247,11 +290,13 @@ class OpenRequests:
 
     by_rid      requests by the engine's number; read it under the lock
     each_token  numbers of the requests that need every token: streamed ones, and those with log-probabilities
+    weight_version  version of the weights in use
     whole_text  parameters, by number, of the requests whose texts hold special tokens or what ended them
     """
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
+        self.weight_version = DEFAULT_WEIGHT_VERSION
         self._by_id: dict[str, OpenRequest] = {}
         self.by_rid: dict[int, OpenRequest] = {}
         self.each_token: set[int] = set()
@@ -266,6 +311,7 @@ class OpenRequests:
             if request.request_id in self._by_id:
                 raise InvalidField("request_id", request.request_id, "an id that no open request has")
             self.by_rid[request.rid] = self._by_id[request.request_id] = request
+            request.weight_version = self.weight_version
             if request.each_token:
                 self.each_token.add(request.rid)
             if not request.params.skip_special_tokens or request.params.include_stop_str_in_output:
@@ -282,6 +328,14 @@ class OpenRequests:
             if gone:
                 self._changed.notify_all()
             return gone
+
+    def change_weights(self, version: str) -> None:
+        """Note that other weights compute all further tokens. No replica computes any now."""
+        with self._changed:
+            self.weight_version, requests = version, list(self.by_rid.values())
+        for request in requests:
+            with request.lock:
+                request.change_weights(version)
 
     def named(self, request_id: str) -> OpenRequest | None:
         """Return the request with this id, if it is open."""

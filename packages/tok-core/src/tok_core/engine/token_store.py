@@ -66,6 +66,12 @@ class TokenStore:
             blocks = self._give_back(row)
             return self._tokens[blocks].reshape(-1)[:count] if blocks else EMPTY
 
+    def count(self, rid: int, sample: int) -> int:
+        """Return the number of tokens of a sample of an open request."""
+        with self._lock:
+            self._enter()
+            return int(self._count[self._rows[rid][sample]])
+
     def read(self, rids: list[int], samples: list[int]) -> tuple[list[int], Int32, Int64]:
         """Return the tokens of sample `samples[u]` of request `rids[u]`, for each u whose request is open.
 

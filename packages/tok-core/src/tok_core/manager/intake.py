@@ -11,7 +11,9 @@ from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.requests import Request
 from tok_core.manager.scheduling import Scheduler
 from tok_core.manager.stops import StopSets
-from tok_core.messages import Cancel, EngineInfo, Submit, ToManager
+from tok_core.messages import Cancel, EngineInfo, Submit
+
+CACHE_SALT_BYTES = 8  # no sum of this, the 16 bytes of a request's salt and the 4 of `_rotation` occurs twice
 
 
 class RequestIntake:
@@ -37,9 +39,10 @@ class RequestIntake:
         self._grammars = grammars
         self._faults = faults
         self._arrivals = 0
+        self._cache = b""  # part of every salt: tells apart what was cached before and after the cache was cleared
         self._cancelled: set[int] = set()  # cancelled requests whose samples may still be in the queue
 
-    def take(self, message: ToManager) -> None:
+    def take(self, message: Submit | Cancel) -> None:
         """Submit or cancel a request. A request that raises an exception fails."""
         match message:
             case Submit():
@@ -64,7 +67,7 @@ class RequestIntake:
             message.first_sample,
             message.pooling,
             message.tenant,
-            message.salt + self._rotation(len(message.prompt)),
+            message.salt + self._rotation(len(message.prompt)) + self._cache,
             message.banned,
         )
         self.requests[message.rid] = request
@@ -110,6 +113,16 @@ class RequestIntake:
         for rid in rids:
             if rid in self.requests and self.requests[rid].left == 0:
                 self._grammars.leave(self.requests.pop(rid))
+
+    def start_new_cache(self) -> None:
+        """Let open requests and later ones share no page that was cached before.
+
+        Sequences that run keep their pages, and cache them as before; those that start later compute all their tokens.
+        """
+        old, new = len(self._cache), int.from_bytes(self._cache) + 1
+        self._cache = new.to_bytes(CACHE_SALT_BYTES)
+        for request in self.requests.values():
+            request.salt = request.salt[: len(request.salt) - old] + self._cache
 
     def _rotation(self, prompt_len: int) -> bytes:
         """Return a salt that keeps prompts from cached keys of another rotation; see `EngineInfo.short_prompt`."""

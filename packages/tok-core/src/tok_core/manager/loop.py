@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from tok_core.config import EngineConfig
 from tok_core.grammar import LocalWorkers, loader
 from tok_core.manager.admission import LengthModel
+from tok_core.manager.commands import CommandExecutor, CommandPorts
 from tok_core.manager.faults import Faults, Watchdog
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.grammar_workers import GrammarWorkers
@@ -19,7 +20,7 @@ from tok_core.manager.reports import PATIENCE, Reporter
 from tok_core.manager.scheduling import RunAhead, Scheduler
 from tok_core.manager.sequences import SequenceTable
 from tok_core.manager.stops import StopSets
-from tok_core.messages import EngineInfo, Progress, Stats, StepInput, StepOutput, ToManager
+from tok_core.messages import EngineCommand, EngineInfo, Progress, Stats, StepInput, StepOutput, ToManager
 from tok_core.runtime import HEARTBEAT, TURN
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Manager:
         clock: Callable[[], float] = time.monotonic,
         tokenizer: Tokenizer | None = None,
         workers: GrammarWorkers | None = None,
+        command_ports: CommandPorts | None = None,
     ) -> None:
         self._watchdog = Watchdog(config.step_timeout, clock)
         self.info = info
@@ -89,6 +91,7 @@ class Manager:
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self.intake = RequestIntake(info, self.scheduler, self.stops, self.grammars, self.faults)
         self.requests = self.intake.requests
+        self.commands = CommandExecutor(self.scheduler, self.output_processor, self.intake, command_ports)
         self.reporter = Reporter(self.scheduler, self.output_processor, self.intake, config.step_timeout, clock)
 
     def run(self) -> NoReturn:
@@ -109,7 +112,10 @@ class Manager:
         """Take in what has arrived and send at most one step; return whether anything arrived or was sent."""
         messages, outputs = self.ports.requests(), self.ports.outputs()
         for message in messages:
-            self.intake.take(message)
+            if isinstance(message, EngineCommand):
+                self.commands.take(message)
+            else:
+                self.intake.take(message)
         for output in outputs:
             self._take_output(output)
         advanced = [] if outputs else self.output_processor.jump_forward()
@@ -118,6 +124,8 @@ class Manager:
             self._report(advanced)
         self.intake.drop_cancelled()
         step = self._send_step()
+        if self.commands.holds:
+            self.commands.advance()
         if self.faults:
             self._report([])
         self._watchdog.look(owing=bool(self.output_processor.in_flight and not outputs))
@@ -131,7 +139,7 @@ class Manager:
         self.reporter.add_output(output, time.thread_time() - began)
 
     def _send_step(self) -> StepInput | None:
-        if len(self.output_processor.in_flight) >= self.run_ahead.steps:
+        if self.commands.holds or len(self.output_processor.in_flight) >= self.run_ahead.steps:
             self.reclaimer.settle()
             return None
         began = time.thread_time()

@@ -1,11 +1,13 @@
 """Messages between engine, manager and worker, their encoding (msgpack with arrays as raw bytes), and their sockets.
 
 engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
+engine ─EngineCommand─► manager ─WeightsTask─► worker ─WeightsResult─► manager ─CommandResult─► engine
 """
 
 from __future__ import annotations
 
 from tok_core.messages.codec import EMPTY, Float32, Int32, Int64, array, decoder, encode
+from tok_core.messages.commands import CommandAction, CommandResult, EngineCommand, WeightsResult, WeightsTask
 from tok_core.messages.processes import (
     Beat,
     EngineInfo,
@@ -16,6 +18,7 @@ from tok_core.messages.processes import (
     Rendezvous,
     Silence,
     ToEngine,
+    ToWorker,
 )
 from tok_core.messages.requests import Cancel, Embedded, Finished, Progress, Scores, Stats, Submit, ToManager
 from tok_core.messages.sockets import Receiver, Sender
@@ -35,7 +38,10 @@ __all__ = [
     "MAX_CASCADE_LEVELS",
     "Beat",
     "Cancel",
+    "CommandAction",
+    "CommandResult",
     "Embedded",
+    "EngineCommand",
     "EngineInfo",
     "Failed",
     "Finished",
@@ -62,6 +68,9 @@ __all__ = [
     "Submit",
     "ToEngine",
     "ToManager",
+    "ToWorker",
+    "WeightsResult",
+    "WeightsTask",
     "array",
     "decoder",
     "encode",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from tok_core.config import EngineConfig, RankCoordinates
+from tok_core.messages.commands import CommandResult, WeightsResult, WeightsTask
 from tok_core.messages.requests import Progress
-from tok_core.messages.steps import StepOutput
+from tok_core.messages.steps import StepInput, StepOutput
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True):
@@ -107,6 +108,7 @@ class ProcessLaunch(msgspec.Struct):
     device: int | None = None
 
 
-ToEngine = Progress | EngineInfo | Failed | Silence
-FromProcess = Progress | EngineInfo | Failed | Beat
-FromWorker = StepOutput | EngineInfo
+ToEngine = Progress | CommandResult | EngineInfo | Failed | Silence
+FromProcess = Progress | CommandResult | EngineInfo | Failed | Beat
+ToWorker = StepInput | WeightsTask
+FromWorker = StepOutput | EngineInfo | WeightsResult

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from tok_core.messages.commands import EngineCommand
 from tok_core.outputs import FinishReason, Pooling
 from tok_core.sampling_params import SamplingParams
 
@@ -37,7 +38,7 @@ class Cancel(msgspec.Struct, tag=True):
     rid: int
 
 
-ToManager = Submit | Cancel
+ToManager = Submit | Cancel | EngineCommand
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):  # never part of a reference cycle

@@ -101,7 +101,7 @@ class PromptValues(msgspec.Struct):
     pooled: np.ndarray
 
 
-class StepInput(msgspec.Struct):
+class StepInput(msgspec.Struct, tag=True):
     """One forward pass: the changes since the last step, then the tokens to compute. The worker proceeds in this order:
 
     1. In a pipeline, except for its last stage: make the tokens sampled by steps up to `sampled_upto` the last tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tok_core.models.decoder import CausalLM, DecoderLayer
 from tok_core.models.layers import Linear, RMSNorm
 from tok_core.models.registry import ARCHITECTURES, build, model_bytes
-from tok_core.models.weights import as_stored, dummy, load
+from tok_core.models.weights import as_stored, check, dummy, load
 
 __all__ = [
     "ARCHITECTURES",
@@ -15,6 +15,7 @@ __all__ = [
     "RMSNorm",
     "as_stored",
     "build",
+    "check",
     "dummy",
     "load",
     "model_bytes",

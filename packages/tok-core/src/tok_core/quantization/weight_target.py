@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from tok_core.parallel import Slice
 
-FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
+FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
+FLOATS = tuple(FLOAT_DTYPES)
+NOT_FINITE = "has NaN or infinities, which cannot be rounded; allowed: finite numbers"
 MAX_ROUNDED = 1 << 20  # weights that are rounded at once, if rows can be; a CPU takes thrice as long for 4 million
 
 
@@ -95,13 +98,32 @@ class WeightTarget:
             self.allowed.check(own)
         own = own if self.convert is None else self.convert(own)
         self.view.copy_(own)
-        if (
-            own.dtype == self.view.dtype
-            or not own.is_floating_point()
-            or torch.finfo(self.view.dtype).max >= torch.finfo(own.dtype).max
-        ):
-            return True
-        return bool((torch.isfinite(self.view) | ~torch.isfinite(own).to(self.view.device)).all())
+        return not self._narrows(own.dtype) or _stays_finite(own, self.view)
+
+    @property
+    def is_restricted(self) -> bool:
+        """Return whether `fill` may raise BadTensor."""
+        return self.allowed is not None
+
+    def narrows(self, stored_dtype: str) -> bool:
+        """Return whether `fill` may return False for a tensor of this dtype, as safetensors names it."""
+        return stored_dtype in FLOAT_DTYPES and self._narrows(FLOAT_DTYPES[stored_dtype])
+
+    def check(self, own: Tensor) -> bool:
+        """Return or raise what `fill` would, and change nothing."""
+        if self.allowed is not None:
+            self.allowed.check(own)
+        return not self._narrows(own.dtype) or _stays_finite(own, own.to(self.view.dtype))
+
+    def _narrows(self, dtype: torch.dtype) -> bool:
+        """Return whether the view's dtype has a smaller range than `dtype`."""
+        if dtype == self.view.dtype or not dtype.is_floating_point:
+            return False
+        return torch.finfo(self.view.dtype).max < torch.finfo(dtype).max
+
+
+def _stays_finite(own: Tensor, cast: Tensor) -> bool:
+    return bool((torch.isfinite(cast) | ~torch.isfinite(own).to(cast.device)).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,5 +158,14 @@ class RoundedTarget(WeightTarget):
                 if target.allowed is not None:
                     target.allowed.check(target.view)
         except BadTensor:
-            raise BadTensor("has NaN or infinities, which cannot be rounded; allowed: finite numbers") from None
+            raise BadTensor(NOT_FINITE) from None
+        return True
+
+    @property
+    def is_restricted(self) -> bool:
+        return True
+
+    def check(self, own: Tensor) -> bool:
+        if own.numel() and not all(math.isfinite(one.item()) for one in torch.aminmax(own)):
+            raise BadTensor(NOT_FINITE)
         return True

@@ -9,7 +9,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tok_core.manager import MIN_QUEUED_STEPS
-from tok_core.messages import Progress, StepInput, StepOutput, ToManager
+from tok_core.messages import (
+    CommandResult,
+    Progress,
+    StepInput,
+    StepOutput,
+    ToEngine,
+    ToManager,
+    WeightsResult,
+    WeightsTask,
+)
 
 if TYPE_CHECKING:
     from tok_core.worker import Launched, Runner
@@ -23,13 +32,14 @@ class LocalPorts:
     schedule does not depend on how long steps take.
     """
 
-    def __init__(self, runner: Runner, run_ahead: int | None, report: Callable[[Progress], None]) -> None:
+    def __init__(self, runner: Runner, run_ahead: int | None, report: Callable[[ToEngine], None]) -> None:
         self._runner = runner
         self._run_ahead = MIN_QUEUED_STEPS if run_ahead is None else run_ahead
         self._report = report
         self._inbox: queue.SimpleQueue[ToManager | None] = queue.SimpleQueue()
         self._arrived: list[ToManager] = []
         self._launched: deque[Launched] = deque()
+        self._weights_results: list[WeightsResult] = []
         self._idle = False
         self.computing = False  # whether the worker is running, not the manager; stays True if the worker raises
 
@@ -62,6 +72,19 @@ class LocalPorts:
 
     def report(self, progress: Progress) -> None:
         self._report(progress)
+
+    def answer(self, result: CommandResult) -> None:
+        self._report(result)
+
+    def send_weights(self, task: WeightsTask) -> int:
+        self.computing = True
+        self._weights_results.append(self._runner.change_weights(task))
+        self.computing = False
+        return 1
+
+    def weights_results(self) -> list[WeightsResult]:
+        arrived, self._weights_results = self._weights_results, []
+        return arrived
 
     def wait(self, seconds: float) -> None:
         if self._launched:

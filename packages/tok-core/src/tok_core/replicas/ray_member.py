@@ -17,7 +17,7 @@ import zmq
 
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import Argument, ModelError, TokError, to_wire
-from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, StepInput, ToManager, decoder
+from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, ToManager, ToWorker, decoder
 from tok_core.model_config import resolve, resolve_tokenizer
 from tok_core.replicas.processes import start_beating
 from tok_core.runtime import HEARTBEAT, set_format
@@ -90,7 +90,7 @@ class RayWorker(_Member):
     def __init__(self, coordinates: RankCoordinates) -> None:
         super().__init__()
         self._coordinates = coordinates
-        self._steps: Receiver[StepInput] = Receiver(self.context, self.inbox(), StepInput)
+        self._steps: Receiver[ToWorker] = Receiver(self.context, self.inbox(), ToWorker)
         self._listener = None
         if coordinates.number == 0 and coordinates.workers > 1:
             self._listener = socket.create_server((self.host, 0))

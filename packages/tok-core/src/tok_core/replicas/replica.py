@@ -127,7 +127,7 @@ class ThreadReplica:
             return
         tokenizer = load_tokenizer(self._config.tokenizer or self._config.model)
         pieces = None if tokenizer is None else tokenizer.pieces
-        self.manager = manager = Manager(config, info, ports, pieces, tokenizer=tokenizer)
+        self.manager = manager = Manager(config, info, ports, pieces, tokenizer=tokenizer, command_ports=ports)
         self._report(info)
         try:
             manager.run()

@@ -15,7 +15,18 @@ import numpy as np
 
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, from_wire
-from tok_core.messages import EMPTY, EngineInfo, Failed, Progress, Silence, Stats, ToEngine, ToManager
+from tok_core.messages import (
+    EMPTY,
+    CommandResult,
+    EngineCommand,
+    EngineInfo,
+    Failed,
+    Progress,
+    Silence,
+    Stats,
+    ToEngine,
+    ToManager,
+)
 from tok_core.replicas.replica import Death, ProcessReplica, Replica, Report, ThreadReplica
 from tok_core.replicas.replica_record import ReplicaRecord, ReplicaState, total
 
@@ -51,6 +62,10 @@ class ReplicaEvents(Protocol):
         """Take a report of the replica with this number."""
         ...
 
+    def answered(self, replica: int, result: CommandResult) -> None:
+        """Take the replica's answer to a command."""
+        ...
+
     def lost(self, replica: int, reason: str) -> None:
         """Take note that the replica has died, and why; it has not been restarted yet."""
         ...
@@ -65,6 +80,8 @@ class ReplicaSet:
 
     changed       the engine's lock, notified of every change of a state
     make_replica  None: threads, processes or Ray actors, as the configuration says
+
+    `first_messages` are sent to each replica as soon as it has started.
     """
 
     _events: ReplicaEvents
@@ -82,6 +99,7 @@ class ReplicaSet:
         self._make_replica = make_replica or _make_replica(config, in_process=in_process)
         self._changed = changed
         self._closed = False
+        self.first_messages: tuple[EngineCommand, ...] = ()
         self._outbox: dict[Replica, list[ToManager]] = {}
         self.started = False  # whether all replicas have been ready at once
         self.info: EngineInfo | None = None  # set once `started`; see `together`
@@ -219,6 +237,12 @@ class ReplicaSet:
         with self._changed:
             return [] if self._closed else [record.number for record in self.records if record.state == "ready"]
 
+    def running(self) -> list[int]:
+        """Return the numbers of the replicas that have started, whether or not they get new requests."""
+        with self._changed:
+            up = ("ready", "unresponsive", "draining")
+            return [one.number for one in self.records if one.replica is not None and one.state in up]
+
     def send(self, number: int, message: ToManager, *, later: bool = False) -> None:
         """Send a message to a replica; ignored if the replica has died. `later`: wait for the next `flush`."""
         with self._changed:
@@ -244,6 +268,8 @@ class ReplicaSet:
             try:
                 replica.send([message])
             except Exception as error:
+                if isinstance(message, EngineCommand):
+                    raise  # no request is at fault
                 log.exception("a request cannot be sent to its replica")
                 failed.append((message.rid, f"the request cannot be sent: {type(error).__name__}: {error}"))
         number = next((record.number for record in self.records if record.replica is replica), None)
@@ -282,9 +308,13 @@ class ReplicaSet:
                 with self._changed:
                     record.count(message.stats)
                 self._events.reported(record.number, message)
+            case CommandResult():
+                self._events.answered(record.number, message)
             case EngineInfo():
                 with self._changed:
                     record.be_ready(message)
+                    for command in self.first_messages:
+                        self.send(record.number, command)
                     self._note_ready()
                 self._events.settled()
             case Silence():

@@ -115,6 +115,12 @@ class DecodeGraphs:
                 self._graphs |= {(size, GraphKey(groups, True)): long, (size, GraphKey(groups, False)): short}
         self._sizes = sorted({size for size, _ in self._graphs})
 
+    def capture_again(self) -> None:
+        """Capture all graphs again, after parameters of the model were replaced by others."""
+        sizes, self._sizes, self._graphs = self._sizes, [], {}
+        if sizes:
+            self.capture(sizes)
+
     def _capture(self, size: int, grouped: bool, max_kv: int, recorder: _Recorder) -> DecodeGraph:
         HEARTBEAT.turned()
         padding, groups = self._state.slots, min(MAX_GRAPH_GROUPS, size // 2) if grouped else 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.messages import PromptValues, StepInput, StepOutput
+from tok_core.messages import PromptValues, StepInput, StepOutput, WeightsResult, WeightsTask
 from tok_core.model_config import short_prompt
 from tok_core.models import CausalLM
 from tok_core.parallel import PendingTokens, Pipeline
@@ -21,6 +21,7 @@ from tok_core.worker.cuda_graphs import NO_SAMPLED_TOKENS, DecodeGraph, DecodeGr
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
 from tok_core.worker.staging import OutputStaging, Staging
 from tok_core.worker.state import WorkerState, changes
+from tok_core.worker.weights import FillModel, change_weights
 from tok_kernels import Backend
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class Runner:
 
     Decode steps replay a CUDA graph if one of their size was captured; all others are launched kernel by kernel.
     At most MAX_STEPS_AHEAD steps may be in flight. A `tracer` is called before every step; `pipeline` connects the
-    worker to the neighbouring stages, if there are any.
+    worker to the neighbouring stages, if there are any. `start_weights` fills the model as at the start; without it the
+    weights cannot be changed.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Runner:
         state: WorkerState,
         tracer: Tracer | None = None,
         pipeline: Pipeline | None = None,
+        start_weights: FillModel | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -105,6 +108,7 @@ class Runner:
         self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.coordinates)
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
+        self._start_weights = start_weights
 
     @property
     def max_len(self) -> int:
@@ -151,6 +155,11 @@ class Runner:
         self.state.reset()
         if self.host_lengths is not None:
             self.host_lengths.reset()
+
+    def change_weights(self, task: WeightsTask) -> WeightsResult:
+        """Check other weights, or load them into the model's parameters; see `tok_core.worker.weights`."""
+        assert self._start_weights is not None
+        return change_weights(task, self.model, self.graphs, self._start_weights)
 
     def _record_pending(self, pending_tokens: list[PendingTokens], put: dict[str, Tensor]) -> None:
         """Wait for the sampled tokens of earlier steps, and record them in their slots."""

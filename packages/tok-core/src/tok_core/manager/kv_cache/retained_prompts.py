@@ -92,6 +92,11 @@ class RetainedPrompts:
             self.paging.allocator.release(retained.tail)
             self.paging.tree.unlock(self.paging.tree.node(retained.node))
 
+    def drop_all(self) -> None:
+        """Evict all retained prompts."""
+        for rid in list(self._retained):
+            self.drop(rid)
+
     def held(self, priority: int) -> tuple[Int64, int]:
         """Return the nodes, int64 [n], of retained prompts of this and higher classes, and how many tails they have."""
         kept = [retained for retained in self._retained.values() if retained.request.params.priority <= priority]

@@ -24,7 +24,7 @@ def recast_overflowing_qkv(model: CausalLM) -> dict[str, WeightTarget]:
     """Recast QKV projections that may overflow float16 to the model's dtype, and return their weight targets.
 
     The caller must fill these targets again. All ranks of a stage call this once weights are loaded, and decide alike:
-    they gather normed hidden states, which must have one dtype.
+    they gather normed hidden states, which must have one dtype. Projections recast before stay as they are.
     """
     if model.dtype != torch.bfloat16:
         return {}
@@ -36,8 +36,8 @@ def recast_overflowing_qkv(model: CausalLM) -> dict[str, WeightTarget]:
         bound_L = model.tensor.gather(bound_L).amax(0)
     refill: dict[str, WeightTarget] = {}
     for number, bound in zip(layers, bound_L.tolist(), strict=True):
-        if not bound <= MAX_FLOAT16_RESULT:  # also true for NaN
-            linear = layers[number].self_attn.qkv_proj
+        linear = layers[number].self_attn.qkv_proj
+        if not bound <= MAX_FLOAT16_RESULT and linear.dtype != model.dtype:  # also true for NaN
             linear.recast(model.dtype)
             prefix = f"model.layers.{number}.self_attn"
             refill |= {f"{prefix}.{name}": target for name, target in linear.targets()}

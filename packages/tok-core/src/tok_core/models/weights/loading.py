@@ -41,18 +41,43 @@ def load(model: CausalLM, path: Path) -> None:
     scales, for unreadable files, and for an LM head that differs from the embedding in a model built as tied: see
     `as_stored`.
     """
+    model_targets = targets(model)
+    names = _stored_names(model, path, model_targets)
+    for file, found in names.items():
+        _load_file(file, found, model_targets, model.dtype)
+    _require_all(path, names, model_targets)
+    if refill := recast_overflowing_qkv(model):
+        for file, found in names.items():
+            _load_file(file, {name: own for name, own in found.items() if own in refill}, refill, model.dtype)
+
+
+def check(model: CausalLM, path: Path) -> None:
+    """Raise ModelError if `load` would, and change nothing.
+
+    Reads only tensors that may hold numbers that `load` refuses: matrices to round, scales, and numbers cast to a
+    smaller range.
+    """
+    model_targets = targets(model)
+    names = _stored_names(model, path, model_targets)
+    for read_values in (False, True):
+        for file, found in names.items():
+            _check_file(file, found, model_targets, model.dtype, read_values=read_values)
+        _require_all(path, names, model_targets)
+
+
+def _stored_names(model: CausalLM, path: Path, model_targets: Mapping[str, WeightTarget]) -> dict[Path, dict[str, str]]:
+    """Return the tensors of each file as `_canonical_names` does, from a directory whose model is tied as this one."""
     if as_stored(model.config, path) != model.config:
         raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
-    model_targets, files = targets(model), checkpoint_files(path)
-    names = _canonical_names(model, files, model_targets)
+    return _canonical_names(model, checkpoint_files(path), model_targets)
+
+
+def _require_all(
+    path: Path, names: Mapping[Path, Mapping[str, str]], model_targets: Mapping[str, WeightTarget]
+) -> None:
     missing = set(model_targets).difference(*(found.values() for found in names.values()))
-    for file in files:
-        _load_file(file, names[file], model_targets, model.dtype)
     if missing:
         raise ModelError(f"{path}: missing tensors: {_format_tensors(missing, model_targets)}")
-    if refill := recast_overflowing_qkv(model):
-        for file in files:
-            _load_file(file, {name: own for name, own in names[file].items() if own in refill}, refill, model.dtype)
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
@@ -164,6 +189,31 @@ def _load_file(
                 raise ModelError(f"{file}: tensor {name} {error}") from None
             # A target of another dtype is a float16 projection: `recast_overflowing_qkv` recasts it if it overflows.
             if not fits and target.view.dtype == dtype:
+                raise _overflow_error(file, name, dtype)
+
+
+def _check_file(
+    file: Path,
+    names: Mapping[str, str],
+    model_targets: Mapping[str, WeightTarget],
+    dtype: torch.dtype,
+    *,
+    read_values: bool,
+) -> None:
+    """Check shapes and dtypes of one file's tensors, and their numbers if `read_values`."""
+    with _opened(file) as tensors:
+        for name, own_name in names.items():
+            HEARTBEAT.turned()
+            stored = tensors.get_slice(name)
+            target = _checked(file, name, stored, model_targets[own_name])
+            may_overflow = target.view.dtype == dtype and target.narrows(stored.get_dtype())
+            if not read_values or not (may_overflow or target.is_restricted):
+                continue
+            try:
+                fits = target.check(target.part_of(stored))
+            except BadTensor as error:
+                raise ModelError(f"{file}: tensor {name} {error}") from None
+            if may_overflow and not fits:
                 raise _overflow_error(file, name, dtype)
 
 

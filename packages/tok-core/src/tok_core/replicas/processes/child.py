@@ -18,7 +18,7 @@ from typing import IO, NoReturn
 import zmq
 
 from tok_core.errors import TokError
-from tok_core.messages import Beat, FromWorker, ProcessLaunch, Receiver, Sender, StepInput, ToManager, decoder, encode
+from tok_core.messages import Beat, FromWorker, ProcessLaunch, Receiver, Sender, ToManager, ToWorker, decoder, encode
 from tok_core.replicas.processes.failure_report import report_failure
 from tok_core.runtime import HEARTBEAT, set_format
 
@@ -30,7 +30,7 @@ BEATS = 20  # minimum number of heartbeats within a step timeout
 FAULTY = 71  # exit status of a process that ended with an exception other than TokError
 ORPHANED = 70  # exit status of a child whose parent has ended
 
-Work = Callable[["zmq.Context[zmq.Socket[bytes]]", ProcessLaunch, Receiver[StepInput]], NoReturn]
+Work = Callable[["zmq.Context[zmq.Socket[bytes]]", ProcessLaunch, Receiver[ToWorker]], NoReturn]
 """Main loop of a worker, which receives steps."""
 
 
@@ -87,7 +87,7 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: W
     Imports are local, so that the manager process never loads torch, and the lifeline is watched during slow imports.
     """
     if launch.coordinates is not None:
-        steps: Receiver[StepInput] = Receiver(context, launch.steps[launch.coordinates.number], StepInput)
+        steps: Receiver[ToWorker] = Receiver(context, launch.steps[launch.coordinates.number], ToWorker)
         if work is not None:
             work(context, launch, steps)
         from tok_core.replicas.processes.worker_process import run_worker

@@ -11,6 +11,7 @@ from tok_core.errors import ModelError
 from tok_core.grammar import GrammarLimits, WorkerProcesses
 from tok_core.manager import Manager
 from tok_core.messages import (
+    CommandResult,
     EngineInfo,
     FromWorker,
     ProcessLaunch,
@@ -20,6 +21,8 @@ from tok_core.messages import (
     StepInput,
     StepOutput,
     ToManager,
+    WeightsResult,
+    WeightsTask,
     encode,
 )
 from tok_core.runtime import settle
@@ -40,6 +43,7 @@ class SocketPorts:
         self._outputs = outputs
         self._steps = [Sender(context, address) for address in launch.steps]
         self._reports = Sender(context, launch.reports)
+        self._weights_results: list[WeightsResult] = []
         self._poller = zmq.Poller()
         self._poller.register(self._requests.socket, zmq.POLLIN)
         self._poller.register(self._outputs.socket, zmq.POLLIN)
@@ -58,8 +62,11 @@ class SocketPorts:
         return list(chain.from_iterable(self._requests.all()))
 
     def outputs(self) -> list[StepOutput]:
-        outputs = self._outputs.all()
-        return [output for output in outputs if isinstance(output, StepOutput)]
+        arrived = self._outputs.all()
+        outputs = [output for output in arrived if isinstance(output, StepOutput)]
+        if len(outputs) < len(arrived):
+            self._weights_results += [one for one in arrived if isinstance(one, WeightsResult)]
+        return outputs
 
     def send(self, step: StepInput) -> None:
         data = encode(step)
@@ -68,6 +75,18 @@ class SocketPorts:
 
     def report(self, progress: Progress) -> None:
         self._reports.send(progress)
+
+    def answer(self, result: CommandResult) -> None:
+        self._reports.send(result)
+
+    def send_weights(self, task: WeightsTask) -> int:
+        for worker in self._steps:
+            worker.send(task)
+        return len(self._steps)
+
+    def weights_results(self) -> list[WeightsResult]:
+        arrived, self._weights_results = self._weights_results, []
+        return arrived
 
     def wait(self, seconds: float) -> None:
         self._poller.poll(int(seconds * 1000))
@@ -99,7 +118,7 @@ def run_manager(
     pieces = None if tokenizer is None else tokenizer.pieces
     workers = WorkerProcesses(GrammarLimits(words, info.vocab_size, info.eos_token_ids))
     ports.watch(workers.fileno())
-    manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers)
+    manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers, command_ports=ports)
     settle()
     ports.announce(info)
     manager.run()

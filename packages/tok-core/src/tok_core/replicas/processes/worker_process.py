@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from tok_core.config import RankCoordinates
-from tok_core.messages import ProcessLaunch, Receiver, Sender, StepInput
+from tok_core.messages import ProcessLaunch, Receiver, Sender, StepInput, ToWorker
 from tok_core.replicas.processes.failure_report import report_failure
 from tok_core.runtime import HEARTBEAT, TURN, settle
 from tok_core.worker import Launched, set_up
@@ -22,7 +22,7 @@ def run_worker(
     context: zmq.Context[zmq.Socket[bytes]],
     launch: ProcessLaunch,
     coordinates: RankCoordinates,
-    steps: Receiver[StepInput],
+    steps: Receiver[ToWorker],
 ) -> NoReturn:
     """Run a worker."""
     if "OMP_NUM_THREADS" not in os.environ:
@@ -32,14 +32,17 @@ def run_worker(
     settle()
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs) if coordinates.returns else None
+    results = Sender(context, launch.outputs)
     if outputs is not None:
         outputs.send(info)
     threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()
     while True:
         HEARTBEAT.turned()
         step = steps.wait(TURN)
-        if step is not None:
+        if isinstance(step, StepInput):
             launched.put(runner.launch(step))
+        elif step is not None:
+            results.send(runner.change_weights(step))
 
 
 def leave_one_core(cores: int, workers: int = 1) -> int:

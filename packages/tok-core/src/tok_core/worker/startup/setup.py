@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,7 @@ def set_up(
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, scales, max_running, num_pages, max_model_len)
     tracer = _tracer(config, coordinates, device) if replica == 0 else None
-    runner = Runner(model, backend, state, tracer, pipeline)
+    runner = Runner(model, backend, state, tracer, pipeline, partial(fill_model, config, path))
     clock.done("cache")
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens, words)
@@ -176,6 +177,12 @@ def _load_model(
         model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor, quantization)
     except torch.OutOfMemoryError as error:
         raise EngineError(f"the weights of {config.model} do not fit on {peers.device}: {error}") from None
+    fill_model(config, path, model)
+    return model
+
+
+def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
+    """Fill the model with the checkpoint in directory `path`, or with dummy weights, as the configuration says."""
     if config.load_format == "dummy":
         dummy(
             model,
@@ -185,7 +192,6 @@ def _load_model(
         )
     else:
         load(model, path)
-    return model
 
 
 def report_missing_float8(quantization: QuantizationConfig, device: torch.device) -> None:

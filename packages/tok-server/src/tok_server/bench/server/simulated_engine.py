@@ -11,7 +11,7 @@ import psutil
 
 from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
-from tok_core.messages import EngineInfo, Int64, ProcessLaunch, Receiver, Sender, StepInput
+from tok_core.messages import EngineInfo, Int64, ProcessLaunch, Receiver, Sender, StepInput, ToWorker
 from tok_core.replicas import Death, MakeReplica, ProcessReplica, Replica, Report, run_child
 from tok_core.runtime import HEARTBEAT, TURN
 from tok_core.text import Tokenizer
@@ -66,7 +66,7 @@ def main(step_seconds: float) -> NoReturn:
 
 
 def _run_worker(
-    step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, steps: Receiver[StepInput]
+    step_seconds: float, context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, steps: Receiver[ToWorker]
 ) -> NoReturn:
     """Run the steps of the simulated worker."""
     tokenizer, running = Tokenizer.load(launch.config.model), launch.config.max_running
@@ -89,7 +89,7 @@ def _run_worker(
     while True:
         HEARTBEAT.turned()
         step = steps.wait(TURN)
-        if step is not None:
+        if isinstance(step, StepInput):
             over = max(over, time.monotonic()) + step_seconds
             output = worker.run(step, step_seconds)
             time.sleep(max(over - time.monotonic(), 0.0))
