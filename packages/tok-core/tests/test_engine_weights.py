@@ -68,7 +68,13 @@ def test_all_workers_of_all_replicas_load_the_new_weights_or_none(
     old: Path, new: Path, tmp_path: Path, options: dict[str, int]
 ) -> None:
     broken = copy_without(new, tmp_path / "broken", DOWN)
-    settings = {"kv_cache_tokens": 4096, "max_running": 48, "dtype": "float32", "device": "cpu", **options}
+    settings: dict[str, Any] = {
+        "kv_cache_tokens": 4096,
+        "max_running": 48,
+        "dtype": "float32",
+        "device": "cpu",
+        **options,
+    }
     with Engine(EngineConfig(model=str(old), **settings)) as engine:
         assert tokens(engine) == expected(old)
         with pytest.raises(ModelError, match=DOWN):
@@ -110,7 +116,7 @@ def truncate(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-def changed(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], object]:
+def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
     return lambda directory: change_weights(directory, change)
 
 
@@ -160,10 +166,9 @@ def test_weights_are_rounded_again_and_what_cannot_be_rounded_is_refused(old: Pa
 
 
 def test_quantised_checkpoint_takes_weights_of_its_own_format(old: Path, new: Path, tmp_path: Path) -> None:
-    first, second = (
-        list(model_weights.round_checkpoint(path, tmp_path / name, "fp8-dynamic")) and tmp_path / name
-        for path, name in ((old, "first"), (new, "second"))
-    )
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path, out in ((old, first), (new, second)):
+        assert list(model_weights.round_checkpoint(path, out, "fp8-dynamic"))
     with cpu_engine(second) as engine:
         rounded = tokens(engine)
     with cpu_engine(first) as engine:

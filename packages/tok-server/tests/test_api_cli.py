@@ -67,6 +67,7 @@ SERVE_FLAGS = {
     "--log-level": "info",
     "--api-key-file": None,
     "--share-prefixes": False,
+    "--enable-rl": False,
     "--admin-key": None,
     "--tls-cert": None,
     "--tls-key": None,
@@ -148,19 +149,30 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--restart-window": 1.5, "--eos-probability": 0.25,
     }  # fmt: skip
     words = [*(str(word) for pair in given.items() for word in pair), "--no-prefix-groups", "--no-cuda-graphs"]
-    words += ["--ignore-config-keys", "one,two", "--share-prefixes", "--served-model-name", "a", "b", "a"]
+    words += [
+        "--ignore-config-keys",
+        "one,two",
+        "--share-prefixes",
+        "--enable-rl",
+        "--served-model-name",
+        "a",
+        "b",
+        "a",
+    ]
     options = make_parser().parse_args(["serve", "m/n", *words])
     config, settings = engine_config(options), server_settings(options)
     for flag, value in given.items():
         name = flag[2:].replace("-", "_")
         assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
-    assert (config.prefix_groups, config.cuda_graphs, settings.share_prefixes) == (False, False, True)
+    assert (config.prefix_groups, config.cuda_graphs) == (False, False)
+    assert (settings.share_prefixes, settings.enable_rl) == (True, True)
     assert config.ignore_config_keys == ("one", "two")
     assert (settings.model_name, settings.model_names) == ("a", ("a", "b"))
     left = {
         "--ignore-config-keys",
         "--served-model-name",
         "--share-prefixes",
+        "--enable-rl",
         "--log-level",
         "--log-format",
         "--no-batches",

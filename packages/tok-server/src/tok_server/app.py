@@ -17,10 +17,11 @@ from tok_server.http import CONTEXT, Context, request_middleware, set_response_h
 from tok_server.observability import EngineStats, Metrics
 from tok_server.openai import OPENAI_OPERATIONS
 from tok_server.operation import DOCUMENT, OPERATOR_OPERATIONS, OpenAPIDocument
+from tok_server.rl import RL_OPERATIONS
 from tok_server.settings import Settings
 from tok_server.wire import OPENAI_ERRORS
 
-OPERATIONS = (*OPENAI_OPERATIONS, *ANTHROPIC_OPERATIONS, *OPERATOR_OPERATIONS, *BATCH_OPERATIONS)
+OPERATIONS = (*OPENAI_OPERATIONS, *ANTHROPIC_OPERATIONS, *OPERATOR_OPERATIONS, *BATCH_OPERATIONS, *RL_OPERATIONS)
 """All operations of the API: routes and /openapi.json are made from this list."""
 
 

@@ -124,6 +124,7 @@ class Settings(Limits, frozen=True, kw_only=True):
     api_keys         keys, one of which clients must send as bearer token; none: every client is served
     share_prefixes   whether prompts of different API keys share cached prefixes
     admin_key        the key for /admin/; None: /admin/ is not served
+    enable_rl        whether the endpoints of `tok_server.rl` are served
     allow_origins    origins whose web pages may use the server from a browser; "*": all
     allowed_hosts    `Host` names accepted besides localhost and IP addresses; "*": any. If empty, a server on a
                      loopback address accepts no other name, a server on any other address every name
@@ -142,6 +143,7 @@ class Settings(Limits, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     share_prefixes: bool = False
     admin_key: str | None = None
+    enable_rl: bool = False
     allow_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     tls_cert: str | None = None

@@ -311,6 +311,11 @@ class EngineCore:
         for request in self._open.some(rids) if self._in_own_process() else ():
             self._abort(request, reason)
 
+    def abort_open(self) -> None:
+        """Abort all open requests."""
+        if self._in_own_process():
+            self.abort_all([request.rid for request in self._open.all()])
+
     def _abort(self, request: OpenRequest, reason: Ending = "abort") -> None:
         with request.lock:
             self._dispatcher.withdraw(request)

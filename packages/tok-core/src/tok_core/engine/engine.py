@@ -171,11 +171,8 @@ class Engine(_Base):
     def pause(self, mode: PauseMode = "keep") -> None:
         """Pause all replicas; return once no step is in flight. Requests that arrive wait until `resume`.
 
-        mode  what becomes of open requests. "keep": they stop where they are, keep their KV cache, and go on at
-              `resume`. "wait": they end first, while new requests wait. "abort": their samples finish with reason
-              "abort" and the tokens so far
-
-        Raises InvalidField for another mode, EngineDead while no replica serves.
+        mode  of open requests. "keep": they stop, keep their KV cache, and go on at `resume`. "wait": they end first.
+              "abort": their samples finish with reason "abort" and the tokens so far
         """
         self._core.control.pause(mode)
 
@@ -192,13 +189,12 @@ class Engine(_Base):
         version    name of the weights in outputs; None: "1" for the first update, then "2", …
 
         The engine is paused in mode "keep" meanwhile, unless it is paused already. Prefixes cached before are not used
-        again. Samples that run keep the KV cache that the old weights have computed, and continue with the new ones;
-        samples that have not begun, or were preempted, compute all their tokens anew.
+        again. Samples that run keep the KV cache of the old weights; all others compute all their tokens anew.
 
-        All files are checked in all workers before any weight is written: names, shapes, dtypes, sizes of files, and
-        numbers where not all are allowed (matrices to round, scales, overflow of a cast). If a check fails, ModelError
-        names the tensor, and nothing has changed. If a checked file cannot be read while weights are written, that
-        replica restarts, all others load the old weights again, and EngineDead or ModelError is raised.
+        Before any weight is written, all workers check names, shapes, dtypes, sizes of files, and numbers where not all
+        are allowed (matrices to round, scales, casts). If a check fails, ModelError names the tensor, and nothing has
+        changed. If a checked file cannot be read later, that replica restarts, all load the old weights again, and
+        EngineDead or ModelError is raised.
         """
         return self._core.control.update_weights(directory, version)
 
@@ -369,6 +365,10 @@ class AsyncEngine(_Base):
     async def abort(self, request_id: str) -> None:
         """Abort a request; its samples finish with reason "abort"."""
         self._core.abort(request_id)
+
+    async def abort_all(self) -> None:
+        """Abort all open requests; their samples finish with reason "abort"."""
+        self._core.abort_open()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     short_prompt                               longer prompts than this (tokens) have another rotary embedding than
                                                shorter ones, and share no cached pages with them; None: all prompts have
                                                the same
+    tp, pp                                     ranks of a stage, and stages, of each replica
     rope_depends_on_length                     long prompts of different lengths do not share pages, either
     """
 
@@ -43,6 +44,8 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     min_overlap_tokens: int | None = None
     short_prompt: int | None = None
     rope_depends_on_length: bool = False
+    tp: int = 1
+    pp: int = 1
 
     @property
     def kv_cache_tokens(self) -> int:

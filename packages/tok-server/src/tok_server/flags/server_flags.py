@@ -78,6 +78,8 @@ def add_server(group: argparse._ActionsContainer) -> None:
         metavar="KEY",
         help=f"key for /admin/, which is not served without it (also: ${ADMIN_KEY_VARIABLE})",
     )
+    text = "serve the endpoints of trainers: pause, resume, load other weights; any client with an API key can use them"
+    group.add_argument("--enable-rl", action="store_true", help=text)
     group.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM); the server then speaks HTTPS")
     group.add_argument("--tls-key", metavar="FILE", help="private key of --tls-cert (PEM; default: same file)")
     _repeatable_flag(group, "--allow-origin", "URL", "allow web pages of this origin (CORS); may be repeated; *: any")
@@ -147,7 +149,7 @@ def make_settings(options: argparse.Namespace, model_name: str) -> Settings:
     model_name  name of the model unless --served-model-name gives others
     """
     name, *aliases = options.served_model_name or (model_name,)
-    same_names = ("host", "port", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", *LIMITS)
+    same_names = ("host", "port", "tls_cert", "tls_key", "otlp_endpoint", "share_prefixes", "enable_rl", *LIMITS)
     return Settings(
         model_name=name,
         model_aliases=tuple(aliases),

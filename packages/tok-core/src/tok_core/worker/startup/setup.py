@@ -141,6 +141,8 @@ def set_up(
         min_overlap_tokens=min_overlap_tokens,
         short_prompt=short_prompt(model_config.rope_scaling, max_model_len),
         rope_depends_on_length=isinstance(model_config.rope_scaling, DynamicScaling),
+        tp=config.tp,
+        pp=config.pp,
     )
     return runner, info
 

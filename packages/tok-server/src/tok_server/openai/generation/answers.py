@@ -41,6 +41,7 @@ MAX_WARNED_FIELDS = 1000  # names of unknown fields after which the log mentions
 MAX_DELTAS_PER_WRITE = 256  # deltas whose events are encoded and written together: other requests run in between
 MAX_CHOICES_AT_ONCE = 32  # choices without log-probabilities up to which the event loop encodes an answer itself
 MAX_LOOP_BYTES = 1 << 16  # estimated bytes up to which the event loop encodes an answer itself
+SHOWING_ABORTS = frozenset({"/v1/completions", "/v1/chat/completions"})  # their finish_reason may be "abort"
 MIN_PIECEWISE_BYTES = 1 << 20  # estimated bytes beyond which an answer is written in pieces
 TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # estimated bytes of each in an answer
 
@@ -81,7 +82,7 @@ async def answer(
             with request_deadline(request, context):
                 outputs = [await wait_for_output(stream, job.stop_when) for stream in streams]
     for output in outputs:
-        if any(choice.finish_reason == "abort" for choice in output.outputs):
+        if any(choice.finish_reason == "abort" for choice in output.outputs) and not _shows_aborts(request, context):
             raise _aborted()
     if first := [one.timings.first_token for one in outputs if one.timings.first_token is not None]:
         context.metrics.began(min(first) - counts.started)
@@ -109,6 +110,11 @@ def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
         log.warning("ignored request fields: %s", ", ".join(map(repr, new)))
     # The names come from the client: quoting removes line breaks.
     return {"x-tok-ignored": ",".join(quote(name[:64], safe="[]") for name in ignored)}
+
+
+def _shows_aborts(request: web.Request, context: Context) -> bool:
+    """Return whether aborted samples are answered with the tokens so far: a trainer has aborted them."""
+    return context.settings.enable_rl and request.path in SHOWING_ABORTS
 
 
 def _aborted() -> EngineDead:
@@ -240,7 +246,7 @@ class _StreamedAnswer:
         """Encode the events of a batch. Raise EngineDead if a sample was aborted."""
         gained = 0
         for delta in batch:
-            if delta.finish_reason == "abort":
+            if delta.finish_reason == "abort" and not _shows_aborts(self.request, self.context):
                 raise _aborted()
             gained += len(delta.token_ids)
         self.tokens += gained

@@ -1,0 +1,194 @@
+"""Endpoints of SGLang for trainers: pause, continue, update of the weights, cache, abort, health by generation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from tok_core import EngineError, SamplingParams
+from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, trainer_context
+from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response, raw, unavailable
+
+MODES: dict[str, Literal["abort", "keep"]] = {"abort": "abort", "in_place": "keep"}
+HEALTH_SECONDS = 20.0  # in which one token must be generated, as in SGLang
+
+
+class PauseGenerationRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /pause_generation`. `mode`: "abort", or "in_place": requests stop and keep their KV cache."""
+
+    mode: str = "abort"
+
+
+class ContinueGenerationRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /continue_generation`, which needs no fields."""
+
+
+class GenerationStatus(msgspec.Struct, frozen=True):
+    """Answer of `POST /pause_generation` and `POST /continue_generation`."""
+
+    message: str
+    status: str = "ok"
+
+
+class UpdateWeightsFromDiskRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /update_weights_from_disk`.
+
+    keep_pause          leave the engine paused
+    abort_all_requests  abort open requests before
+    """
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    keep_pause: bool = False
+
+
+class WeightsUpdate(msgspec.Struct, frozen=True):
+    """Answer of `POST /update_weights_from_disk`, with status 400 if the weights cannot be loaded."""
+
+    success: bool
+    message: str
+    num_paused_requests: int = 0
+
+
+class WeightVersion(msgspec.Struct, frozen=True):
+    """Answer of `GET /get_weight_version`."""
+
+    weight_version: str
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /abort_request`."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+async def pause_generation(request: web.Request) -> web.Response:
+    """Pause the engine; answers once it computes nothing."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, PauseGenerationRequest)
+    check_choice("mode", fields.mode, MODES)
+    await context.engine.pause(MODES[fields.mode])
+    response = json_response(GenerationStatus("generation is paused"))
+    response.headers.update(headers)
+    return response
+
+
+async def continue_generation(request: web.Request) -> web.Response:
+    """Resume the engine after a pause."""
+    context = trainer_context(request)
+    _, headers = await read_fields(request, context, ContinueGenerationRequest)
+    await context.engine.resume()
+    response = json_response(GenerationStatus("generation continues"))
+    response.headers.update(headers)
+    return response
+
+
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    """Load the weights in a directory into the running model."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, UpdateWeightsFromDiskRequest)
+    check_choice("load_format", fields.load_format or "auto", ("auto", "safetensors"))
+    if not fields.flush_cache:
+        message = "flush_cache is false; allowed: true (prefixes cached with older weights are never used)"
+        raise invalid("flush_cache", message, "unsupported_parameter")
+    engine = context.engine
+    if fields.abort_all_requests:
+        await engine.abort_all()
+    if fields.keep_pause:
+        await engine.pause("keep")
+    paused = engine.open_requests
+    try:
+        await load_weights(context, "model_path", fields.model_path, fields.weight_version)
+    except ApiError as error:
+        return json_response(WeightsUpdate(False, error.message), 400)
+    message = f"the weights are those of {fields.model_path}, version {engine.weight_version}"
+    response = json_response(WeightsUpdate(True, message, paused))
+    response.headers.update(headers)
+    return response
+
+
+async def get_weight_version(request: web.Request) -> web.Response:
+    """Return the version of the weights."""
+    return json_response(WeightVersion(trainer_context(request).engine.weight_version))
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """Forget all cached prefixes; running requests keep theirs."""
+    await trainer_context(request).engine.reset_prefix_cache()
+    return web.Response(text="Cache flushed.\n")
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """Abort all open requests."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, AbortRequest)
+    if fields.rid:
+        raise invalid(
+            "rid", 'rid: requests have no rid here; allowed: "", together with abort_all', "unsupported_parameter"
+        )
+    if not fields.abort_all:
+        raise invalid("abort_all", "abort_all is false; allowed: true")
+    await context.engine.abort_all()
+    return web.Response(headers=headers)
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """Generate a token to see whether the engine works; a paused engine is healthy without."""
+    context = trainer_context(request)
+    engine = context.engine
+    health = engine.health()
+    if context.draining or not health.ok:
+        raise unavailable(f"the server is {context.state}", "engine_unavailable")
+    if not engine.is_paused:
+        stream = engine.generate([0], SamplingParams(max_tokens=1), stream=False)
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                await stream.output()
+        except (TimeoutError, EngineError) as error:
+            raise unavailable(f"no token within {HEALTH_SECONDS:g} s: {error}", "engine_unavailable") from error
+        finally:
+            stream.abort()
+    return web.Response()
+
+
+SGLANG_OPERATIONS = (
+    Operation(
+        "POST",
+        "/pause_generation",
+        pause_generation,
+        request=json_of(PauseGenerationRequest),
+        answers={200: json_of(GenerationStatus)},
+    ),
+    Operation(
+        "POST",
+        "/continue_generation",
+        continue_generation,
+        request=json_of(ContinueGenerationRequest),
+        answers={200: json_of(GenerationStatus)},
+    ),
+    Operation(
+        "POST",
+        "/update_weights_from_disk",
+        update_weights_from_disk,
+        request=json_of(UpdateWeightsFromDiskRequest),
+        answers={200: json_of(WeightsUpdate), 400: (Media(JSON, schema={"type": "object"}),)},
+    ),
+    Operation("GET", "/get_weight_version", get_weight_version, answers={200: json_of(WeightVersion)}),
+    Operation("GET", "/flush_cache", flush_cache, answers={200: raw("text/plain")}),
+    Operation("POST", "/flush_cache", flush_cache, answers={200: raw("text/plain")}),
+    Operation(
+        "POST",
+        "/abort_request",
+        abort_request,
+        request=json_of(AbortRequest),
+        answers={200: raw("text/plain")},
+    ),
+    Operation("GET", "/health_generate", health_generate, answers={200: raw("text/plain")}),
+)

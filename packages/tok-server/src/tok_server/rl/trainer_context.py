@@ -1,0 +1,52 @@
+"""What the endpoints for trainers share: whether they are served, their bodies, and updates of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from tok_core import ModelError
+from tok_server.http import CONTEXT, Context, read_body
+from tok_server.openai import ignored_header, parse_request
+from tok_server.wire import ApiError, invalid
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def trainer_context(request: web.Request) -> Context:
+    """Return the context of a request for one of these endpoints. Raise ApiError unless the server serves them."""
+    context = request.app[CONTEXT]
+    if not context.settings.enable_rl:
+        message = f"{request.method} {request.path} is served only with --enable-rl"
+        raise ApiError(403, message, code="rl_not_enabled")
+    context.require_started()
+    return context
+
+
+async def read_fields(request: web.Request, context: Context, kind: type[R]) -> tuple[R, dict[str, str]]:
+    """Return the body as a `kind`, and a header that names fields without effect. An empty body has no fields."""
+    body = await read_body(request, context)
+    fields, ignored = parse_request(body or b"{}", kind, ())
+    return fields, ignored_header(context, ignored)
+
+
+def check_choice(field: str, value: str, allowed: Collection[str]) -> None:
+    """Raise ApiError (400) if the field has none of the values allowed."""
+    if value not in allowed:
+        raise invalid(field, f"{field} is {value[:80]!r}; allowed: {', '.join(allowed)}")
+
+
+async def load_weights(context: Context, field: str, directory: str, version: str | None) -> None:
+    """Load the weights in `directory`. Raise ApiError (400) naming `field` if they cannot be loaded."""
+    if not Path(directory).is_dir():
+        raise invalid(field, f"{field} is {directory[:500]!r}; allowed: a directory that the server can read")
+    if version == "":
+        raise invalid("weight_version", "weight_version is ''; allowed: at least one character")
+    try:
+        await context.engine.update_weights(str(Path(directory).resolve()), version=version)
+    except ModelError as error:
+        raise invalid(field, f"{field}: {error}", "weights_refused") from error

@@ -1,0 +1,235 @@
+"""Endpoints of vLLM for trainers: pause, resume, update of the weights, prefix cache, size of the world."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from tok_server.http import Context
+from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, trainer_context
+from tok_server.wire import Operation, invalid, json_of, json_response, read_query
+
+MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
+
+
+class PauseQuery(msgspec.Struct, frozen=True):
+    """Query of `POST /pause`.
+
+    mode                        "abort", "wait" or "keep": what becomes of open requests
+    clear_cache                 absent: true, except with the mode "keep"
+    wait_for_inflight_requests  true: the same as the mode "wait"
+    """
+
+    mode: str = "abort"
+    clear_cache: bool | None = None
+    wait_for_inflight_requests: bool = False
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """Answer of `POST /pause`, `/resume` and `/update_weights`: "paused", "resumed" or "ok"."""
+
+    status: str
+
+
+class PausedReport(msgspec.Struct, frozen=True):
+    """Answer of `GET /is_paused`."""
+
+    is_paused: bool
+
+
+class UpdateWeightsRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /update_weights`; `weight_version` is an extension."""
+
+    weight_dir: str
+    weight_version: str | None = None
+
+
+class ResetPrefixCacheQuery(msgspec.Struct, frozen=True):
+    """Query of `POST /reset_prefix_cache`."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class CacheReset(msgspec.Struct, frozen=True):
+    """Answer of `POST /reset_prefix_cache`."""
+
+    success: bool
+
+
+class WorldSizeQuery(msgspec.Struct, frozen=True):
+    """Query of `GET /get_world_size`. `include_dp`: count the workers of all replicas, not only of one."""
+
+    include_dp: bool = True
+
+
+class WorldSize(msgspec.Struct, frozen=True):
+    """Answer of `GET /get_world_size`: a number of workers."""
+
+    world_size: int
+
+
+class ServerInfoQuery(msgspec.Struct, frozen=True):
+    """Query of `GET /server_info`."""
+
+    config_format: str = "json"
+
+
+class ServedModelConfig(msgspec.Struct, frozen=True):
+    """Part of `ServerInfo`, with vLLM's names."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+
+
+class ServedParallelConfig(msgspec.Struct, frozen=True):
+    """Part of `ServerInfo`, with vLLM's names."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+
+
+class ServedConfig(msgspec.Struct, frozen=True):
+    """Part of `ServerInfo`, with vLLM's names."""
+
+    model_config: ServedModelConfig
+    parallel_config: ServedParallelConfig
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """Answer of `GET /server_info`: fields with SGLang's names, and `vllm_config` with vLLM's."""
+
+    version: str
+    model_path: str
+    served_model_name: str
+    dtype: str
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    page_size: int
+    context_length: int
+    max_running_requests: int
+    max_total_num_tokens: int
+    weight_version: str
+    vllm_config: ServedConfig
+
+
+async def pause(request: web.Request) -> web.Response:
+    """Pause the engine; answers once it computes nothing. Requests that arrive wait until `POST /resume`."""
+    context = trainer_context(request)
+    query = read_query(request, PauseQuery)
+    check_choice("mode", query.mode, MODES)
+    mode = MODES["wait" if query.wait_for_inflight_requests else query.mode]
+    await context.engine.pause(mode)
+    if query.clear_cache is True or (query.clear_cache is None and mode != "keep"):
+        await context.engine.reset_prefix_cache()
+    return json_response(EngineStatus("paused"))
+
+
+async def resume(request: web.Request) -> web.Response:
+    """Resume the engine after a pause."""
+    await trainer_context(request).engine.resume()
+    return json_response(EngineStatus("resumed"))
+
+
+async def is_paused(request: web.Request) -> web.Response:
+    """Return whether the engine is paused."""
+    return json_response(PausedReport(trainer_context(request).engine.is_paused))
+
+
+async def update_weights(request: web.Request) -> web.Response:
+    """Load the weights in a directory into the running model."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, UpdateWeightsRequest)
+    await load_weights(context, "weight_dir", fields.weight_dir, fields.weight_version)
+    response = json_response(EngineStatus("ok"))
+    response.headers.update(headers)
+    return response
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Forget all cached prefixes; running requests keep theirs."""
+    context = trainer_context(request)
+    query = read_query(request, ResetPrefixCacheQuery)
+    for name in ("reset_running_requests", "reset_external"):
+        if getattr(query, name):
+            raise invalid(name, f"{name} is true; allowed: false", "unsupported_parameter")
+    await context.engine.reset_prefix_cache()
+    return json_response(CacheReset(True))
+
+
+async def get_world_size(request: web.Request) -> web.Response:
+    """Return the number of workers, of all replicas or of one."""
+    context = trainer_context(request)
+    info = context.engine.info
+    replicas = _replicas(context) if read_query(request, WorldSizeQuery).include_dp else 1
+    return json_response(WorldSize(info.tp * info.pp * replicas))
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Return the model, its sizes and the version of its weights."""
+    context = trainer_context(request)
+    check_choice("config_format", read_query(request, ServerInfoQuery).config_format, ("json",))
+    info, names = context.engine.info, context.settings.model_names
+    parallel = ServedParallelConfig(info.tp, info.pp, _replicas(context))
+    model = ServedModelConfig(info.model_id, f"torch.{info.dtype}", info.max_model_len)
+    report = ServerInfo(
+        version=version("tok-server"),
+        model_path=info.model_id,
+        served_model_name=names[0],
+        dtype=info.dtype,
+        tp_size=info.tp,
+        pp_size=info.pp,
+        dp_size=_replicas(context),
+        page_size=info.page_size,
+        context_length=info.max_model_len,
+        max_running_requests=info.max_running,
+        max_total_num_tokens=info.kv_cache_tokens,
+        weight_version=context.engine.weight_version,
+        vllm_config=ServedConfig(model, parallel),
+    )
+    return json_response(report)
+
+
+def _replicas(context: Context) -> int:
+    return len(context.engine.health().replicas)
+
+
+VLLM_OPERATIONS = (
+    Operation("POST", "/pause", pause, query=PauseQuery, answers={200: json_of(EngineStatus)}),
+    Operation("POST", "/resume", resume, answers={200: json_of(EngineStatus)}),
+    Operation("GET", "/is_paused", is_paused, answers={200: json_of(PausedReport)}),
+    Operation(
+        "POST",
+        "/update_weights",
+        update_weights,
+        request=json_of(UpdateWeightsRequest),
+        answers={200: json_of(EngineStatus)},
+    ),
+    Operation(
+        "POST",
+        "/reset_prefix_cache",
+        reset_prefix_cache,
+        query=ResetPrefixCacheQuery,
+        answers={200: json_of(CacheReset)},
+    ),
+    Operation(
+        "GET",
+        "/get_world_size",
+        get_world_size,
+        query=WorldSizeQuery,
+        answers={200: json_of(WorldSize)},
+    ),
+    Operation(
+        "GET",
+        "/server_info",
+        server_info,
+        query=ServerInfoQuery,
+        answers={200: json_of(ServerInfo)},
+    ),
+)
