@@ -11,7 +11,7 @@ import torch
 from tok_core import EngineConfig, SamplingParams
 from tok_core.config import RankCoordinates
 from tok_core.manager.loop import Manager
-from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submit
+from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submit, ToEngine
 from tok_core.model_config.model_config import read_config
 from tok_core.models.registry import build
 from tok_core.models.weights.loading import load
@@ -62,7 +62,8 @@ class RecordingPorts(LocalPorts):
         self.taken += outputs
         return outputs
 
-    def _keep(self, progress: Progress) -> None:
+    def _keep(self, progress: ToEngine) -> None:
+        assert isinstance(progress, Progress)
         self.reports.append(progress)
 
 

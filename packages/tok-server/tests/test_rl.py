@@ -11,6 +11,7 @@ import pytest
 from support.patience import wait_until
 from support.serving import Answer, Server, serving
 from support.tiny_models import change_weights, make_model, reference_greedy
+from tok_client import AsyncClient, BadRequestError, Client
 from tok_server.rl import RL_OPERATIONS
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -95,6 +96,28 @@ def test_prime_rl_pauses_updates_and_resumes(restored: Server, new_model: Path, 
     assert post(server, "/resume").json() == {"status": "resumed"}
     assert tokens(late.answer()) == expected(new_model)
     assert server.call("GET", "/is_paused").json() == {"is_paused": False}
+
+
+async def test_the_client_pauses_updates_and_resumes(restored: Server, new_model: Path, tiny_model: Path) -> None:
+    with Client(restored.url) as client:
+        assert client.rl.pause("keep", clear_cache=True).status == "paused"
+        assert client.rl.is_paused()
+        assert client.rl.update_weights(new_model, weight_version="a").status == "ok"
+        assert client.rl.weight_version() == "a"
+        assert client.rl.reset_prefix_cache().success
+        assert client.rl.resume().status == "resumed"
+        assert not client.rl.is_paused()
+        with pytest.raises(BadRequestError, match="weight_dir is '/nowhere'"):
+            client.rl.update_weights("/nowhere")
+    assert tokens(restored.complete(**ASKED)) == expected(new_model)
+    async with AsyncClient(restored.url) as other:
+        assert (await other.rl.pause()).status == "paused"
+        assert await other.rl.is_paused()
+        assert (await other.rl.update_weights(tiny_model, weight_version="b")).status == "ok"
+        assert await other.rl.weight_version() == "b"
+        assert (await other.rl.reset_prefix_cache()).success
+        assert (await other.rl.resume()).status == "resumed"
+    assert tokens(restored.complete(**ASKED)) == expected(tiny_model)
 
 
 @pytest.mark.parametrize("stream", [False, True])

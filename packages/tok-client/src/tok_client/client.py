@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from tok_client.resources import (
+    RL,
     AsyncBatches,
     AsyncChat,
     AsyncCompletions,
@@ -14,6 +15,7 @@ from tok_client.resources import (
     AsyncModels,
     AsyncOperations,
     AsyncResponses,
+    AsyncRL,
     Batches,
     Chat,
     Completions,
@@ -57,6 +59,7 @@ class AsyncClient(AsyncOperations):
         self.files = AsyncFiles(self._transport)
         self.batches = AsyncBatches(self._transport)
         self.models = AsyncModels(self._transport)
+        self.rl = AsyncRL(self._transport)
 
     async def close(self) -> None:
         """Close all connections, including those of open streams. Idempotent."""
@@ -104,6 +107,7 @@ class Client(Operations):
         self.files = Files(self._transport)
         self.batches = Batches(self._transport)
         self.models = Models(self._transport)
+        self.rl = RL(self._transport)
 
     def close(self) -> None:
         """Close all connections, including those of open streams, and end the thread. Idempotent."""

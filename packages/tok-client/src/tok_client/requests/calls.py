@@ -23,10 +23,12 @@ from tok_client.types import (
     Batch,
     BatchList,
     BatchRequest,
+    CacheReset,
     DetokenizeRequest,
     DetokenizeResponse,
     EmbeddingList,
     EmbeddingRequest,
+    EngineStatus,
     ExpiresAfter,
     FileDeleted,
     FileList,
@@ -35,6 +37,7 @@ from tok_client.types import (
     LoadReport,
     Model,
     ModelList,
+    PausedReport,
     ReadyReport,
     ReplicaReport,
     RerankRequest,
@@ -43,7 +46,9 @@ from tok_client.types import (
     ScoreResponse,
     TokenizeRequest,
     TokenizeResponse,
+    UpdateWeightsRequest,
     VersionReport,
+    WeightVersion,
 )
 
 if TYPE_CHECKING:
@@ -190,3 +195,37 @@ def replica_restart(number: int) -> Call[ReplicaReport]:
     """Return the call of `POST /admin/replicas/{number}/restart`."""
     path = f"/admin/replicas/{number}/restart"
     return Call(method="POST", path=path, kind=ReplicaReport, at_root=True, repeatable=False)
+
+
+def pause(mode: str, clear_cache: bool | None) -> Call[EngineStatus]:
+    """Return the call of `POST /pause`."""
+    cache = None if clear_cache is None else str(clear_cache).lower()
+    return Call(method="POST", path=f"/pause{query_of(mode=mode, clear_cache=cache)}", kind=EngineStatus, at_root=True)
+
+
+def resume() -> Call[EngineStatus]:
+    """Return the call of `POST /resume`."""
+    return Call(method="POST", path="/resume", kind=EngineStatus, at_root=True)
+
+
+def paused() -> Call[PausedReport]:
+    """Return the call of `GET /is_paused`."""
+    return Call(method="GET", path="/is_paused", kind=PausedReport, at_root=True)
+
+
+def weights_update(weight_dir: str | PathLike[str], weight_version: str | None) -> Call[EngineStatus]:
+    """Return the call of `POST /update_weights`. Sent twice without a version, it would count two versions."""
+    version = UNSET if weight_version is None else weight_version
+    body = body_of(UpdateWeightsRequest, {"weight_dir": os.fspath(weight_dir), "weight_version": version})
+    again = weight_version is not None
+    return Call(method="POST", path="/update_weights", kind=EngineStatus, body=body, at_root=True, repeatable=again)
+
+
+def cache_reset() -> Call[CacheReset]:
+    """Return the call of `POST /reset_prefix_cache`."""
+    return Call(method="POST", path="/reset_prefix_cache", kind=CacheReset, at_root=True)
+
+
+def weight_version() -> Call[WeightVersion]:
+    """Return the call of `GET /get_weight_version`."""
+    return Call(method="GET", path="/get_weight_version", kind=WeightVersion, at_root=True)

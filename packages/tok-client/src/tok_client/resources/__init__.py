@@ -10,8 +10,10 @@ from tok_client.resources.files import AsyncFiles, Files
 from tok_client.resources.models import AsyncModels, Models
 from tok_client.resources.operations import AsyncOperations, Operations
 from tok_client.resources.responses import AsyncResponses, Responses
+from tok_client.resources.rl import RL, AsyncRL
 
 __all__ = [
+    "RL",
     "AsyncBatches",
     "AsyncChat",
     "AsyncCompletions",
@@ -19,6 +21,7 @@ __all__ = [
     "AsyncFiles",
     "AsyncModels",
     "AsyncOperations",
+    "AsyncRL",
     "AsyncResponses",
     "Batches",
     "Chat",

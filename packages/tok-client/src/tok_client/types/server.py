@@ -130,6 +130,37 @@ class VersionReport(Wire, frozen=True, kw_only=True):
     version: str
 
 
+class EngineStatus(Wire, frozen=True, kw_only=True):
+    """Response of `POST /pause`, `/resume` and `/update_weights`: "paused", "resumed" or "ok"."""
+
+    status: str
+
+
+class PausedReport(Wire, frozen=True, kw_only=True):
+    """Response of `GET /is_paused`."""
+
+    is_paused: bool
+
+
+class UpdateWeightsRequest(Wire, frozen=True, kw_only=True):
+    """Request of `POST /update_weights`. `weight_dir`: a directory on the server's host, with safetensors files."""
+
+    weight_dir: str
+    weight_version: Maybe[str] = UNSET
+
+
+class CacheReset(Wire, frozen=True, kw_only=True):
+    """Response of `POST /reset_prefix_cache`."""
+
+    success: bool
+
+
+class WeightVersion(Wire, frozen=True, kw_only=True):
+    """Response of `GET /get_weight_version`."""
+
+    weight_version: str
+
+
 class ErrorBody(Wire, frozen=True, kw_only=True):
     """An error. `param` names the request field at fault, `code` the kind of error for programs."""
 

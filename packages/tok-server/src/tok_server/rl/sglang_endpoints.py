@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from tok_client.types import WeightVersion
 from tok_core import EngineError, SamplingParams
 from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, trainer_context
 from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response, raw, unavailable
@@ -54,12 +55,6 @@ class WeightsUpdate(msgspec.Struct, frozen=True):
     success: bool
     message: str
     num_paused_requests: int = 0
-
-
-class WeightVersion(msgspec.Struct, frozen=True):
-    """Answer of `GET /get_weight_version`."""
-
-    weight_version: str
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
@@ -116,7 +111,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 async def get_weight_version(request: web.Request) -> web.Response:
     """Return the version of the weights."""
-    return json_response(WeightVersion(trainer_context(request).engine.weight_version))
+    return json_response(WeightVersion(weight_version=trainer_context(request).engine.weight_version))
 
 
 async def flush_cache(request: web.Request) -> web.Response:

@@ -8,7 +8,9 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from tok_client.types import CacheReset, EngineStatus, PausedReport, UpdateWeightsRequest
 from tok_server.http import Context
+from tok_server.openai import value_or_none
 from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, trainer_context
 from tok_server.wire import Operation, invalid, json_of, json_response, read_query
 
@@ -28,36 +30,11 @@ class PauseQuery(msgspec.Struct, frozen=True):
     wait_for_inflight_requests: bool = False
 
 
-class EngineStatus(msgspec.Struct, frozen=True):
-    """Answer of `POST /pause`, `/resume` and `/update_weights`: "paused", "resumed" or "ok"."""
-
-    status: str
-
-
-class PausedReport(msgspec.Struct, frozen=True):
-    """Answer of `GET /is_paused`."""
-
-    is_paused: bool
-
-
-class UpdateWeightsRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /update_weights`; `weight_version` is an extension."""
-
-    weight_dir: str
-    weight_version: str | None = None
-
-
 class ResetPrefixCacheQuery(msgspec.Struct, frozen=True):
     """Query of `POST /reset_prefix_cache`."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
-
-
-class CacheReset(msgspec.Struct, frozen=True):
-    """Answer of `POST /reset_prefix_cache`."""
-
-    success: bool
 
 
 class WorldSizeQuery(msgspec.Struct, frozen=True):
@@ -128,26 +105,26 @@ async def pause(request: web.Request) -> web.Response:
     await context.engine.pause(mode)
     if query.clear_cache is True or (query.clear_cache is None and mode != "keep"):
         await context.engine.reset_prefix_cache()
-    return json_response(EngineStatus("paused"))
+    return json_response(EngineStatus(status="paused"))
 
 
 async def resume(request: web.Request) -> web.Response:
     """Resume the engine after a pause."""
     await trainer_context(request).engine.resume()
-    return json_response(EngineStatus("resumed"))
+    return json_response(EngineStatus(status="resumed"))
 
 
 async def is_paused(request: web.Request) -> web.Response:
     """Return whether the engine is paused."""
-    return json_response(PausedReport(trainer_context(request).engine.is_paused))
+    return json_response(PausedReport(is_paused=trainer_context(request).engine.is_paused))
 
 
 async def update_weights(request: web.Request) -> web.Response:
     """Load the weights in a directory into the running model."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, UpdateWeightsRequest)
-    await load_weights(context, "weight_dir", fields.weight_dir, fields.weight_version)
-    response = json_response(EngineStatus("ok"))
+    await load_weights(context, "weight_dir", fields.weight_dir, value_or_none(fields.weight_version))
+    response = json_response(EngineStatus(status="ok"))
     response.headers.update(headers)
     return response
 
@@ -160,7 +137,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
         if getattr(query, name):
             raise invalid(name, f"{name} is true; allowed: false", "unsupported_parameter")
     await context.engine.reset_prefix_cache()
-    return json_response(CacheReset(True))
+    return json_response(CacheReset(success=True))
 
 
 async def get_world_size(request: web.Request) -> web.Response:
