@@ -12,7 +12,7 @@ import torch
 from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
 from support.grouping import group_eagerly
 from support.setup_audit import set_up_late
-from support.tiny_models import KINDS, make_model, reference_greedy
+from support.tiny_models import KINDS, change_weights, make_model, reference_greedy
 from tok_core import Engine, EngineConfig, EngineError, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +52,24 @@ def test_greedy_tokens_in_fp32_equal_transformers(path: Path) -> None:
                     got = [token.logprob for token in output.outputs[0].logprobs or []]
                     np.testing.assert_allclose(got, logprobs, atol=1e-3)
             assert_all_given_back(manager_of(one))
+
+
+@pytest.mark.parametrize("enlarged", [False, True])
+def test_updated_weights_are_those_that_captured_graphs_read(enlarged: bool, directory: Path, tmp_path: Path) -> None:
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.self_attn.q_proj.weight"] *= 1e5  # beyond float16: the graphs are captured again
+
+    old, new = made("llama", directory), make_model("llama", tmp_path / "new", seed=1)
+    if enlarged:
+        change_weights(new, enlarge)
+    with engine(new, dtype="bfloat16") as one:
+        wanted = [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)]
+    with engine(old, dtype="bfloat16") as one:
+        assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] != wanted
+        one.update_weights(str(new))
+        outputs = one.generate(ASKED, GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
+        assert_all_given_back(manager_of(one))
 
 
 @pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-window", "dynamic", "longrope", "yarn"])

@@ -132,3 +132,17 @@ def total(stats: Iterable[Stats]) -> Stats:
     """Return the sum, field by field."""
     each = [msgspec.structs.astuple(one) for one in stats]
     return Stats(*(sum(values) for values in zip(*each, strict=True)))
+
+
+def together(infos: list[EngineInfo]) -> EngineInfo:
+    """Combine the replicas' infos: sums of `num_pages` and `max_running`, minima of length and step limits.
+
+    The other fields are the same for all replicas, or are taken from the first.
+    """
+    return msgspec.structs.replace(
+        infos[0],
+        num_pages=sum(info.num_pages for info in infos),
+        max_running=sum(info.max_running for info in infos),
+        max_model_len=min(info.max_model_len for info in infos),
+        max_step_tokens=min(info.max_step_tokens for info in infos),
+    )

@@ -28,7 +28,7 @@ from tok_core.messages import (
     ToManager,
 )
 from tok_core.replicas.replica import Death, ProcessReplica, Replica, Report, ThreadReplica
-from tok_core.replicas.replica_record import ReplicaRecord, ReplicaState, total
+from tok_core.replicas.replica_record import ReplicaRecord, ReplicaState, together, total
 
 log = logging.getLogger("tok_core")
 
@@ -396,17 +396,3 @@ def failures(failed: list[tuple[int, str]]) -> Progress:
 
 def _dict(stats: Stats) -> dict[str, float]:
     return msgspec.structs.asdict(stats)
-
-
-def together(infos: list[EngineInfo]) -> EngineInfo:
-    """Combine the replicas' infos: sums of `num_pages` and `max_running`, minima of length and step limits.
-
-    The other fields are the same for all replicas, or are taken from the first.
-    """
-    return msgspec.structs.replace(
-        infos[0],
-        num_pages=sum(info.num_pages for info in infos),
-        max_running=sum(info.max_running for info in infos),
-        max_model_len=min(info.max_model_len for info in infos),
-        max_step_tokens=min(info.max_step_tokens for info in infos),
-    )
