@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +18,7 @@ from tok_server.anthropic.endpoint import MESSAGES
 from tok_server.anthropic.request_types import CountTokensRequest, MessagesRequest
 from tok_server.demo import MODEL_DIR
 
-anthropic: Any = pytest.importorskip("anthropic")
+anthropic: Any = import_module("anthropic")
 
 QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. How much does he spend in all?"
 USER: Any = [{"role": "user", "content": QUESTION}]
