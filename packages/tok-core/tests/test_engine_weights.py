@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.patience import wait_until
+from support.quantized_models import write_quantized
 from support.tiny_models import change_weights, make_model, reference_greedy
 from tok_core import Engine, EngineConfig, EngineDead, ModelError, SamplingParams
 from tok_core.models import weights as model_weights
@@ -163,6 +165,26 @@ def test_weights_are_rounded_again_and_what_cannot_be_rounded_is_refused(old: Pa
         assert tokens(engine) == before != rounded
         engine.update_weights(str(new))
         assert tokens(engine) == rounded
+
+
+def scale_up(weights: dict[str, Tensor]) -> None:
+    for name in weights:
+        if "scale" in name:
+            weights[name] = weights[name] * 2
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "int4-zero-points", "awq", "gptq-desc-act"])
+def test_update_repacks_weights_as_the_start_does(scheme: str, tmp_path: Path) -> None:
+    first, dequantised = write_quantized("llama", tmp_path / "first", scheme)
+    second = tmp_path / "second"
+    shutil.copytree(first, second)
+    change_weights(second, scale_up)
+    with cpu_engine(second) as engine:
+        doubled = tokens(engine)
+    with cpu_engine(first) as engine:
+        assert tokens(engine) == expected(dequantised) != doubled
+        engine.update_weights(str(second))
+        assert tokens(engine) == doubled
 
 
 def test_quantised_checkpoint_takes_weights_of_its_own_format(old: Path, new: Path, tmp_path: Path) -> None:
