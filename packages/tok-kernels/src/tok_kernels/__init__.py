@@ -23,8 +23,14 @@ from tok_kernels.batch import (
     Shards,
 )
 from tok_kernels.collectives.exchange import Exchange
-from tok_kernels.linear.packed_weight import MAX_TILES, PackedWeight, pack_columns
-from tok_kernels.linear.scaled_weight import MAX_VALUES, QuantizedRows, ScaledWeight
+from tok_kernels.linear.quantized_weights import (
+    MAX_TILES,
+    MAX_VALUES,
+    PackedWeight,
+    QuantizedRows,
+    ScaledWeight,
+    pack_columns,
+)
 from tok_kernels.norm_rope_kv.rope_table import (
     DynamicScaling,
     LinearScaling,

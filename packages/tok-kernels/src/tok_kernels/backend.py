@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tok_kernels.attention.interface import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
-from tok_kernels.linear.packed_weight import PackedWeight
-from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
+from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 

@@ -11,6 +11,7 @@ from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
 from tok_kernels import MAX_TILES, PackedWeight, pack_columns
 from tok_kernels.linear import triton_packed
+from tok_kernels.linear.triton_config import PackedDotLaunch, PackedStreamLaunch
 from tok_kernels.linear.triton_packed import (
     dequantize,
     launch_packed_dot,
@@ -18,7 +19,6 @@ from tok_kernels.linear.triton_packed import (
     packed_gated_linear,
     packed_linear,
 )
-from tok_kernels.linear.triton_packed_config import PackedDotLaunch, PackedStreamLaunch
 
 # The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)

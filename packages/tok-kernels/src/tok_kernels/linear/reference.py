@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tok_kernels.linear.packed_weight import PackedWeight
-from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
+from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
 from tok_kernels.norm_rope_kv.reference import rms_norm, silu_and_mul
 
 

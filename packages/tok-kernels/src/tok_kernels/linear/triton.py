@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from tok_kernels.launch_config import pdl_options
+from tok_kernels.linear.quantized_weights import ScaledWeight
 from tok_kernels.linear.reference import matmul
-from tok_kernels.linear.scaled_weight import ScaledWeight
 from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
 from tok_kernels.linear.triton_stream import stream_linear_kernel
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul

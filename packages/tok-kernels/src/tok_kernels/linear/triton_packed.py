@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from tok_kernels.launch_config import pdl_options
-from tok_kernels.linear.packed_weight import PackedWeight
+from tok_kernels.linear.quantized_weights import PackedWeight
 from tok_kernels.linear.triton import check_linear, gated_linear, linear
-from tok_kernels.linear.triton_packed_config import (
+from tok_kernels.linear.triton_config import (
     PackedDotLaunch,
     PackedStreamLaunch,
     packed_dot_launch,

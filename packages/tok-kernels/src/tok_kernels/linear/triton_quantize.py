@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options, power_of_two
-from tok_kernels.linear.scaled_weight import MAX_VALUES, QuantizedRows, ScaledWeight
+from tok_kernels.linear.quantized_weights import MAX_VALUES, QuantizedRows, ScaledWeight
 
 _MAX_BLOCK = 4096  # columns of a chunk
 _FINISH_BLOCK = 2048  # columns that a program of `finish_rows` computes

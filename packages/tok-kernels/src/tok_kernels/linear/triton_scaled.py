@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from tok_kernels.launch_config import pdl_options, power_of_two
-from tok_kernels.linear.scaled_weight import QuantizedRows, ScaledWeight
+from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton import check_linear, gated_linear, launch_stream, linear
 from tok_kernels.linear.triton_config import FEW_ROWS, FEW_ROWS_GATED, MAX_FEW_ROWS, scaled_stream_launch, streams
 from tok_kernels.linear.triton_few_rows import few_rows_kernel

@@ -12,8 +12,7 @@ from torch import Tensor
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
 from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
-from tok_kernels.linear.packed_weight import MAX_TILES, PackedWeight
-from tok_kernels.linear.scaled_weight import ScaledWeight
+from tok_kernels.linear.quantized_weights import MAX_TILES, PackedWeight, ScaledWeight
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_cache, new_problem
 from tok_kernels.norm_rope_kv.rope_table import rope_table
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from support.noise import noise
 from tok_kernels import MAX_TILES, PackedWeight, choose, pack_columns
-from tok_kernels.linear.packed_weight import unpack_columns
+from tok_kernels.linear.quantized_weights import unpack_columns
 
 CPU = torch.device("cpu")
 
