@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from support.engines import assert_all_given_back, cpu_engine, manager_of, rando
 from support.grouping import group_eagerly
 from support.setup_audit import set_up_late
 from support.tiny_models import KINDS, change_weights, make_model, reference_greedy
-from tok_core import Engine, EngineConfig, EngineError, SamplingParams
+from support.trainer import hear, run
+from tok_core import Engine, EngineConfig, EngineError, ModelError, SamplingParams
+from tok_core.messages import IpcHandle
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +73,36 @@ def test_updated_weights_are_those_that_captured_graphs_read(enlarged: bool, dir
         one.update_weights(str(new))
         outputs = one.generate(ASKED, GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == wanted
+        assert_all_given_back(manager_of(one))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_tensors_of_another_process_on_the_gpu_are_read_in_place(tmp_path: Path, staged: bool) -> None:
+    old, new = (make_model("qwen2", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    with engine(new, dtype="bfloat16") as one:
+        wanted = [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)]
+    with engine(old, dtype="bfloat16") as one, run("share", new) as trainer:
+        assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] != wanted
+        info = json.loads(hear(trainer))
+        handles = [
+            {uuid: IpcHandle(base64.b64decode(found["handle"]), found["offset"]) for uuid, found in each.items()}
+            for each in info["ipc_handles"]
+        ]
+        described = info["names"], info["dtype_names"], info["shapes"]
+        outside = [{uuid: IpcHandle(found.handle, 1 << 50) for uuid, found in each.items()} for each in handles]
+        with pytest.raises(ModelError, match="outside of an allocation"):
+            one.weight_transfer.receive(*described, handles=outside)
+        unknown = [{uuid: IpcHandle(b"x" * 64, 0) for uuid in each} for each in handles]
+        with pytest.raises(ModelError, match="cuIpcOpenMemHandle"):
+            one.weight_transfer.receive(*described, handles=unknown)
+        if staged:
+            one.weight_transfer.start()
+        one.weight_transfer.receive(*described, handles=handles)
+        if staged:
+            trainer.kill()
+            trainer.wait()
+            one.weight_transfer.finish()
+        assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] == wanted
         assert_all_given_back(manager_of(one))
 
 

@@ -33,7 +33,9 @@ from tok_client.types import (
     FileDeleted,
     FileList,
     FileObject,
+    FinishWeightUpdateRequest,
     HealthReport,
+    InitWeightTransferRequest,
     LoadReport,
     Model,
     ModelList,
@@ -49,6 +51,7 @@ from tok_client.types import (
     UpdateWeightsRequest,
     VersionReport,
     WeightVersion,
+    WorldSize,
 )
 
 if TYPE_CHECKING:
@@ -213,12 +216,45 @@ def paused() -> Call[PausedReport]:
     return Call(method="GET", path="/is_paused", kind=PausedReport, at_root=True)
 
 
-def weights_update(weight_dir: str | PathLike[str], weight_version: str | None) -> Call[EngineStatus]:
+def weights_update(
+    weight_dir: str | PathLike[str] | None, weight_version: str | None, update_info: Object | None
+) -> Call[EngineStatus]:
     """Return the call of `POST /update_weights`. Sent twice without a version, it would count two versions."""
-    version = UNSET if weight_version is None else weight_version
-    body = body_of(UpdateWeightsRequest, {"weight_dir": os.fspath(weight_dir), "weight_version": version})
-    again = weight_version is not None
+    fields = {
+        "weight_dir": UNSET if weight_dir is None else os.fspath(weight_dir),
+        "update_info": UNSET if update_info is None else update_info,
+        "weight_version": UNSET if weight_version is None else weight_version,
+    }
+    body = body_of(UpdateWeightsRequest, fields)
+    again = weight_version is not None and update_info is None
     return Call(method="POST", path="/update_weights", kind=EngineStatus, body=body, at_root=True, repeatable=again)
+
+
+def weight_transfer_init(init_info: Object) -> Call[EngineStatus]:
+    """Return the call of `POST /init_weight_transfer_engine`."""
+    body = body_of(InitWeightTransferRequest, {"init_info": init_info})
+    return _update_call("/init_weight_transfer_engine", body)
+
+
+def weight_update_start() -> Call[EngineStatus]:
+    """Return the call of `POST /start_weight_update`."""
+    return _update_call("/start_weight_update", b"{}")
+
+
+def weight_update_finish(weight_version: str | None) -> Call[EngineStatus]:
+    """Return the call of `POST /finish_weight_update`."""
+    fields = {"weight_version": UNSET if weight_version is None else weight_version}
+    return _update_call("/finish_weight_update", body_of(FinishWeightUpdateRequest, fields))
+
+
+def _update_call(path: str, body: bytes) -> Call[EngineStatus]:
+    return Call(method="POST", path=path, kind=EngineStatus, body=body, at_root=True, repeatable=False)
+
+
+def world_size(include_dp: bool) -> Call[WorldSize]:
+    """Return the call of `GET /get_world_size`."""
+    query = "" if include_dp else "?include_dp=false"
+    return Call(method="GET", path=f"/get_world_size{query}", kind=WorldSize, at_root=True)
 
 
 def cache_reset() -> Call[CacheReset]:

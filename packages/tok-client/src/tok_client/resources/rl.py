@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import Literal
 
@@ -37,10 +38,39 @@ class AsyncRL:
         return (await self._transport.fetch(calls.paused(), timeout)).is_paused
 
     async def update_weights(
-        self, weight_dir: str | PathLike[str], *, weight_version: str | None = None, timeout: float | None = None
+        self,
+        weight_dir: str | PathLike[str] | None = None,
+        *,
+        update_info: Mapping[str, object] | None = None,
+        weight_version: str | None = None,
+        timeout: float | None = None,
     ) -> EngineStatus:
-        """Load the weights in a directory on the server's host. BadRequestError: they cannot be loaded."""
-        return await self._transport.fetch(calls.weights_update(weight_dir, weight_version), timeout)
+        """Load the weights in a directory on the server's host, or receive tensors. BadRequestError: they are refused.
+
+        update_info  names, dtype_names and shapes of tensors that the trainer broadcasts meanwhile, or that
+                     `tok_core.worker.transfer.export_tensors` exports; see `UpdateInfo`
+        """
+        return await self._transport.fetch(calls.weights_update(weight_dir, weight_version, update_info), timeout)
+
+    async def init_weight_transfer(
+        self, init_info: Mapping[str, object], *, timeout: float | None = None
+    ) -> EngineStatus:
+        """Let all workers join a group in which the trainer is rank 0; see `InitInfo`. The trainer joins meanwhile."""
+        return await self._transport.fetch(calls.weight_transfer_init(init_info), timeout)
+
+    async def start_weight_update(self, *, timeout: float | None = None) -> EngineStatus:
+        """Open an update: tensors are staged until `finish_weight_update`."""
+        return await self._transport.fetch(calls.weight_update_start(), timeout)
+
+    async def finish_weight_update(
+        self, *, weight_version: str | None = None, timeout: float | None = None
+    ) -> EngineStatus:
+        """Apply what the update has staged, in all workers or none. BadRequestError: the update has failed."""
+        return await self._transport.fetch(calls.weight_update_finish(weight_version), timeout)
+
+    async def world_size(self, *, include_dp: bool = True, timeout: float | None = None) -> int:
+        """Return the number of workers, of all replicas or of one."""
+        return (await self._transport.fetch(calls.world_size(include_dp), timeout)).world_size
 
     async def weight_version(self, *, timeout: float | None = None) -> str:
         """Return the version of the weights."""
@@ -76,10 +106,35 @@ class RL:
         return (self._transport.fetch(calls.paused(), timeout)).is_paused
 
     def update_weights(
-        self, weight_dir: str | PathLike[str], *, weight_version: str | None = None, timeout: float | None = None
+        self,
+        weight_dir: str | PathLike[str] | None = None,
+        *,
+        update_info: Mapping[str, object] | None = None,
+        weight_version: str | None = None,
+        timeout: float | None = None,
     ) -> EngineStatus:
-        """Load the weights in a directory on the server's host. BadRequestError: they cannot be loaded."""
-        return self._transport.fetch(calls.weights_update(weight_dir, weight_version), timeout)
+        """Load the weights in a directory on the server's host, or receive tensors. BadRequestError: they are refused.
+
+        update_info  names, dtype_names and shapes of tensors that the trainer broadcasts meanwhile, or that
+                     `tok_core.worker.transfer.export_tensors` exports; see `UpdateInfo`
+        """
+        return self._transport.fetch(calls.weights_update(weight_dir, weight_version, update_info), timeout)
+
+    def init_weight_transfer(self, init_info: Mapping[str, object], *, timeout: float | None = None) -> EngineStatus:
+        """Let all workers join a group in which the trainer is rank 0; see `InitInfo`. The trainer joins meanwhile."""
+        return self._transport.fetch(calls.weight_transfer_init(init_info), timeout)
+
+    def start_weight_update(self, *, timeout: float | None = None) -> EngineStatus:
+        """Open an update: tensors are staged until `finish_weight_update`."""
+        return self._transport.fetch(calls.weight_update_start(), timeout)
+
+    def finish_weight_update(self, *, weight_version: str | None = None, timeout: float | None = None) -> EngineStatus:
+        """Apply what the update has staged, in all workers or none. BadRequestError: the update has failed."""
+        return self._transport.fetch(calls.weight_update_finish(weight_version), timeout)
+
+    def world_size(self, *, include_dp: bool = True, timeout: float | None = None) -> int:
+        """Return the number of workers, of all replicas or of one."""
+        return (self._transport.fetch(calls.world_size(include_dp), timeout)).world_size
 
     def weight_version(self, *, timeout: float | None = None) -> str:
         """Return the version of the weights."""

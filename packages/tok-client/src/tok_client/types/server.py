@@ -142,11 +142,66 @@ class PausedReport(Wire, frozen=True, kw_only=True):
     is_paused: bool
 
 
-class UpdateWeightsRequest(Wire, frozen=True, kw_only=True):
-    """Request of `POST /update_weights`. `weight_dir`: a directory on the server's host, with safetensors files."""
+class IpcMemory(Wire, frozen=True, kw_only=True):
+    """Memory of a tensor on a GPU: base64 of its allocation's CUDA IPC handle, and an offset within it in bytes."""
 
-    weight_dir: str
+    handle: bytes
+    offset: int
+
+
+class UpdateInfo(Wire, frozen=True, kw_only=True):
+    """Tensors of an update, as vLLM names their fields.
+
+    packed                    many tensors are in one broadcast; absent: as `init_info` said
+    packed_buffer_size_bytes  a broadcast ends with the tensor that exceeds this size; absent: 1 GiB
+    ipc_handles               of each tensor, by the uuid of its GPU, instead of broadcasts: see `export_tensors`
+    ipc_handles_pickled       refused: no pickle is read
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: Maybe[bool] = UNSET
+    packed_buffer_size_bytes: Maybe[int] = UNSET
+    ipc_handles: Maybe[list[dict[str, IpcMemory]]] = UNSET
+    ipc_handles_pickled: Maybe[str] = UNSET
+
+
+class UpdateWeightsRequest(Wire, frozen=True, kw_only=True):
+    """Request of `POST /update_weights`: one of `weight_dir`, a directory on the server's host, and `update_info`."""
+
+    weight_dir: Maybe[str] = UNSET
+    update_info: Maybe[UpdateInfo] = UNSET
     weight_version: Maybe[str] = UNSET
+
+
+class InitInfo(Wire, frozen=True, kw_only=True):
+    """A trainer's group, as vLLM names its fields. `packed`: what updates that do not say so are."""
+
+    master_address: Maybe[str] = UNSET
+    master_port: Maybe[int] = UNSET
+    rank_offset: Maybe[int] = UNSET
+    world_size: Maybe[int] = UNSET
+    packed: bool = False
+    packed_buffer_size_bytes: Maybe[int] = UNSET
+
+
+class InitWeightTransferRequest(Wire, frozen=True, kw_only=True):
+    """Request of `POST /init_weight_transfer_engine`. An empty `init_info` is enough for CUDA IPC."""
+
+    init_info: InitInfo
+
+
+class FinishWeightUpdateRequest(Wire, frozen=True, kw_only=True):
+    """Request of `POST /finish_weight_update`."""
+
+    weight_version: Maybe[str] = UNSET
+
+
+class WorldSize(Wire, frozen=True, kw_only=True):
+    """Response of `GET /get_world_size`: a number of workers."""
+
+    world_size: int
 
 
 class CacheReset(Wire, frozen=True, kw_only=True):

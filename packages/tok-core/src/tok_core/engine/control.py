@@ -11,8 +11,9 @@ from typing import Literal, get_args
 
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.open_requests import OpenRequests
+from tok_core.engine.weight_transfer import TaskOf, WeightTransfer
 from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError
-from tok_core.messages import CommandAction, CommandResult, EngineCommand
+from tok_core.messages import ApplyStaged, CommandAction, CommandResult, EngineCommand
 from tok_core.replicas import ReplicaSet
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -51,12 +52,15 @@ class EngineControl:
         self._requests = requests
         self._changed = changed
         self._abort = abort
-        self._operation = threading.RLock()  # taken before the engine's lock
+        self.operation = threading.RLock()  # taken before the engine's lock
         self._numbers = itertools.count(1)
         self._round: _Round | None = None
         self._weights: str | None = None
+        self._sent = False  # the weights came as tensors: a replica that restarts cannot get them again
+        self._stale: set[int] = set()  # replicas that have restarted since
         self.paused = False
         self.updates = 0
+        self.transfer = WeightTransfer(self)
 
     @property
     def version(self) -> str:
@@ -67,7 +71,7 @@ class EngineControl:
         """Pause all replicas, and return once none computes."""
         if mode not in get_args(PauseMode):
             raise InvalidField("mode", mode, ", ".join(get_args(PauseMode)))
-        with self._operation:
+        with self.operation:
             self._dispatcher.require_ready()
             before = [request.rid for request in self._requests.all()]
             if mode == "wait" and not self.paused:
@@ -83,21 +87,29 @@ class EngineControl:
                 self._abort(before)
 
     def resume(self) -> None:
-        """Let all replicas compute again; without effect if they are not paused."""
-        with self._operation, self._changed:
-            self.paused = False
-            self._greet()
-            self._send("resume", self._replica_set.running())
+        """Let all replicas compute again; without effect if they are not paused.
+
+        Replicas that have lost tensors of a trainer stay paused. Raises ModelError if held tensors cannot be applied;
+        the engine resumes with the old weights.
+        """
+        with self.operation:
+            try:
+                self.transfer.finish_held()
+            finally:
+                with self._changed:
+                    self.paused = False
+                    self._greet()
+                    self._send("resume", [one for one in self._replica_set.running() if one not in self._stale])
 
     def clear_cache(self) -> None:
         """Let no request that starts from now on share pages that are cached now."""
-        with self._operation:
+        with self.operation:
             self._dispatcher.require_ready()
             self._command("clear_cache")  # a replica that ends meanwhile has no cache
 
     def update_weights(self, weights: str, version: str | None) -> str:
         """Load the checkpoint in directory `weights` in all replicas, and return its version."""
-        with self._operation:
+        with self.operation:
             self._dispatcher.require_ready()
             pausing = not self.paused
             if pausing:
@@ -106,23 +118,69 @@ class EngineControl:
                 for error in self._command("check_weights", weights):
                     raise error
                 self._load(weights)
-                self.updates += 1
-                version = str(self.updates) if version is None else version
-                self._requests.change_weights(version)
-                return version
+                return self._updated(version)
             finally:
                 if pausing:
                     self.resume()
 
+    def apply_staged(self, version: str | None) -> str:
+        """Let all replicas write the tensors that they have staged, and return the version of the weights."""
+        with self.operation:
+            pausing = not self.paused
+            if pausing:
+                self.pause("keep")
+            try:
+                with self._changed:
+                    self._weights, self._sent = None, True
+                    self._stale.clear()
+                    self._greet()
+                errors = self.execute(lambda _: ApplyStaged())
+                found = self._updated(version)
+                for error in errors:
+                    raise error
+                return found
+            finally:
+                if pausing:
+                    self.resume()
+
+    def execute(self, task: TaskOf) -> list[TokError]:
+        """Let all workers of all replicas execute a task, and return the replicas' errors."""
+        self._dispatcher.require_ready()
+        return self._command("transfer", task=task)
+
+    def workers(self) -> tuple[int, int, int]:
+        """Return the replicas that run, all replicas, and the workers of each."""
+        info = self._replica_set.info
+        assert info is not None  # set before the engine can be used
+        return len(self._replica_set.running()), len(self._replica_set.records), info.tp * info.pp
+
+    @property
+    def stale(self) -> bool:
+        """Return whether a replica has restarted without tensors that a trainer had sent."""
+        return bool(self._stale)
+
+    def _updated(self, version: str | None) -> str:
+        self.updates += 1
+        version = str(self.updates) if version is None else version
+        self._requests.change_weights(version)
+        return version
+
     def _load(self, weights: str) -> None:
-        """Load the weights in all replicas; if one cannot, load those in use again in the others."""
-        old = self._weights
+        """Load the weights in all replicas; if one cannot, load those in use again in the others.
+
+        Weights in use that a trainer sent cannot be loaded again: then the others keep the new ones.
+        """
+        old, sent = self._weights, self._sent
         with self._changed:
-            self._weights = weights
+            self._weights, self._sent = weights, False
+            self._stale.clear()
             self._greet()
         errors = self._command("load_weights", weights)
         if not errors:
             return
+        if sent:
+            self._updated(None)
+            raise errors[0]
         with self._changed:
             self._weights = old
             self._greet()
@@ -137,6 +195,8 @@ class EngineControl:
     def replica_lost(self, replica: int, reason: str) -> None:
         """Take note that a replica has died: it does not answer any more."""
         with self._changed:
+            if self._sent:
+                self._stale.add(replica)
             self._settle(replica, EngineDead(f"replica {replica} has ended: {reason}"))
 
     def _settle(self, replica: int, error: TokError | None, number: int | None = None) -> None:
@@ -160,26 +220,29 @@ class EngineControl:
             self._dispatcher.release()
             raise
 
-    def _command(self, action: CommandAction, weights: str | None = None) -> list[TokError]:
+    def _command(self, action: CommandAction, weights: str | None = None, task: TaskOf | None = None) -> list[TokError]:
         """Send a command to all replicas that run, and wait for their answers; return their errors."""
         with self._changed:
             replicas = self._replica_set.running()
-            current = self._round = _Round(self._send(action, replicas, weights), set(replicas))
+            current = self._round = _Round(self._send(action, replicas, weights, task), set(replicas))
             self._changed.wait_for(lambda: not current.waiting or self._replica_set.closed)
             self._round = None
             if self._replica_set.closed:
                 raise EngineClosed("the engine was closed")
             return current.errors
 
-    def _send(self, action: CommandAction, replicas: list[int], weights: str | None = None) -> int:
+    def _send(
+        self, action: CommandAction, replicas: list[int], weights: str | None = None, task: TaskOf | None = None
+    ) -> int:
         number = next(self._numbers)
         for replica in replicas:
-            self._replica_set.send(replica, EngineCommand(number, action, weights))
+            own = None if task is None else task(replica)
+            self._replica_set.send(replica, EngineCommand(number, action, weights, own))
         return number
 
     def _greet(self) -> None:
         """Set the commands that a replica gets first when it starts."""
-        commands = [EngineCommand(next(self._numbers), "pause")] if self.paused else []
+        commands = [EngineCommand(next(self._numbers), "pause")] if self.paused or self._sent else []
         if self._weights is not None:
             commands.append(EngineCommand(next(self._numbers), "load_weights", self._weights))
         self._replica_set.first_messages = tuple(commands)

@@ -21,6 +21,7 @@ from tok_core.engine.core import EngineCore
 from tok_core.engine.embedding import Embedder
 from tok_core.engine.open_requests import OpenRequest
 from tok_core.engine.request_stream import Mailbox, RequestStream
+from tok_core.engine.weight_transfer import WeightTransfer
 from tok_core.errors import InvalidField
 from tok_core.grammar import refuse
 from tok_core.messages import EngineInfo
@@ -79,6 +80,11 @@ class _Base:
         """Return the version of the weights in use: "default" until they are updated."""
         return self._core.control.version
 
+    @property
+    def weight_transfer(self) -> WeightTransfer:
+        """Return what updates the weights by a trainer's tensors; its methods block."""
+        return self._core.control.transfer
+
     def health(self) -> Health:
         """Return whether any replica serves requests now, and the state of each."""
         return self._core.health()
@@ -86,8 +92,8 @@ class _Base:
     def stats(self) -> dict[str, float]:
         """Return counters since the start, and gauges, summed over all replicas; see `tok_core.messages.Stats`.
 
-        `restarts` counts restarts of replicas; `replicas` and `replicas_ready` are the numbers of all and of ready
-        replicas. A request whose samples are split among replicas counts once in each.
+        `restarts`: of replicas; `replicas`, `replicas_ready`: all, and the ready ones. A request counts once in each
+        replica that has samples of it.
         """
         return self._core.stats()
 
@@ -183,18 +189,12 @@ class Engine(_Base):
     def update_weights(self, directory: str, *, version: str | None = None) -> str:
         """Load the weights in `directory` into the running model, in all replicas or none; return their version.
 
-        directory  safetensors files of the same architecture, in the format of the engine's checkpoint: dense weights
-                   for a dense one. With `quantization`, dense weights are rounded again. Keep it until the next update:
-                   a replica that restarts loads it again
+        directory  safetensors files in the format of the engine's checkpoint. A replica that restarts loads it again
         version    name of the weights in outputs; None: "1" for the first update, then "2", …
 
         The engine is paused in mode "keep" meanwhile, unless it is paused already. Prefixes cached before are not used
         again. Samples that run keep the KV cache of the old weights; all others compute all their tokens anew.
-
-        Before any weight is written, all workers check names, shapes, dtypes, sizes of files, and numbers where not all
-        are allowed (matrices to round, scales, casts). If a check fails, ModelError names the tensor, and nothing has
-        changed. If a checked file cannot be read later, that replica restarts, all load the old weights again, and
-        EngineDead or ModelError is raised.
+        All workers check the files first; ModelError names a tensor that does not fit, and nothing has changed.
         """
         return self._core.control.update_weights(directory, version)
 

@@ -8,7 +8,7 @@ from typing import Protocol, assert_never
 from tok_core.manager.intake import RequestIntake
 from tok_core.manager.output_processor import OutputProcessor
 from tok_core.manager.scheduling import Scheduler
-from tok_core.messages import CommandResult, EngineCommand, WeightsResult, WeightsTask
+from tok_core.messages import ApplyStaged, CommandResult, EngineCommand, TransferTask, WeightsResult, WeightsTask
 
 
 class CommandPorts(Protocol):
@@ -18,7 +18,7 @@ class CommandPorts(Protocol):
         """Send the result of a command to the engine."""
         ...
 
-    def send_weights(self, task: WeightsTask) -> int:
+    def send_weights(self, task: WeightsTask | TransferTask) -> int:
         """Queue a task at all workers, and return how many there are."""
         ...
 
@@ -76,17 +76,17 @@ class CommandExecutor:
             case "pause":
                 self._paused = True
                 return None if self._output_processor.in_flight else ""
-            case "check_weights" | "load_weights":
+            case "check_weights" | "load_weights" | "transfer":
                 return None if self._output_processor.in_flight else self._task(command)
             case _:
                 assert_never(command.action)
 
     def _task(self, command: EngineCommand) -> str | None:
         assert self._ports is not None
-        write = command.action == "load_weights"
+        write = command.action == "load_weights" or isinstance(command.task, ApplyStaged)
         if not self._workers:
             self._errors: list[str] = []
-            self._workers = self._ports.send_weights(WeightsTask(command.weights, write))
+            self._workers = self._ports.send_weights(command.task or WeightsTask(command.weights, write))
         for result in self._ports.weights_results():
             self._workers -= 1
             self._errors += [result.error] if result.error else []

@@ -1,13 +1,29 @@
 """Messages between engine, manager and worker, their encoding (msgpack with arrays as raw bytes), and their sockets.
 
 engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
-engine ─EngineCommand─► manager ─WeightsTask─► worker ─WeightsResult─► manager ─CommandResult─► engine
+engine ─EngineCommand─► manager ─WeightsTask, TransferTask─► worker ─WeightsResult─► manager ─CommandResult─► engine
 """
 
 from __future__ import annotations
 
 from tok_core.messages.codec import EMPTY, Float32, Int32, Int64, array, decoder, encode
-from tok_core.messages.commands import CommandAction, CommandResult, EngineCommand, WeightsResult, WeightsTask
+from tok_core.messages.commands import (
+    TENSOR_DTYPES,
+    ApplyStaged,
+    CheckStaged,
+    CommandAction,
+    CommandResult,
+    DropStaged,
+    EngineCommand,
+    GroupProtocol,
+    IpcHandle,
+    JoinGroup,
+    LeaveGroup,
+    ReceiveTensors,
+    TransferTask,
+    WeightsResult,
+    WeightsTask,
+)
 from tok_core.messages.processes import (
     Beat,
     EngineInfo,
@@ -36,10 +52,14 @@ from tok_core.messages.steps import (
 __all__ = [
     "EMPTY",
     "MAX_CASCADE_LEVELS",
+    "TENSOR_DTYPES",
+    "ApplyStaged",
     "Beat",
     "Cancel",
+    "CheckStaged",
     "CommandAction",
     "CommandResult",
+    "DropStaged",
     "Embedded",
     "EngineCommand",
     "EngineInfo",
@@ -49,12 +69,17 @@ __all__ = [
     "FromProcess",
     "FromWorker",
     "GroupLevel",
+    "GroupProtocol",
     "Int32",
     "Int64",
+    "IpcHandle",
+    "JoinGroup",
+    "LeaveGroup",
     "NewSlots",
     "ProcessLaunch",
     "Progress",
     "PromptValues",
+    "ReceiveTensors",
     "Receiver",
     "Rendezvous",
     "RequestedPromptOutputs",
@@ -69,6 +94,7 @@ __all__ = [
     "ToEngine",
     "ToManager",
     "ToWorker",
+    "TransferTask",
     "WeightsResult",
     "WeightsTask",
     "array",

@@ -2,11 +2,92 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
-CommandAction = Literal["pause", "resume", "clear_cache", "check_weights", "load_weights"]
+CommandAction = Literal["pause", "resume", "clear_cache", "check_weights", "load_weights", "transfer"]
+TENSOR_DTYPES = MappingProxyType(
+    {
+        "float64": "F64",
+        "float32": "F32",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float8_e4m3fn": "F8_E4M3",
+        "int64": "I64",
+        "int32": "I32",
+        "int8": "I8",
+        "uint8": "U8",
+    }
+)  # dtypes of tensors that trainers send: torch's names, and those of safetensors
+GroupProtocol = Literal["vllm", "torch"]
+
+
+class JoinGroup(msgspec.Struct, tag=True, frozen=True):
+    """Join a group in which a trainer, rank 0, broadcasts weights. The trainer's TCPStore is at `address` and `port`.
+
+    rank_offset  rank of the replica's first worker
+    protocol     "vllm": NCCL's id is in the store, and a one-element all-reduce follows. "torch": a process group of
+                 torch.distributed whose keys start with `name`. On a CPU both are "torch", with gloo
+    """
+
+    name: str
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    protocol: GroupProtocol
+
+
+class LeaveGroup(msgspec.Struct, tag=True, frozen=True):
+    """Leave the group `name`; without effect if the worker is in no such group."""
+
+    name: str
+
+
+class IpcHandle(msgspec.Struct, frozen=True):
+    """Memory of another process on the same GPU: an allocation's CUDA IPC handle, and an offset within it in bytes."""
+
+    handle: bytes
+    offset: int
+
+
+class ReceiveTensors(msgspec.Struct, tag=True, frozen=True):
+    """Receive tensors, check them, and stage the part of each that the worker needs; no weight changes.
+
+    dtypes        names such as "bfloat16"
+    group         that the trainer broadcasts in; "": the tensors are in `handles`
+    bucket_bytes  tensors are concatenated as bytes until they exceed this size, and each concatenation is one
+                  broadcast; 0: one broadcast for each tensor
+    handles       of each tensor, by the uuid of its GPU
+    map_only      do not copy memory of `handles`, since ApplyTensors follows before the trainer may change it
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group: str = ""
+    bucket_bytes: int = 0
+    handles: list[dict[str, IpcHandle]] | None = None
+    map_only: bool = False
+
+
+class CheckStaged(msgspec.Struct, tag=True, frozen=True):
+    """Answer with why the staged tensors cannot be applied. `complete`: they must be all of the model's."""
+
+    complete: bool
+
+
+class ApplyStaged(msgspec.Struct, tag=True, frozen=True):
+    """Write the staged tensors into the parameters, and drop them; an error ends the worker."""
+
+
+class DropStaged(msgspec.Struct, tag=True, frozen=True):
+    """Drop the staged tensors."""
+
+
+TransferTask = JoinGroup | LeaveGroup | ReceiveTensors | CheckStaged | ApplyStaged | DropStaged
 
 
 class EngineCommand(msgspec.Struct, tag=True, frozen=True):
@@ -17,6 +98,7 @@ class EngineCommand(msgspec.Struct, tag=True, frozen=True):
     clear_cache    let no request that starts from now on share pages that are cached now
     check_weights  answer with why `weights` cannot be loaded; nothing changes
     load_weights   load `weights` into the parameters, and clear the cache. A failure ends the replica
+    transfer       let all workers execute `task`
 
     weights  directory of a checkpoint; None: the weights of the replica's start
     """
@@ -24,6 +106,7 @@ class EngineCommand(msgspec.Struct, tag=True, frozen=True):
     number: int
     action: CommandAction
     weights: str | None = None
+    task: TransferTask | None = None
 
 
 class CommandResult(msgspec.Struct, tag=True, frozen=True):
@@ -44,6 +127,6 @@ class WeightsTask(msgspec.Struct, tag=True, frozen=True):
 
 
 class WeightsResult(msgspec.Struct, tag=True, frozen=True):
-    """One worker is done with a WeightsTask. `error`: why the weights cannot be loaded; "": they can, or are."""
+    """One worker is done with a WeightsTask or TransferTask. `error`: why it could not; "": it could."""
 
     error: str = ""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from tok_core.models.decoder import CausalLM, DecoderLayer
 from tok_core.models.layers import Linear, RMSNorm
 from tok_core.models.registry import ARCHITECTURES, build, model_bytes
-from tok_core.models.weights import as_stored, check, dummy, load
+from tok_core.models.weights import IncomingWeights, as_stored, check, dummy, load
 
 __all__ = [
     "ARCHITECTURES",
     "CausalLM",
     "DecoderLayer",
+    "IncomingWeights",
     "Linear",
     "RMSNorm",
     "as_stored",

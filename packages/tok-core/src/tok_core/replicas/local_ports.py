@@ -16,6 +16,7 @@ from tok_core.messages import (
     StepOutput,
     ToEngine,
     ToManager,
+    TransferTask,
     WeightsResult,
     WeightsTask,
 )
@@ -76,7 +77,7 @@ class LocalPorts:
     def answer(self, result: CommandResult) -> None:
         self._report(result)
 
-    def send_weights(self, task: WeightsTask) -> int:
+    def send_weights(self, task: WeightsTask | TransferTask) -> int:
         self.computing = True
         self._weights_results.append(self._runner.change_weights(task))
         self.computing = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.messages import PromptValues, StepInput, StepOutput, WeightsResult, WeightsTask
+from tok_core.messages import PromptValues, StepInput, StepOutput, TransferTask, WeightsResult, WeightsTask
 from tok_core.model_config import short_prompt
 from tok_core.models import CausalLM
 from tok_core.parallel import PendingTokens, Pipeline
@@ -21,6 +21,7 @@ from tok_core.worker.cuda_graphs import NO_SAMPLED_TOKENS, DecodeGraph, DecodeGr
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
 from tok_core.worker.staging import OutputStaging, Staging
 from tok_core.worker.state import WorkerState, changes
+from tok_core.worker.transfer import WeightReceiver
 from tok_core.worker.weights import FillModel, change_weights
 from tok_kernels import Backend
 
@@ -109,6 +110,7 @@ class Runner:
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
         self._start_weights = start_weights
+        self._receiver = WeightReceiver(model, pipeline.coordinates.number)
 
     @property
     def max_len(self) -> int:
@@ -156,10 +158,10 @@ class Runner:
         if self.host_lengths is not None:
             self.host_lengths.reset()
 
-    def change_weights(self, task: WeightsTask) -> WeightsResult:
-        """Check other weights, or load them into the model's parameters; see `tok_core.worker.weights`."""
+    def change_weights(self, task: WeightsTask | TransferTask) -> WeightsResult:
+        """Check or receive other weights, or load them into the model's parameters; see `tok_core.worker.weights`."""
         assert self._start_weights is not None
-        return change_weights(task, self.model, self.graphs, self._start_weights)
+        return change_weights(task, self.model, self.graphs, self._start_weights, self._receiver)
 
     def _record_pending(self, pending_tokens: list[PendingTokens], put: dict[str, Tensor]) -> None:
         """Wait for the sampled tokens of earlier steps, and record them in their slots."""

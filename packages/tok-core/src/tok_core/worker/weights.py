@@ -8,37 +8,82 @@ from pathlib import Path
 import torch
 
 from tok_core.errors import ModelError
-from tok_core.messages import WeightsResult, WeightsTask
+from tok_core.messages import (
+    ApplyStaged,
+    CheckStaged,
+    DropStaged,
+    JoinGroup,
+    LeaveGroup,
+    ReceiveTensors,
+    TransferTask,
+    WeightsResult,
+    WeightsTask,
+)
 from tok_core.models import CausalLM, check, load
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker.cuda_graphs import DecodeGraphs
+from tok_core.worker.transfer import WeightReceiver
 
 FillModel = Callable[[CausalLM], None]
 """Fills a model with the weights that it had at the start."""
 
 
-def change_weights(task: WeightsTask, model: CausalLM, graphs: DecodeGraphs, start_weights: FillModel) -> WeightsResult:
+def change_weights(
+    task: WeightsTask | TransferTask,
+    model: CausalLM,
+    graphs: DecodeGraphs,
+    start_weights: FillModel,
+    receiver: WeightReceiver,
+) -> WeightsResult:
     """Execute the task. All workers of the replica call this, while no step is in flight.
 
-    Weights that cannot be loaded are the result's error when they are checked. When they are written, an error is
-    raised, and the model's weights are undefined.
+    Weights that cannot be loaded are the result's error when they are checked or received. When they are written, an
+    error is raised, and the model's weights are undefined.
     """
-    if not task.write:
-        try:
+    match task:
+        case WeightsTask(write=True):
+            _write(lambda: _load(task, model, start_weights), model, graphs)
+        case ApplyStaged():
+            _write(receiver.apply, model, graphs)
+        case _:
+            try:
+                _prepare(task, model, receiver)
+            except ModelError as error:
+                return WeightsResult(str(error))
+    return WeightsResult()
+
+
+def _prepare(task: WeightsTask | TransferTask, model: CausalLM, receiver: WeightReceiver) -> None:
+    """Execute a task that writes no weights."""
+    match task:
+        case WeightsTask():
             if task.weights is not None:
                 check(model, Path(task.weights))
-        except ModelError as error:
-            return WeightsResult(str(error))
-        return WeightsResult()
-    before = [parameter.data_ptr() for parameter in model.parameters()]
+        case JoinGroup():
+            receiver.join(task)
+        case LeaveGroup():
+            receiver.leave(task.name)
+        case ReceiveTensors():
+            receiver.receive(task)
+        case CheckStaged():
+            receiver.check(complete=task.complete)
+        case DropStaged():
+            receiver.drop()
+
+
+def _load(task: WeightsTask, model: CausalLM, start_weights: FillModel) -> None:
     if task.weights is None:
         start_weights(model)
     else:
         load(model, Path(task.weights))
+
+
+def _write(write: Callable[[], None], model: CausalLM, graphs: DecodeGraphs) -> None:
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    write()
     if [parameter.data_ptr() for parameter in model.parameters()] != before:  # a projection left float16's range
         with HEARTBEAT.coarse():
             graphs.capture_again()
     device = model.cos_sin_LD.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return WeightsResult()

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tok_client.types import WeightVersion
 from tok_core import EngineError, SamplingParams
-from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, trainer_context
+from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, resume_engine, trainer_context
 from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response, raw, unavailable
 
 MODES: dict[str, Literal["abort", "keep"]] = {"abort": "abort", "in_place": "keep"}
@@ -79,7 +79,7 @@ async def continue_generation(request: web.Request) -> web.Response:
     """Resume the engine after a pause."""
     context = trainer_context(request)
     _, headers = await read_fields(request, context, ContinueGenerationRequest)
-    await context.engine.resume()
+    await resume_engine(context)
     response = json_response(GenerationStatus("generation continues"))
     response.headers.update(headers)
     return response

@@ -50,3 +50,12 @@ async def load_weights(context: Context, field: str, directory: str, version: st
         await context.engine.update_weights(str(Path(directory).resolve()), version=version)
     except ModelError as error:
         raise invalid(field, f"{field}: {error}", "weights_refused") from error
+
+
+async def resume_engine(context: Context) -> None:
+    """Resume the engine. Raise ApiError (400) if tensors that were held until now cannot be applied."""
+    try:
+        await context.engine.resume()
+    except ModelError as error:
+        message = f"the engine has resumed with the old weights: {error}"
+        raise ApiError(400, message, code="weights_refused") from error

@@ -8,10 +8,11 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from tok_client.types import CacheReset, EngineStatus, PausedReport, UpdateWeightsRequest
+from tok_client.types import CacheReset, EngineStatus, PausedReport, UpdateWeightsRequest, WorldSize
 from tok_server.http import Context
 from tok_server.openai import value_or_none
-from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, trainer_context
+from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, resume_engine, trainer_context
+from tok_server.rl.vllm_transfer import receive_update
 from tok_server.wire import Operation, invalid, json_of, json_response, read_query
 
 MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
@@ -43,12 +44,6 @@ class WorldSizeQuery(msgspec.Struct, frozen=True):
     include_dp: bool = True
 
 
-class WorldSize(msgspec.Struct, frozen=True):
-    """Answer of `GET /get_world_size`: a number of workers."""
-
-    world_size: int
-
-
 class ServerInfoQuery(msgspec.Struct, frozen=True):
     """Query of `GET /server_info`."""
 
@@ -71,11 +66,18 @@ class ServedParallelConfig(msgspec.Struct, frozen=True):
     data_parallel_size: int
 
 
+class WeightTransferConfig(msgspec.Struct, frozen=True):
+    """Part of `ServerInfo`, with vLLM's names: trainers refuse servers without it."""
+
+    backend: str = "nccl"
+
+
 class ServedConfig(msgspec.Struct, frozen=True):
     """Part of `ServerInfo`, with vLLM's names."""
 
     model_config: ServedModelConfig
     parallel_config: ServedParallelConfig
+    weight_transfer_config: WeightTransferConfig
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -110,7 +112,7 @@ async def pause(request: web.Request) -> web.Response:
 
 async def resume(request: web.Request) -> web.Response:
     """Resume the engine after a pause."""
-    await trainer_context(request).engine.resume()
+    await resume_engine(trainer_context(request))
     return json_response(EngineStatus(status="resumed"))
 
 
@@ -120,10 +122,17 @@ async def is_paused(request: web.Request) -> web.Response:
 
 
 async def update_weights(request: web.Request) -> web.Response:
-    """Load the weights in a directory into the running model."""
+    """Load the weights in a directory into the running model, or receive a trainer's tensors."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, UpdateWeightsRequest)
-    await load_weights(context, "weight_dir", fields.weight_dir, value_or_none(fields.weight_version))
+    directory, info = value_or_none(fields.weight_dir), value_or_none(fields.update_info)
+    version = value_or_none(fields.weight_version)
+    if (directory is None) == (info is None):
+        raise invalid("weight_dir", "allowed: either weight_dir (str) or update_info (object), and not both")
+    if info is not None:
+        await receive_update(context.engine, info, version)
+    elif directory is not None:
+        await load_weights(context, "weight_dir", directory, version)
     response = json_response(EngineStatus(status="ok"))
     response.headers.update(headers)
     return response
@@ -145,7 +154,7 @@ async def get_world_size(request: web.Request) -> web.Response:
     context = trainer_context(request)
     info = context.engine.info
     replicas = _replicas(context) if read_query(request, WorldSizeQuery).include_dp else 1
-    return json_response(WorldSize(info.tp * info.pp * replicas))
+    return json_response(WorldSize(world_size=info.tp * info.pp * replicas))
 
 
 async def server_info(request: web.Request) -> web.Response:
@@ -168,7 +177,7 @@ async def server_info(request: web.Request) -> web.Response:
         max_running_requests=info.max_running,
         max_total_num_tokens=info.kv_cache_tokens,
         weight_version=context.engine.weight_version,
-        vllm_config=ServedConfig(model, parallel),
+        vllm_config=ServedConfig(model, parallel, WeightTransferConfig()),
     )
     return json_response(report)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from tok_core.models.weights.dummy_weights import dummy
+from tok_core.models.weights.incoming import IncomingWeights
 from tok_core.models.weights.loading import as_stored, check, checkpoint_files, load
 from tok_core.models.weights.rounding import SCHEMES, RoundedTensor, round_checkpoint
 
 __all__ = [
     "SCHEMES",
+    "IncomingWeights",
     "RoundedTensor",
     "as_stored",
     "check",

@@ -77,7 +77,7 @@ def _require_all(
 ) -> None:
     missing = set(model_targets).difference(*(found.values() for found in names.values()))
     if missing:
-        raise ModelError(f"{path}: missing tensors: {_format_tensors(missing, model_targets)}")
+        raise ModelError(f"{path}: missing tensors: {format_tensors(missing, model_targets)}")
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
@@ -136,6 +136,11 @@ def _prefixed(name: str) -> str:
     return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
 
 
+def canonical_name(name: str) -> str:
+    """Return the model's name of a tensor, with its prefix and the usual names of scales of keys and values."""
+    return _KV_SCALE.sub(r".\1_scale", _prefixed(name))
+
+
 def _canonical_names(
     model: CausalLM, files: list[Path], model_targets: Mapping[str, WeightTarget]
 ) -> dict[Path, dict[str, str]]:
@@ -148,7 +153,7 @@ def _canonical_names(
     for file in files:
         with _opened(file) as tensors:
             names[file] = {
-                name: _KV_SCALE.sub(r".\1_scale", _prefixed(name))
+                name: canonical_name(name)
                 for name in tensors.keys()  # noqa: SIM118 – no mapping
             }
     stored = [own for found in names.values() for own in found.values()]
@@ -157,7 +162,7 @@ def _canonical_names(
             file: {name: EMBEDDING if own == HEAD else own for name, own in found.items()}
             for file, found in names.items()
         }
-    skipped, seen = _SkippedTensors(model, model_targets), set()
+    skipped, seen = SkippedTensors(model, model_targets), set()
     for file, found in names.items():
         for name, own in list(found.items()):
             if own in seen:
@@ -234,7 +239,7 @@ class TensorFile(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-class _SkippedTensors:
+class SkippedTensors:
     """Set of tensor names that a checkpoint may hold although this worker's model does not.
 
     The set has all tensors of other pipeline stages' modules, whose names those stages check, and redundant tensors:
@@ -286,7 +291,8 @@ def _checked(file: Path, name: str, stored: StoredTensor, target: WeightTarget) 
     return target
 
 
-def _format_tensors(names: set[str], model_targets: Mapping[str, WeightTarget]) -> str:
+def format_tensors(names: set[str], model_targets: Mapping[str, WeightTarget]) -> str:
+    """Return some of the tensors' names and shapes, for an error."""
     shown = [f"{name} {model_targets[name].shape}" for name in sorted(names)[:MAX_NAMED_TENSORS]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -21,6 +21,7 @@ from tok_core.messages import (
     StepInput,
     StepOutput,
     ToManager,
+    TransferTask,
     WeightsResult,
     WeightsTask,
     encode,
@@ -79,7 +80,7 @@ class SocketPorts:
     def answer(self, result: CommandResult) -> None:
         self._reports.send(result)
 
-    def send_weights(self, task: WeightsTask) -> int:
+    def send_weights(self, task: WeightsTask | TransferTask) -> int:
         for worker in self._steps:
             worker.send(task)
         return len(self._steps)

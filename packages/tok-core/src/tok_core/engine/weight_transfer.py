@@ -1,0 +1,210 @@
+"""Update weights by tensors that a trainer sends: join its groups, stage what arrives, apply all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+from tok_core.errors import EngineDead, InvalidField, ModelError, TokError
+from tok_core.messages import (
+    TENSOR_DTYPES,
+    CheckStaged,
+    DropStaged,
+    GroupProtocol,
+    IpcHandle,
+    JoinGroup,
+    LeaveGroup,
+    ReceiveTensors,
+    TransferTask,
+)
+
+VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
+
+TaskOf = Callable[[int], TransferTask]
+"""The task of a replica, by its number."""
+
+
+class WeightControl(Protocol):
+    """What a transfer needs of `EngineControl`."""
+
+    paused: bool
+
+    @property
+    def operation(self) -> AbstractContextManager[object]: ...
+
+    def execute(self, task: TaskOf) -> list[TokError]: ...
+
+    def apply_staged(self, version: str | None) -> str: ...
+
+    def workers(self) -> tuple[int, int, int]: ...
+
+    @property
+    def stale(self) -> bool: ...
+
+
+class WeightTransfer:
+    """Thread-safe updates of all replicas' weights by a trainer's tensors: all of them, or none.
+
+    Workers check and stage tensors that arrive; no weight changes. `finish` applies what is staged. Without `start`,
+    `receive` applies its tensors at once. While the engine is paused and no session is open, `receive(..., hold=True)`
+    applies them when they are all of the model's, else at the resume. Each method blocks until it is done.
+    """
+
+    def __init__(self, control: WeightControl) -> None:
+        self._control = control
+        self._session: Literal["open", "failed", "held"] | None = None
+        self._version: str | None = None
+        self._received = False
+        self.groups: dict[str, int] = {}  # and how many bytes a bucket has if `receive` does not say it
+
+    def join(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        name: str = VLLM_GROUP,
+        protocol: GroupProtocol = "torch",
+        bucket_bytes: int = 0,
+    ) -> None:
+        """Join a group of a trainer, which is rank 0 and serves a TCPStore at `address` and `port`.
+
+        rank_offset  rank of the first worker; worker w of replica r has the rank `rank_offset + r * tp * pp + w`
+        world_size   all ranks of the group; several engines may be in it
+        bucket_bytes of `receive`, where it does not say it
+        protocol     "torch": a process group as SGLang's init_custom_process_group makes it, by NCCL on GPUs and gloo
+                     on CPUs. "vllm": NCCL's id in the store, and a one-element all-reduce; on CPUs the same as "torch"
+
+        Raises ModelError if the trainer is not reached within 5 minutes.
+        """
+        with self._control.operation:
+            running, configured, size = self._control.workers()
+            if running < configured:
+                raise EngineDead(f"{configured - running} of {configured} replicas do not run; a group needs all")
+            if rank_offset < 1:
+                raise InvalidField("rank_offset", rank_offset, "at least 1; the trainer is rank 0")
+            if world_size < rank_offset + configured * size:
+                allowed = f"at least rank_offset + {configured * size} workers"
+                raise InvalidField("world_size", world_size, allowed)
+
+            def task(replica: int) -> TransferTask:
+                return JoinGroup(name, address, port, rank_offset + replica * size, world_size, protocol)
+
+            for error in self._control.execute(task):
+                self._control.execute(lambda _: LeaveGroup(name))
+                raise error
+            self.groups[name] = bucket_bytes
+
+    def leave(self, name: str = VLLM_GROUP) -> None:
+        """Leave a group."""
+        with self._control.operation:
+            if name not in self.groups:
+                raise InvalidField("group_name", name, ", ".join(sorted(self.groups)) or "none: no group was joined")
+            del self.groups[name]
+            self._control.execute(lambda _: LeaveGroup(name))
+
+    def start(self) -> None:
+        """Open a session: tensors received from now on are applied by `finish`. Drops what an older session staged."""
+        with self._control.operation:
+            self._drop()
+            self._session = "open"
+
+    def receive(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group: str = VLLM_GROUP,
+        bucket_bytes: int | None = None,
+        handles: Sequence[Mapping[str, IpcHandle]] | None = None,
+        version: str | None = None,
+        hold: bool = False,
+    ) -> None:
+        """Receive tensors in a group, or from memory of a process on the same GPUs, and stage or apply them.
+
+        bucket_bytes  see `ReceiveTensors`; None: as `join` said
+        handles       as `tok_core.worker.transfer.export_tensors` makes them; None: the trainer broadcasts in `group`
+        version       of the weights once they are applied; None: a number
+
+        Raises ModelError, which names the tensor, if one does not fit, and if the trainer ends: nothing changes, and
+        the session has failed.
+        """
+        _require_lists(names, dtypes, shapes, handles)
+        with self._control.operation:
+            if handles is None and group not in self.groups:
+                raise InvalidField("group_name", group, ", ".join(sorted(self.groups)) or "none: no group was joined")
+            if self._session is None and hold and self._control.paused:
+                self._session = "held"
+            alone = self._session is None
+            self._version = version or self._version
+            task = ReceiveTensors(
+                list(names),
+                list(dtypes),
+                [list(shape) for shape in shapes],
+                "" if handles is not None else group,
+                self.groups.get(group, 0) if bucket_bytes is None else bucket_bytes,
+                None if handles is None else [dict(one) for one in handles],
+                map_only=alone,
+            )
+            for error in self._control.execute(lambda _: task):
+                failed = self._session == "open"
+                self._drop()
+                self._session = "failed" if failed else None
+                raise error
+            self._received = True
+            if alone or (self._session == "held" and not self._control.execute(lambda _: CheckStaged(True))):
+                self._apply()
+
+    def finish(self, version: str | None = None) -> None:
+        """Apply what the session has staged, in all replicas or none. Raises ModelError if the session has failed."""
+        with self._control.operation:
+            session, self._session = self._session, None
+            if session is None:
+                raise InvalidField("finish", "no open update", "a call after start")
+            if session == "failed":
+                raise ModelError("the update has failed; the weights are the old ones")
+            self._version = version or self._version
+            if self._received:
+                self._apply()
+
+    def finish_held(self) -> None:
+        """Apply what is held until the engine resumes."""
+        if self._session == "held":
+            self.finish()
+
+    def _apply(self) -> None:
+        version, self._version = self._version, None
+        self._session, self._received = None, False
+        for error in self._control.execute(lambda _: CheckStaged(self._control.stale)):
+            self._drop()
+            raise error
+        self._control.apply_staged(version)
+
+    def _drop(self) -> None:
+        self._session, self._version, self._received = None, None, False
+        self._control.execute(lambda _: DropStaged())
+
+
+def _require_lists(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    handles: Sequence[Mapping[str, IpcHandle]] | None,
+) -> None:
+    """Raise InvalidField unless the lists describe tensors."""
+    if not names or len(set(names)) < len(names):
+        raise InvalidField(
+            "names", f"{len(names)} names, {len(set(names))} of them different", "one or more, all different"
+        )
+    for field, found in (("dtypes", dtypes), ("shapes", shapes), ("handles", handles)):
+        if found is not None and len(found) != len(names):
+            raise InvalidField(field, f"{len(found)} entries", f"{len(names)}, as many as names")
+    for dtype in dtypes:
+        if dtype not in TENSOR_DTYPES:
+            raise InvalidField("dtypes", dtype, ", ".join(TENSOR_DTYPES))
+    for shape in shapes:
+        if any(size < 0 for size in shape):
+            raise InvalidField("shapes", list(shape), "no negative sizes")

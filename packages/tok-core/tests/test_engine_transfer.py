@@ -1,0 +1,284 @@
+"""Weights that a trainer in another process broadcasts reach every worker or none; its death leaves the old ones."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.engines import cpu_engine, manager_of, random_prompts
+from support.patience import wait_until
+from support.serving import free_port
+from support.tiny_models import change_weights, make_model, reference_greedy
+from support.trainer import hear, say, trainer, update_info, weights
+from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
+from tok_core.worker.transfer.trainer_group import read_unique_id
+
+PROMPTS = random_prompts((5, 33, 64))
+NEW = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+DOWN = "model.layers.1.mlp.down_proj.weight"
+SETTINGS: dict[str, Any] = {"kv_cache_tokens": 4096, "max_running": 48, "dtype": "float32", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("qwen2", tmp_path_factory.mktemp("old") / "model", layers=4)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("qwen2", tmp_path_factory.mktemp("new") / "model", layers=4, seed=1, shards=2)
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def expected(path: Path) -> list[list[int]]:
+    return [ids for ids, _ in reference_greedy(path, PROMPTS, NEW)]
+
+
+def announce(path: Path, change: Callable[[dict[str, Tensor]], object] = lambda _: None) -> dict[str, Any]:
+    """Return the arguments of `receive` for a model's tensors, changed."""
+    tensors = weights(path)
+    change(tensors)
+    info = update_info(tensors)
+    return {"names": info["names"], "dtypes": info["dtype_names"], "shapes": info["shapes"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}], ids=["one worker", "tp 2", "pp 2", "dp 2"])
+@pytest.mark.parametrize("bucket", [0, 20_000])
+def test_all_workers_get_what_the_trainer_broadcasts(
+    old: Path, new: Path, options: dict[str, Any], bucket: int
+) -> None:
+    workers, port = 2 if options else 1, free_port()
+    with Engine(EngineConfig(model=str(old), **SETTINGS, **options)) as engine:
+        transfer = engine.weight_transfer
+        with trainer(port, workers + 1, new, old, bucket_bytes=bucket) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=workers + 1)
+            assert hear(process) == "joined"
+            assert tokens(engine) == expected(old)
+            say(process)
+            transfer.receive(**announce(new), bucket_bytes=bucket)
+            assert engine.weight_version == "1"
+            outputs = engine.generate(PROMPTS, GREEDY)
+            assert [output.outputs[0].token_ids for output in outputs] == expected(new)
+            assert [output.cached_tokens for output in outputs] == [0] * len(PROMPTS)
+            transfer.start()
+            say(process)
+            transfer.receive(**announce(old), bucket_bytes=bucket)
+            assert tokens(engine) == expected(new)  # staged only
+            transfer.finish("step-2")
+            assert tokens(engine) == expected(old)
+            assert engine.weight_version == "step-2"
+        assert engine.stats()["restarts"] == 0
+
+
+def kill_when_stalled(process: subprocess.Popen[str]) -> None:
+    assert hear(process) == "stalled"
+    process.kill()
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}], ids=["one worker", "tp 2"])
+def test_a_killed_trainer_leaves_the_old_weights_and_another_one_may_follow(
+    old: Path, new: Path, options: dict[str, Any]
+) -> None:
+    workers = options.get("tp", 1)
+    with Engine(EngineConfig(model=str(old), **SETTINGS, **options)) as engine:
+        transfer, port = engine.weight_transfer, free_port()
+        with trainer(port, workers + 1, new, stall=7) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=workers + 1)
+            assert hear(process) == "joined"
+            transfer.start()
+            say(process)
+            killer = threading.Thread(target=kill_when_stalled, args=(process,))
+            killer.start()
+            with pytest.raises(ModelError, match="trainer"):
+                transfer.receive(**announce(new))
+            killer.join()
+        with pytest.raises(ModelError, match="the update has failed"):
+            transfer.finish()
+        assert tokens(engine) == expected(old)
+        assert engine.weight_version == "default"
+        with pytest.raises(ModelError, match="closed"):
+            transfer.receive(**announce(new))
+        port = free_port()
+        with trainer(port, workers + 1, new) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=workers + 1)
+            say(process)
+            transfer.receive(**announce(new))
+        assert tokens(engine) == expected(new)
+        assert engine.stats()["restarts"] == 0
+
+
+def rename(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.9.mlp.down_proj.weight"] = tensors.pop(DOWN)
+
+
+def reshape(tensors: dict[str, Tensor]) -> None:
+    tensors[DOWN] = tensors[DOWN].reshape(128, 64)
+
+
+def cast(tensors: dict[str, Tensor]) -> None:
+    tensors[DOWN] = tensors[DOWN].view(torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (rename, "layers.9.mlp.down_proj.weight .* has no place"),
+        (reshape, rf"{DOWN} has shape \[128, 64\]; expected \[64, 128\]"),
+        (cast, rf"{DOWN} has (shape|dtype)"),
+    ],
+    ids=["name", "shape", "dtype"],
+)
+def test_an_update_after_a_refused_one_uses_the_same_group(
+    old: Path, new: Path, break_it: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    with cpu_engine(old) as engine:
+        transfer, port = engine.weight_transfer, free_port()
+        with trainer(port, 2, new, new) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
+            wrong = announce(new, break_it)
+            if break_it is rename:  # keep the order of the broadcasts
+                wrong = announce(new)
+                wrong["names"] = [name.replace(DOWN, DOWN.replace("layers.1", "layers.9")) for name in wrong["names"]]
+            say(process)
+            with pytest.raises(ModelError, match=message):
+                transfer.receive(**wrong)
+            assert tokens(engine) == expected(old)
+            say(process)
+            transfer.receive(**announce(new))
+            assert tokens(engine) == expected(new)
+
+
+def test_numbers_that_the_model_cannot_hold_are_refused(old: Path, new: Path, tmp_path: Path) -> None:
+    broken = make_model("qwen2", tmp_path / "broken", layers=4, seed=1)
+    change_weights(broken, lambda tensors: tensors[DOWN].fill_(float("nan")))
+    with cpu_engine(old, quantization="fp8") as engine, cpu_engine(new, quantization="fp8") as reference:
+        transfer, port, before = engine.weight_transfer, free_port(), tokens(engine)
+        with trainer(port, 2, broken, new) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
+            say(process)
+            with pytest.raises(ModelError, match=DOWN):
+                transfer.receive(**announce(broken))
+            assert tokens(engine) == before
+            say(process)
+            transfer.receive(**announce(new))
+            assert tokens(engine) == tokens(reference) != before
+
+
+def test_tensors_held_in_a_pause_are_applied_when_complete_or_at_the_resume(old: Path, new: Path) -> None:
+    with cpu_engine(old) as engine:
+        transfer, port = engine.weight_transfer, free_port()
+        whole = announce(new)
+        first = {key: value[:9] for key, value in whole.items()}
+        rest = {key: value[9:] for key, value in whole.items()}
+        with trainer(port, 2, new, old, new, stall=2 * len(whole["names"]) + 9) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=2, name="weight_transfer")
+            engine.pause()
+            say(process)
+            transfer.receive(**first, hold=True)
+            assert engine.weight_version == "default"
+            transfer.receive(**rest, hold=True, version="a")
+            assert engine.weight_version == "a"
+            engine.resume()
+            assert tokens(engine) == expected(new)
+            engine.pause()
+            say(process)
+            transfer.receive(**announce(old), hold=True)
+            engine.resume()
+            assert tokens(engine) == expected(old)
+            engine.pause()
+            say(process)
+            transfer.receive(**first, hold=True)
+            process.kill()
+            process.wait()
+            wait_until(lambda: _lost(engine))
+            with pytest.raises(ModelError, match="trainer"):
+                engine.resume()
+            assert not engine.is_paused
+            assert tokens(engine) == expected(old)
+
+
+def _lost(engine: Engine) -> bool:
+    """Return whether the worker has noticed that its trainer has ended."""
+    groups = manager_of(engine).ports._runner._receiver._groups  # type: ignore[attr-defined]
+    return not any(group.is_open for group in groups.values())
+
+
+def test_a_replica_that_restarts_after_such_an_update_waits_for_the_next_one(
+    old: Path, new: Path, tmp_path: Path
+) -> None:
+    third = make_model("qwen2", tmp_path / "third", layers=4, seed=2)
+    port, info, prompts = free_port(), announce(new), random_prompts((20,) * 16, seed=1)
+    with Engine(EngineConfig(model=str(old), **SETTINGS, dp=2)) as engine:
+        transfer = engine.weight_transfer
+        with trainer(port, 3, new) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=3)
+            say(process)
+            transfer.receive(**info)
+        replica: Any = engine._core._replica_set.records[0].replica
+        os.kill(replica.children["worker"].pid, signal.SIGKILL)
+        wait_until(lambda: engine.stats()["restarts"] == 1 and engine.health().replicas[0].state == "ready")
+        engine.pause()
+        engine.resume()
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(engine.generate, prompts, GREEDY)
+            wait_until(lambda: 0 < engine.open_requests < len(prompts))  # the other replica has answered some
+            assert not answers.done()
+            engine.update_weights(str(third))
+            outputs = [output.outputs[0] for output in answers.result(timeout=60)]
+        with pytest.raises(ModelError, match=r"in no group|closed|has ended"):
+            transfer.receive(**info)
+    by_new, by_third = ([ids for ids, _ in reference_greedy(path, prompts, NEW)] for path in (new, third))
+    sources = [
+        "both" if output.weight_spans else "new" if output.token_ids == was else "third"
+        for output, was in zip(outputs, by_new, strict=True)
+    ]
+    assert {"new", "third"} <= set(sources)
+    for source, output, now in zip(sources, outputs, by_third, strict=True):
+        assert source != "third" or output.token_ids == now
+
+
+def test_groups_and_sessions_are_refused_by_field(old: Path, new: Path) -> None:
+    with cpu_engine(old) as engine:
+        transfer = engine.weight_transfer
+        with pytest.raises(InvalidField, match="world_size"):
+            transfer.join("127.0.0.1", 1, rank_offset=1, world_size=1)
+        with pytest.raises(InvalidField, match="rank_offset"):
+            transfer.join("127.0.0.1", 1, rank_offset=0, world_size=2)
+        with pytest.raises(InvalidField, match="group_name"):
+            transfer.receive(**announce(new))
+        with pytest.raises(InvalidField, match="group_name"):
+            transfer.leave("other")
+        with pytest.raises(InvalidField, match="finish"):
+            transfer.finish()
+        with pytest.raises(ModelError, match="CPU"):
+            transfer.receive(**announce(new), handles=[{}] * len(announce(new)["names"]))
+
+
+def test_only_nccls_id_is_unpickled() -> None:
+    kind = type("ncclUniqueId", (ctypes.Structure,), {"_fields_": [("internal", ctypes.c_byte * 128)]})
+    globals()["ncclUniqueId"] = kind
+    kind.__module__ = __name__
+    one = kind()
+    one.internal[3] = 7
+    assert read_unique_id(pickle.dumps(one)) == bytes(one)
+    for other in (Path("/tmp"), print, b"short", "text"):
+        with pytest.raises(pickle.UnpicklingError):
+            read_unique_id(pickle.dumps(other))
+    with pytest.raises(pickle.UnpicklingError):
+        read_unique_id(b"no pickle")

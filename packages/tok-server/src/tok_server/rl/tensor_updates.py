@@ -1,0 +1,34 @@
+"""Updates by a trainer's tensors, which the endpoints of vLLM and of SGLang share: errors, and calls in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from tok_core import EngineDead, InvalidField, ModelError
+from tok_server.wire import invalid, unavailable
+
+SAME_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+async def transfer(call: Callable[[], None], field: str, fields: Mapping[str, str] = SAME_NAMES) -> None:
+    """Run a method of `WeightTransfer` in a thread. Raise ApiError if it fails.
+
+    field   of the body that errors about tensors and groups name
+    fields  names in the body of the method's arguments, where they differ
+    """
+    try:
+        await asyncio.to_thread(call)
+    except InvalidField as error:
+        name = fields.get(error.field, error.field)
+        raise invalid(name, str(error).replace(error.field, name, 1)) from error
+    except ModelError as error:
+        raise invalid(field, str(error), "weights_refused") from error
+    except EngineDead as error:
+        raise unavailable(str(error), "engine_unavailable") from error
+
+
+def torch_dtype(name: str) -> str:
+    """Return the name of a dtype without torch's prefix."""
+    return name.removeprefix("torch.")

@@ -1,0 +1,141 @@
+"""Endpoints of vLLM for updates by a trainer's tensors: join its group, open, fill and finish an update."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MappingProxyType
+
+import msgspec
+from aiohttp import web
+
+from tok_client.types import EngineStatus, FinishWeightUpdateRequest, InitWeightTransferRequest, UpdateInfo
+from tok_core import AsyncEngine
+from tok_core.messages import IpcHandle
+from tok_server.openai import value_or_none
+from tok_server.rl.tensor_updates import torch_dtype, transfer
+from tok_server.rl.trainer_context import read_fields, trainer_context
+from tok_server.wire import Operation, invalid, json_of, json_response
+
+PACKED_BYTES = 1 << 30  # of a bucket, as in vLLM
+FIELDS = MappingProxyType(
+    {
+        "names": "update_info.names",
+        "dtypes": "update_info.dtype_names",
+        "shapes": "update_info.shapes",
+        "handles": "update_info.ipc_handles",
+        "group_name": "update_info",
+    }
+)
+GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size")
+
+
+class StartWeightUpdateRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /start_weight_update`. `is_checkpoint_format`: tensors are those of a checkpoint."""
+
+    is_checkpoint_format: bool = True
+
+
+async def init_weight_transfer_engine(request: web.Request) -> web.Response:
+    """Join the trainer's group, by NCCL on GPUs and gloo on CPUs; without a group, only CUDA IPC can be used."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, InitWeightTransferRequest)
+    info = fields.init_info
+    address, port = value_or_none(info.master_address), value_or_none(info.master_port)
+    offset, size = value_or_none(info.rank_offset), value_or_none(info.world_size)
+    if address is not None and port is not None and offset is not None and size is not None:
+        if not 0 < port < 65536:
+            raise invalid("init_info.master_port", f"init_info.master_port is {port}; allowed: 1 to 65535")
+        join = partial(
+            context.engine.weight_transfer.join,
+            address,
+            port,
+            rank_offset=offset,
+            world_size=size,
+            protocol="vllm",
+            bucket_bytes=_bucket(value_or_none(info.packed_buffer_size_bytes)) if info.packed else 0,
+        )
+        await transfer(join, "init_info", {name: f"init_info.{name}" for name in GROUP_FIELDS})
+    elif len(missing := [name for name in GROUP_FIELDS if value_or_none(getattr(info, name)) is None]) < len(
+        GROUP_FIELDS
+    ):
+        name = f"init_info.{missing[0]}"
+        raise invalid(name, f"{name} is missing; {', '.join(GROUP_FIELDS)} describe a group together")
+    response = json_response(EngineStatus(status="Weight transfer initialized"))
+    response.headers.update(headers)
+    return response
+
+
+async def start_weight_update(request: web.Request) -> web.Response:
+    """Open an update: tensors that arrive from now on are applied together, when it is finished."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, StartWeightUpdateRequest)
+    if not fields.is_checkpoint_format:
+        message = "is_checkpoint_format is false; allowed: true (names and shapes of a checkpoint)"
+        raise invalid("is_checkpoint_format", message, "unsupported_parameter")
+    await transfer(context.engine.weight_transfer.start, "is_checkpoint_format")
+    response = json_response(EngineStatus(status="Weight update started"))
+    response.headers.update(headers)
+    return response
+
+
+async def finish_weight_update(request: web.Request) -> web.Response:
+    """Apply the tensors of an update, in all workers or none."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, FinishWeightUpdateRequest)
+    finish = context.engine.weight_transfer.finish
+    await transfer(lambda: finish(value_or_none(fields.weight_version)), "update_info")
+    response = json_response(EngineStatus(status="Weight update finished"))
+    response.headers.update(headers)
+    return response
+
+
+async def receive_update(engine: AsyncEngine, info: UpdateInfo, version: str | None) -> None:
+    """Receive the tensors of an `update_info`. Raise ApiError (400) if they do not fit or do not come."""
+    if value_or_none(info.ipc_handles_pickled) is not None:
+        message = "update_info.ipc_handles_pickled is a pickle, which could run code; allowed: ipc_handles"
+        raise invalid("update_info.ipc_handles_pickled", message, "unsupported_parameter")
+    packed, size = value_or_none(info.packed), value_or_none(info.packed_buffer_size_bytes)
+    handles = value_or_none(info.ipc_handles)
+    receive = partial(
+        engine.weight_transfer.receive,
+        info.names,
+        [torch_dtype(name) for name in info.dtype_names],
+        info.shapes,
+        bucket_bytes=None if packed is None and size is None else _bucket(size) if packed is not False else 0,
+        handles=None
+        if handles is None
+        else [{uuid: IpcHandle(one.handle, one.offset) for uuid, one in each.items()} for each in handles],
+        version=version,
+    )
+    await transfer(receive, "update_info", FIELDS)
+
+
+def _bucket(size: int | None) -> int:
+    if size is not None and size < 1:
+        raise invalid("packed_buffer_size_bytes", f"packed_buffer_size_bytes is {size}; allowed: integers from 1")
+    return PACKED_BYTES if size is None else size
+
+
+VLLM_TRANSFER_OPERATIONS = (
+    Operation(
+        "POST",
+        "/init_weight_transfer_engine",
+        init_weight_transfer_engine,
+        request=json_of(InitWeightTransferRequest),
+        answers={200: json_of(EngineStatus)},
+    ),
+    Operation(
+        "POST",
+        "/start_weight_update",
+        start_weight_update,
+        request=json_of(StartWeightUpdateRequest),
+        answers={200: json_of(EngineStatus)},
+    ),
+    Operation(
+        "POST",
+        "/finish_weight_update",
+        finish_weight_update,
+        request=json_of(FinishWeightUpdateRequest),
+        answers={200: json_of(EngineStatus)},
+    ),
+)

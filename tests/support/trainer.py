@@ -1,0 +1,139 @@
+"""A trainer in its own process, rank 0 of a gloo group, that broadcasts a model's weights as SGLang's trainers do.
+
+    python -m support.trainer PORT WORLD_SIZE GROUP BUCKET_BYTES STALL MODEL…
+    python -m support.trainer share MODEL
+
+
+The first prints "joined", then waits for a line of standard input before it broadcasts each MODEL. It stops for ever
+before the broadcast number STALL. The second shares a model's tensors by CUDA IPC; see `share`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper
+from torch.distributed.rendezvous import rendezvous
+
+from tok_core.worker.transfer import export_tensors
+
+NEVER = 1 << 30
+
+
+def weights(model: Path) -> dict[str, Tensor]:
+    """Return a model's tensors, in the order in which a trainer sends them."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        found |= load_file(file)
+    return dict(sorted(found.items()))
+
+
+def update_info(tensors: dict[str, Tensor]) -> dict[str, list[object]]:
+    """Return names, dtypes and shapes with vLLM's names of the fields."""
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
+        "shapes": [list(one.shape) for one in tensors.values()],
+    }
+
+
+@contextmanager
+def trainer(
+    port: int, world_size: int, *models: Path, group: str = "weight_transfer", bucket_bytes: int = 0, stall: int = NEVER
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a trainer; it is killed at the end."""
+    with run(port, world_size, group, bucket_bytes, stall, *models) as process:
+        yield process
+
+
+@contextmanager
+def run(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run this module with these arguments; it is killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.trainer", *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def say(process: subprocess.Popen[str]) -> None:
+    """Let the trainer broadcast its next model."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    """Return the next line that the trainer prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def main(port: str, world_size: str, group: str, bucket_bytes: str, stall: str, *models: str) -> None:
+    """Run the trainer."""
+    size, limit = int(world_size), int(bucket_bytes)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, size, timeout=timedelta(minutes=1)))
+    pg, _ = _new_process_group_helper(
+        size,
+        0,
+        [],
+        Backend("gloo"),
+        PrefixStore(group, store),
+        group_name=GroupName(group),
+        timeout=timedelta(minutes=1),
+    )
+    dist.distributed_c10d._world.pg_group_ranks[pg] = {rank: rank for rank in range(size)}
+    print("joined", flush=True)
+    sent = 0
+    for model in models:
+        sys.stdin.readline()
+        for data in _broadcasts(list(weights(Path(model)).values()), limit):
+            if sent == int(stall):
+                print("stalled", flush=True)
+                time.sleep(3600)
+            dist.broadcast(data, 0, group=pg)
+            sent += 1
+        print("sent", flush=True)
+    sys.stdin.readline()
+
+
+def _broadcasts(tensors: list[Tensor], bucket_bytes: int) -> Iterator[Tensor]:
+    if not bucket_bytes:
+        yield from tensors
+        return
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor.contiguous().view(-1).view(torch.uint8))
+        if sum(map(len, bucket)) > bucket_bytes:
+            yield torch.cat(bucket)
+            bucket = []
+    if bucket:
+        yield torch.cat(bucket)
+
+
+def share(model: str) -> None:
+    """Print the `update_info` of a model's tensors on the GPU, and keep them until standard input ends."""
+    tensors = {name: one.cuda() for name, one in weights(Path(model)).items()}
+    print(json.dumps(export_tensors(tensors.items())), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    share(sys.argv[2]) if sys.argv[1] == "share" else main(*sys.argv[1:])
