@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from support.engines import cpu_engine, manager_of, random_prompts
@@ -40,6 +41,10 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("qwen2", tmp_path_factory.mktemp("new") / "model", layers=4, seed=1, shards=2)
+
+
+def runner_of(engine: Engine) -> Any:
+    return manager_of(engine).ports._runner  # type: ignore[attr-defined]
 
 
 def tokens(engine: Engine) -> list[list[int]]:
@@ -180,6 +185,55 @@ def test_numbers_that_the_model_cannot_hold_are_refused(old: Path, new: Path, tm
             assert tokens(engine) == tokens(reference) != before
 
 
+def test_tensors_that_an_update_leaves_out_stay(old: Path, tmp_path: Path) -> None:
+    """A projection leaves float16's range, and its layer's others, which are not sent, keep their values."""
+
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        tensors[DOWN] *= -1
+        tensors["model.layers.0.self_attn.q_proj.weight"] *= 1e5
+
+    mixed = make_model("qwen2", tmp_path / "mixed", layers=4)
+    change_weights(mixed, enlarge)
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    names = (DOWN, "model.layers.0.self_attn.q_proj.weight")
+    save_file({name: weights(mixed)[name] for name in names}, sent / "model.safetensors")
+    options = {"dtype": "bfloat16"}
+    with cpu_engine(old, **options) as engine, cpu_engine(mixed, **options) as reference:
+        transfer, port = engine.weight_transfer, free_port()
+        with trainer(port, 2, sent) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
+            say(process)
+            transfer.receive(**announce(sent))
+        found, wanted = (dict(runner_of(one).model.named_parameters()) for one in (engine, reference))
+        for name, parameter in wanted.items():
+            assert found[name].dtype == parameter.dtype, name
+            torch.testing.assert_close(found[name], parameter, msg=name)  # some were float16 before
+
+
+def test_a_tied_models_head_is_its_embedding(tmp_path: Path) -> None:
+    old, new = (make_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    with cpu_engine(old) as engine:
+        assert "lm_head.weight" not in weights(new)
+        transfer, port = engine.weight_transfer, free_port()
+        other = tmp_path / "other"
+        other.mkdir()
+        sent = weights(new)
+        save_file({**sent, "lm_head.weight": sent["model.embed_tokens.weight"] * 2}, other / "model.safetensors")
+        same = tmp_path / "same"
+        same.mkdir()
+        save_file({**sent, "lm_head.weight": sent["model.embed_tokens.weight"].clone()}, same / "model.safetensors")
+        with trainer(port, 2, other, same) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
+            say(process)
+            with pytest.raises(ModelError, match="differs from"):
+                transfer.receive(**announce(other))
+            assert tokens(engine) == expected(old)
+            say(process)
+            transfer.receive(**announce(same))
+            assert tokens(engine) == expected(new)
+
+
 def test_tensors_held_in_a_pause_are_applied_when_complete_or_at_the_resume(old: Path, new: Path) -> None:
     with cpu_engine(old) as engine:
         transfer, port = engine.weight_transfer, free_port()
@@ -215,7 +269,7 @@ def test_tensors_held_in_a_pause_are_applied_when_complete_or_at_the_resume(old:
 
 def _lost(engine: Engine) -> bool:
     """Return whether the worker has noticed that its trainer has ended."""
-    groups = manager_of(engine).ports._runner._receiver._groups  # type: ignore[attr-defined]
+    groups = runner_of(engine)._receiver._groups
     return not any(group.is_open for group in groups.values())
 
 
