@@ -307,6 +307,24 @@ def test_a_replica_that_restarts_after_such_an_update_waits_for_the_next_one(
         assert source != "third" or output.token_ids == now
 
 
+def test_an_update_during_which_a_replica_restarts_is_not_applied(old: Path, new: Path) -> None:
+    port = free_port()
+    with Engine(EngineConfig(model=str(old), **SETTINGS)) as engine:
+        transfer = engine.weight_transfer
+        with trainer(port, 2, new) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
+            transfer.start()
+            say(process)
+            transfer.receive(**announce(new))
+        replica: Any = engine._core._replica_set.records[0].replica
+        os.kill(replica.children["worker"].pid, signal.SIGKILL)
+        wait_until(lambda: engine.stats()["restarts"] == 1 and engine.health().replicas[0].state == "ready")
+        with pytest.raises(ModelError, match="restarted during the update"):
+            transfer.finish()
+        assert tokens(engine) == expected(old)
+        assert engine.weight_version == "default"
+
+
 def test_groups_and_sessions_are_refused_by_field(old: Path, new: Path) -> None:
     with cpu_engine(old) as engine:
         transfer = engine.weight_transfer

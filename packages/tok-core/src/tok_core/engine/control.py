@@ -60,6 +60,7 @@ class EngineControl:
         self._stale: set[int] = set()  # replicas that have restarted since
         self.paused = False
         self.updates = 0
+        self.deaths = 0  # of replicas
         self.transfer = WeightTransfer(self)
 
     @property
@@ -123,14 +124,21 @@ class EngineControl:
                 if pausing:
                     self.resume()
 
-    def apply_staged(self, version: str | None) -> str:
-        """Let all replicas write the tensors that they have staged, and return the version of the weights."""
+    def apply_staged(self, version: str | None, deaths: int) -> str:
+        """Let all replicas write the tensors that they have staged, and return the version of the weights.
+
+        deaths  of replicas before they began to stage. Raises ModelError if one has died since, or is starting
+        """
         with self.operation:
             pausing = not self.paused
             if pausing:
                 self.pause("keep")
             try:
                 with self._changed:
+                    if self.deaths != deaths or any(
+                        one.state in ("starting", "restarting") for one in self._replica_set.records
+                    ):
+                        raise ModelError("a replica has restarted during the update; the weights are the old ones")
                     self._weights, self._sent = None, True
                     self._stale.clear()
                     self._greet()
@@ -195,6 +203,7 @@ class EngineControl:
     def replica_lost(self, replica: int, reason: str) -> None:
         """Take note that a replica has died: it does not answer any more."""
         with self._changed:
+            self.deaths += 1
             if self._sent:
                 self._stale.add(replica)
             self._settle(replica, EngineDead(f"replica {replica} has ended: {reason}"))

@@ -29,13 +29,14 @@ class WeightControl(Protocol):
     """What a transfer needs of `EngineControl`."""
 
     paused: bool
+    deaths: int
 
     @property
     def operation(self) -> AbstractContextManager[object]: ...
 
     def execute(self, task: TaskOf) -> list[TokError]: ...
 
-    def apply_staged(self, version: str | None) -> str: ...
+    def apply_staged(self, version: str | None, deaths: int) -> str: ...
 
     def workers(self) -> tuple[int, int, int]: ...
 
@@ -56,6 +57,7 @@ class WeightTransfer:
         self._session: Literal["open", "failed", "held"] | None = None
         self._version: str | None = None
         self._received = False
+        self._deaths = 0  # of replicas before the update
         self.groups: dict[str, int] = {}  # and how many bytes a bucket has if `receive` does not say it
 
     def join(
@@ -140,6 +142,8 @@ class WeightTransfer:
                 self._session = "held"
             alone = self._session is None
             self._version = version or self._version
+            if not self._received:
+                self._deaths = self._control.deaths
             task = ReceiveTensors(
                 list(names),
                 list(dtypes),
@@ -181,7 +185,11 @@ class WeightTransfer:
         for error in self._control.execute(lambda _: CheckStaged(self._control.stale)):
             self._drop()
             raise error
-        self._control.apply_staged(version)
+        try:
+            self._control.apply_staged(version, self._deaths)
+        except ModelError:
+            self._drop()
+            raise
 
     def _drop(self) -> None:
         self._session, self._version, self._received = None, None, False

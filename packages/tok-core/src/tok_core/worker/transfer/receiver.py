@@ -59,7 +59,6 @@ class WeightReceiver:
         """Raise ModelError if what is staged cannot be applied: see `IncomingWeights`."""
         for name in self._used:
             if name in self._groups and not self._groups[name].is_open:
-                self.drop()
                 raise ModelError(f"the trainer of group {name!r} has ended")
         self._incoming.check(complete=complete)
 
