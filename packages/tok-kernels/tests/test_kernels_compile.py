@@ -205,8 +205,11 @@ def launch_all() -> None:
     sample(masks=Masks(meta(8, dtype=INT64), meta(8, dtype=INT64), meta(1, VOCABULARY // 32)))
     sample(filters=Filters(meta(8, dtype=INT64), meta(8), meta(8, dtype=FLOAT), meta(8, dtype=FLOAT)))
     sample_with_edits()
+    sample(processed=True)
+    sample(filters=Filters(meta(8, dtype=INT64), meta(8), meta(8, dtype=FLOAT), meta(8, dtype=FLOAT)), processed=True)
     for exchanged in (None, exchange()):
-        sample(vocabulary=VOCABULARY // 2, shards=Ranks(exchanged))
+        for processed in (False, True):
+            sample(vocabulary=VOCABULARY // 2, shards=Ranks(exchanged), processed=processed)
     advance_slots()
     sum_over_ranks()
 

@@ -36,6 +36,7 @@ SERVE_FLAGS = {
     "--backend": "auto",
     "--load-format": "auto",
     "--generation-config": "auto",
+    "--logprobs-mode": "raw_logprobs",
     "--quantization": "auto",
     "--ignore-config-keys": None,
     "--page-size": 16,
@@ -138,7 +139,8 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     given = {
         "--host": "::1", "--port": 1, "--device": "cpu", "--dtype": "float16", "--load-format": "dummy",
         "--quantization": "fp8",
-        "--generation-config": "none", "--revision": "v1", "--tokenizer": "o/t", "--chat-template": "t.jinja",
+        "--generation-config": "none", "--logprobs-mode": "processed_logprobs",
+        "--revision": "v1", "--tokenizer": "o/t", "--chat-template": "t.jinja",
         "--backend": "reference", "--admission": "watermark",
         "--page-size": 32, "--kv-cache-tokens": 64, "--gpu-memory-fraction": 0.5, "--max-running": 3,
         "--max-step-tokens": 5, "--max-model-len": 7, "--admin-key": "k",

@@ -17,6 +17,7 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_unscaled", "unquantized"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8", "int8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq"]
 GenerationConfig = Literal["auto", "none"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 AdmissionName = Literal["forecast", "watermark"]
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 
@@ -47,6 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          checkpoint keeps its format, and no other may be named
     generation_config    auto: read `EngineInfo.sampling_defaults` from the model's generation_config.json; none:
                          leave them empty
+    logprobs_mode        raw_logprobs: `logprobs` are those of the model's own distribution, before temperature,
+                         penalties, biases and filters; processed_logprobs: after them, those of the distribution that
+                         tokens are sampled from
     ignore_config_keys   unknown keys of the model's config.json to ignore. Other unknown keys are refused, since they
                          may change what the model computes; None: ignore none
     kv_cache_dtype       dtype of cached keys and values. fp8 and fp8_e4m3: one byte a number, with a scale for each
@@ -96,6 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat = "auto"
     quantization: Quantization = "auto"
     generation_config: GenerationConfig = "auto"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     ignore_config_keys: tuple[str, ...] | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     page_size: int = 16
@@ -139,6 +144,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _choice("quantization", self.quantization, get_args(Quantization))
         _choice("admission", self.admission, get_args(AdmissionName))
         _choice("generation_config", self.generation_config, get_args(GenerationConfig))
+        _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         keys = self.ignore_config_keys
         if keys is not None and not (isinstance(keys, tuple) and all(isinstance(key, str) and key for key in keys)):
             raise InvalidField("ignore_config_keys", keys, "a tuple of keys of config.json")

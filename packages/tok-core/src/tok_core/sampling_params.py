@@ -93,8 +93,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids      ids that end a sample, in addition to the model's own end ids
     ignore_eos          the model's own end ids do not end a sample
     priority            requests with a lower value are served first and preempted last
-    logprobs            None: none; k: the log-probability of each token and of the k most likely ones
-    prompt_logprobs     the same for the prompt's tokens, each given those before it, with their ranks
+    logprobs            None: none; k: the log-probability of each token and of the k most likely ones, before or after
+                        temperature and filters as `EngineConfig.logprobs_mode` says
+    prompt_logprobs     the same for the prompt's tokens, each given those before it, with their ranks; always before
+                        temperature and filters
     grammar             grammar of each sample's text. Tokens that it rules out are never sampled, and `logprobs` are
                         taken over the allowed tokens. A sample ends when its text is complete; min_tokens and
                         ignore_eos contradict that and are refused

@@ -280,6 +280,7 @@ class SamplingBatch:
     penalties, bias, filters, masks   those of the rows that have any; None: no row has any
     top_logprobs               number of most likely tokens to return; 0: none
     top_rows      int64   [r]  rows that get most likely tokens, each once; the others get zeros; None: every row
+    processed                  log-probabilities are those of the distribution that a token is sampled from
     all_greedy                 every temperature is 0, so no random number is needed
     shards                     the part of the vocabulary that the logits cover; None: all of it
 
@@ -299,6 +300,7 @@ class SamplingBatch:
     shards: Shards | None = None
     masks: Masks | None = None
     top_rows: Tensor | None = None
+    processed: bool = False
 
     def __post_init__(self) -> None:
         if self.shards is None:
@@ -318,8 +320,10 @@ class Sampled:
     top_logprob  float32 [R, top_logprobs]  log-probabilities of `top_token`
 
     Log-probabilities are those of the model's own distribution: after masks, but before temperature, penalties, bias
-    and filters. `logprob` is not finite if a logit of the row is NaN or +inf, or if all are −inf. Such a row has no
-    distribution; its token is a valid id of the vocabulary but meaningless.
+    and filters. With `SamplingBatch.processed` they are taken after these, with temperature 1 and without filters for
+    rows of temperature 0; tokens that a filter removes have −inf. `logprob` is not finite if a logit of the row is NaN
+    or +inf, or if all are −inf. Such a row has no distribution; its token is a valid id of the vocabulary but
+    meaningless.
     """
 
     token: Tensor

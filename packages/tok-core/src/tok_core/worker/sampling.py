@@ -39,6 +39,7 @@ def sampling_batch(state: WorkerState, slot_R: Tensor) -> SamplingBatch:
         seed=state.sampling["seed"][slot_R],
         sample=state.sample[slot_R],
         position=state.columns.length[slot_R],
+        processed=state.processed_logprobs,
     )
 
 

@@ -35,7 +35,8 @@ class WorkerState:
 
     `columns` have S = `slots` + 1 entries: the last slot never holds a sequence and stands for padding rows. Likewise
     no sequence owns the last page of the cache: padding rows and ended slots write there. `scales` are those of cached
-    keys and values, float32 `[layers, 2, K]`; None: the cache holds them as they are.
+    keys and values, float32 `[layers, 2, K]`; None: the cache holds them as they are. `processed_logprobs` is
+    `SamplingBatch.processed` of every step.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class WorkerState:
         page_size: int,
         pages_per_slot: int,
         scales: Tensor | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
         self.device = device
+        self.processed_logprobs = processed_logprobs
         self.slots = slots
         self.num_pages = num_pages
         self.page_size = page_size

@@ -54,6 +54,10 @@ ENGINE_TEXTS = {
         "",
         "defaults of sampling parameters; auto: from generation_config.json; none: temperature 1, no filters",
     ),
+    "logprobs_mode": (
+        "",
+        "logprobs of samples: raw_logprobs: before temperature, penalties and filters; processed_logprobs: after them",
+    ),
     "ignore_config_keys": (
         "KEY,…",
         "unknown keys of the model's config.json to ignore, separated by commas (default: none)",

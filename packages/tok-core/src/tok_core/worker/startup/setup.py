@@ -247,6 +247,7 @@ def _measure(
         page_size=config.page_size,
         pages_per_slot=-(-length // config.page_size),
         scales=scales,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
     )
     graphs = config.cuda_graphs and backend.capturable
     try:
@@ -313,6 +314,7 @@ def _state(
             page_size=config.page_size,
             pages_per_slot=-(-max_model_len // config.page_size),
             scales=scales,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
     except (torch.OutOfMemoryError, RuntimeError) as error:
         tokens = num_pages * config.page_size

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import Filters
-from tok_kernels.sampling.reference.inversion import invert_cdf
+from tok_kernels.batch import Filters, SamplingBatch
+from tok_kernels.sampling.reference.inversion import invert_cdf, safe_temperature
 
 _ROWS = 256  # rows sorted at once, which limits the memory
 
@@ -36,6 +36,28 @@ def resample_filtered(
         again = invert_cdf(weight_RV[some.rows].masked_fill_(~keep, 0.0), u_R[some.rows])
         token_R[some.rows] = torch.where(keep.gather(-1, sampled.unsqueeze(-1)).squeeze(-1), sampled, again)
     return token_R
+
+
+def processed_scores(edited_RV: Tensor, token_R: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return logits of the distribution that the tokens are sampled from: after temperature and filters, float32.
+
+    `edited_RV` are float32 logits after penalties and biases. The sampled tokens `token_R` count as kept, as backends
+    may round differently at the border of a filter.
+    """
+    peak_R1 = edited_RV.amax(-1, keepdim=True)
+    peak_R1 = torch.where(peak_R1 == -torch.inf, 0.0, peak_R1)
+    score = (edited_RV - peak_R1).div_(safe_temperature(batch.temperature).unsqueeze(-1))
+    if batch.filters is None or batch.all_greedy:
+        return score
+    for begin in range(0, len(batch.filters.rows), _ROWS):
+        part = slice(begin, begin + _ROWS)
+        filters = batch.filters
+        some = Filters(filters.rows[part], filters.top_k[part], filters.top_p[part], filters.min_p[part])
+        temperature = batch.temperature[some.rows]
+        keep = kept(edited_RV[some.rows], safe_temperature(temperature), some) | (temperature == 0).unsqueeze(-1)
+        keep.scatter_(-1, token_R[some.rows].unsqueeze(-1), True)
+        score[some.rows] = score[some.rows].masked_fill_(~keep, -torch.inf)
+    return score
 
 
 def kept(logits_rV: Tensor, safe_temperature_r: Tensor, filters: Filters) -> Tensor:

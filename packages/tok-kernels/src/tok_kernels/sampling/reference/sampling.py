@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tok_kernels.batch import Sampled, SamplingBatch
 from tok_kernels.sampling.reference.edits import apply_bias, apply_penalties, forbid
-from tok_kernels.sampling.reference.filters import resample_filtered
+from tok_kernels.sampling.reference.filters import processed_scores, resample_filtered
 from tok_kernels.sampling.reference.inversion import invert_cdf, safe_temperature
 from tok_kernels.sampling.reference.philox import uniforms
 from tok_kernels.sampling.reference.shards import sample_shards
@@ -33,7 +33,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         token = torch.where(batch.temperature > 0, _sample_tokens(edited, peak, batch), token)
     if edited is not raw:
         token = torch.where(peak == -torch.inf, raw.argmax(-1), token)
-    return _with_logprobs(raw, token, batch)
+    return _with_logprobs(processed_scores(edited, token, batch) if batch.processed else raw, token, batch)
 
 
 def _edit(raw: Tensor, batch: SamplingBatch) -> Tensor:

@@ -38,8 +38,9 @@ def sample_shards(logits_RV: Tensor, batch: SamplingBatch, shards: Shards) -> Sa
     sampled = entry
     if not batch.all_greedy:
         sampled = torch.where(batch.temperature > 0, first_passing(weight, target), entry)
-    top, log_total = _normaliser(published_S4R)
-    logprob = raw.gather(-1, sampled.unsqueeze(-1)).squeeze(-1) - top - log_total
+    temperature = safe_temperature(batch.temperature) if batch.processed else torch.ones_like(batch.temperature)
+    top, log_total = _normaliser(published_S4R, temperature, batch.processed)
+    logprob = (raw.gather(-1, sampled.unsqueeze(-1)).squeeze(-1) - top) / temperature - log_total
     # Sums with zeros are exact, and so are token ids in float32.
     found = torch.stack(((sampled + shards.first).float(), logprob)).masked_fill(owner != shards.rank, 0.0)
     token, logprob = shards.gather(found).sum(0)
@@ -62,14 +63,18 @@ def _owner(published_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tens
     return owner, (target - (running_RS - mass_RS)[:, rank]) / share_RS[:, rank]
 
 
-def _normaliser(published_S4R: Tensor) -> tuple[Tensor, Tensor]:
+def _normaliser(published_S4R: Tensor, temperature_R: Tensor, processed: bool) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit of all ranks, and the logarithm of the sum of exponentials relative to it.
+
+    The sum is that at the row's own temperature if `processed`, else at temperature 1.
 
     If all logits of a row are −inf, 0 takes the place of the largest.
     """
     peak_SR, total_SR = published_S4R[:, 0].double(), published_S4R[:, 1].double()
+    if processed:
+        total_SR = published_S4R[:, 2].double() + published_S4R[:, 3].double()
     top = _finite(peak_SR.max(0).values)
-    total = (total_SR * (peak_SR - top).exp()).sum(0)
+    total = (total_SR * ((peak_SR - top) / temperature_R).exp()).sum(0)
     return top.float(), torch.where(total == 0, 1.0, total).log().float()
 
 

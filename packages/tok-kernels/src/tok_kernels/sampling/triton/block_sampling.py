@@ -38,6 +38,7 @@ class SampledRows:
     token    int64   [R]
     logprob  float32 [R]             log-probability of the token at temperature 1
     log_sum  float32 [R]             natural log-sum-exp of the row at temperature 1; 0 if all logits are −inf
+                                     processed: that of (row − its peak) / its temperature
     sums     float32 [3, R, blocks]  the result of `sum_blocks`
     """
 
@@ -66,11 +67,12 @@ class RandomKeys:
         )
 
 
-def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False) -> SampledRows:
+def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False, processed: bool = False) -> SampledRows:
     """Sample each row by inverting its cumulative distribution at its uniform number, as the reference does.
 
     `logits_RV` is float32, bfloat16 or float16 with a dense last axis. Rows of temperature 0, and all rows if `greedy`,
-    take the token with the largest logit, the first among equals.
+    take the token with the largest logit, the first among equals. If `processed`, log-probabilities are taken at the
+    rows' own temperatures.
     """
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -83,6 +85,7 @@ def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False) 
             *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
             *(*sums, token, logprob, log_sum, vocabulary, blocks),
             SAMPLE=not greedy,
+            PROCESSED=processed,
             BLOCK=BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
             num_warps=PICK_WARPS,
@@ -120,6 +123,18 @@ def inv_temperature_of(temperature: tl.tensor) -> tl.tensor:
 def finite(peak: tl.tensor) -> tl.tensor:
     """Replace peaks of −inf by 0, so that −inf is never subtracted from −inf."""
     return tl.where(peak == -float("inf"), 0.0, peak)
+
+
+@triton.jit
+def at_temperature(
+    below: tl.tensor, total: tl.tensor, mass: tl.tensor, inv_temperature: tl.tensor
+) -> tuple[tl.tensor, ...]:
+    """Return a logit relative to its row's peak, and the sum of exponentials, at the row's own temperature.
+
+    `total` is that sum at temperature 1, and `mass` at the row's own; rows of temperatures 0 and 1 get `total`.
+    """
+    own = inv_temperature != LOG2E
+    return tl.where(own, below * (inv_temperature / LOG2E), below), tl.where(own, mass.to(tl.float32), total)
 
 
 @triton.jit(do_not_specialize=["each"], do_not_specialize_on_alignment=_UNALIGNED[:4])
@@ -181,6 +196,7 @@ def _pick_token_kernel(
     vocabulary: tl.tensor,
     blocks: tl.tensor,
     SAMPLE: tl.constexpr,
+    PROCESSED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -217,10 +233,12 @@ def _pick_token_kernel(
         inside = first_passed(weight, tl.cumsum(weight), rest, 0, BLOCK)
         found = tl.where(random, inside, found)
     own = tl.sum(tl.where(entry == found, value, 0.0)) - finite(peak)
+    if SAMPLE and PROCESSED:
+        own, total = at_temperature(own, total, tl.sum(mass), inv_temperature)
     log_total = tl.log(tl.where(total == 0, 1.0, total))  # NaN stays NaN
     tl.store(token + row, tl.minimum(block * BLOCK + found, vocabulary - 1).to(tl.int64))
     tl.store(logprob + row, own - log_total)
-    tl.store(log_sum + row, finite(peak) + log_total)
+    tl.store(log_sum + row, log_total if PROCESSED else finite(peak) + log_total)
 
 
 @triton.jit

@@ -11,32 +11,42 @@ from torch import Tensor
 
 from tok_kernels.batch import Filters, LogitBias, SamplingBatch
 from tok_kernels.sampling.reference.edits import apply_bias
-from tok_kernels.sampling.triton.block_sampling import RandomKeys, sample_blocks
+from tok_kernels.sampling.triton.block_sampling import RandomKeys, SampledRows, sample_blocks
 from tok_kernels.sampling.triton.filters import resample_filtered
 from tok_kernels.sampling.triton.penalties import penalise
 
 _ENTRIES = 1 << 27  # logits edited at once, which limits the memory
 
 
-def resample_edited(token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch: SamplingBatch) -> Tensor:
+def resample_edited(
+    token_R: Tensor, logits_RV: Tensor, keys: RandomKeys, batch: SamplingBatch, whole: SampledRows
+) -> Tensor:
     """Return the tokens; rows that have penalties or biases are resampled from their edited logits.
 
     A row in which these leave no possible token takes the token with its largest raw logit.
+    With `batch.processed`, log-probabilities and sums of the rows in `whole` change in place to those of edited logits.
     """
     rows, vocabulary = logits_RV.shape
     # The padding row has the number `rows`.
     result = torch.cat((token_R, token_R.new_zeros(1)))
+    logprob_R1, log_sum_R1 = (torch.cat((x, x.new_zeros(1))) for x in (whole.logprob, whole.log_sum))
     for index in torch.split(_edited_rows(batch, rows), max(1, _ENTRIES // max(vocabulary, 1))):
         present = index.clamp(max=rows - 1)
         raw = logits_RV.index_select(0, present)
-        edited = _edit(raw, index, rows, batch)
+        edited = edit_rows(raw, index, rows, batch)
         own = keys.rows(present)
-        sampled = sample_blocks(edited, own, greedy=batch.all_greedy)
+        sampled = sample_blocks(edited, own, greedy=batch.all_greedy, processed=batch.processed)
         token = sampled.token
         if batch.filters is not None and not batch.all_greedy:
-            token = resample_filtered(edited, sampled, own, _chunk_filters(batch.filters, index, rows))
+            filters = chunk_filters(batch.filters, index, rows)
+            token = resample_filtered(edited, sampled, own, filters, processed=batch.processed)
         peak = sampled.sums[0].amax(-1)
         result[index] = torch.where(peak == -torch.inf, raw.argmax(-1), token)
+        if batch.processed:
+            logprob_R1[index], log_sum_R1[index] = sampled.logprob, sampled.log_sum
+    if batch.processed:
+        whole.logprob.copy_(logprob_R1[:rows])
+        whole.log_sum.copy_(log_sum_R1[:rows])
     return result[:rows]
 
 
@@ -53,7 +63,7 @@ def _edited_rows(batch: SamplingBatch, rows: int) -> Tensor:
     return padded.scatter_(0, place, torch.where(has_edit, number, rows))[:length]
 
 
-def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor:
+def edit_rows(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor:
     """Return the rows of the chunk in float32, with penalties and biases applied."""
     count = index.shape[0]
     # The extra last row receives the biases of rows outside the chunk.
@@ -69,7 +79,7 @@ def _edit(raw: Tensor, index: Tensor, rows: int, batch: SamplingBatch) -> Tensor
     return edited[:count]
 
 
-def _chunk_filters(filters: Filters, index: Tensor, rows: int) -> Filters:
+def chunk_filters(filters: Filters, index: Tensor, rows: int) -> Filters:
     """Return filters for every row of the chunk; they keep all tokens of a row that has no filter."""
     if not len(filters.rows):
         return filters

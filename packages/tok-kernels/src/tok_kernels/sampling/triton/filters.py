@@ -19,10 +19,13 @@ RESAMPLE_BLOCKS, RESAMPLE_WARPS = 1, 4
 MAX_COLLECTED_ENTRIES = 2048  # relevant entries of a row that are copied to scratch and searched there, if no more
 
 
-def resample_filtered(logits_RV: Tensor, sampled: SampledRows, keys: RandomKeys, filters: Filters) -> Tensor:
+def resample_filtered(
+    logits_RV: Tensor, sampled: SampledRows, keys: RandomKeys, filters: Filters, *, processed: bool = False
+) -> Tensor:
     """Return the tokens of `sample_blocks(logits_RV, keys)`, int64 `[R]`; tokens that filters remove are resampled.
 
     `tok_kernels.sampling.reference.filters` defines which tokens are kept and which token replaces a removed one.
+    If `processed`, log-probabilities and sums of rows with filters change in place to those of the kept tokens.
     """
     token, count = sampled.token.clone(), len(filters.rows)
     if not count:
@@ -33,12 +36,13 @@ def resample_filtered(logits_RV: Tensor, sampled: SampledRows, keys: RandomKeys,
     resample_kernel[(count,)](
         *(logits_RV, logits_RV.stride(0), *_columns(filters)),
         *(keys.temperature, keys.seed, keys.sample, keys.position, sampled.sums[0], sampled.sums[2]),
-        *(token, verdict, before, scratch, logits_RV.shape[1], blocks),
+        *(token, verdict, before, scratch, sampled.logprob, sampled.log_sum, logits_RV.shape[1], blocks),
         SHIFT=shift_of(logits_RV.dtype),
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
         GROUP=RESAMPLE_BLOCKS,
         FEW=MAX_COLLECTED_ENTRIES,
+        PROCESSED=processed,
         num_warps=RESAMPLE_WARPS,
     )
     return token

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import first_passed, inv_temperature_of, second_uniform
+from tok_kernels.sampling.triton.block_sampling import LOG2E, first_passed, inv_temperature_of, second_uniform
 from tok_kernels.sampling.triton.filter_check import (
     ABOVE,
     KEPT,
@@ -46,6 +46,8 @@ def resample_kernel(
     verdicts: tl.tensor,
     masses_above: tl.tensor,
     scratch: tl.tensor,
+    logprob: tl.tensor,
+    log_sum: tl.tensor,
     vocabulary: tl.tensor,
     blocks: tl.tensor,
     SHIFT: tl.constexpr,
@@ -53,8 +55,11 @@ def resample_kernel(
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
+    PROCESSED: tl.constexpr,
 ) -> None:
     """Resample one row with filters, unless its verdict is KEPT.
+
+    With PROCESSED, also store the log-probability of the token among the kept ones, and the logarithm of their mass.
 
     `scratch`, float32 `[r, FEW + 3 · blocks]`, holds per row:
       FEW     the relevant entries, if there are at most FEW
@@ -64,10 +69,14 @@ def resample_kernel(
     """
     nth_row = tl.program_id(0)
     verdict = tl.load(verdicts + nth_row)
-    if verdict != KEPT:
-        row = tl.load(rows + nth_row).to(tl.int64)
-        k, p = tl.load(top_k + nth_row), tl.load(top_p + nth_row)
-        row_temperature = tl.load(temperature + row)
+    row = tl.load(rows + nth_row).to(tl.int64)
+    k, p = tl.load(top_k + nth_row), tl.load(top_p + nth_row)
+    row_temperature = tl.load(temperature + row)
+    computed = verdict != KEPT
+    if PROCESSED:
+        filtered = (k > 0) | (p < 1) | (tl.load(min_p + nth_row) > 0)
+        computed = computed | (filtered & (row_temperature > 0) & (tl.load(log_sum + row) > -float("inf")))
+    if computed:
         safe_temperature, inv_temperature = safe_temperature_of(row_temperature), inv_temperature_of(row_temperature)
         peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
         min_p_threshold = min_p_limit(peak, safe_temperature, tl.load(min_p + nth_row))
@@ -91,6 +100,8 @@ def resample_kernel(
         settled = False
         if verdict != LIKELY:
             before = tl.where(verdict == OPEN, tl.load(masses_above + nth_row), float("inf"))
+            if PROCESSED:
+                before = tl.full((), float("inf"), tl.float64)  # the mass of the kept tokens is needed in any case
             count = gather(line, order, active, vocabulary, low, few, FEW, BLOCK, GROUP)
             tl.debug_barrier()
             if count <= FEW:
@@ -136,7 +147,13 @@ def resample_kernel(
                 keep, x = _kept_entries(line, block, threshold, ties, ties_before, nth, vocabulary, BLOCK)
                 weight = tl.where(keep, tl.exp2((x - peak) * inv_temperature), 0.0).to(tl.float64)
                 found = block * BLOCK + first_passed(weight, tl.cumsum(weight), goal, 0, BLOCK)
-                tl.store(token + row, tl.minimum(found, vocabulary - 1).to(tl.int64))
+                chosen = tl.minimum(found, vocabulary - 1).to(tl.int64)
+                tl.store(token + row, chosen)
+            if PROCESSED:
+                log_mass = tl.log(tl.sum(mass_of).to(tl.float32))
+                own = tl.load(line + chosen).to(tl.float32)
+                tl.store(logprob + row, (own - peak) * (inv_temperature / LOG2E) - log_mass)
+                tl.store(log_sum + row, log_mass)
 
 
 @triton.jit

@@ -19,7 +19,14 @@ _THREADS = 32  # one warp, one thread per rank
 
 
 def sample_exchange(
-    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, first: int, channel: ExchangeChannel, *, greedy: bool
+    logits_RV: Tensor,
+    sums: Tensor,
+    keys: RandomKeys,
+    first: int,
+    channel: ExchangeChannel,
+    *,
+    greedy: bool,
+    processed: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`; R is at most `channel.programs`.
 
@@ -34,6 +41,7 @@ def sample_exchange(
         *(*sums, token, logprob, vocabulary, blocks, first),
         *(channel.buffers, channel.turns, channel.patience),
         SAMPLE=not greedy,
+        PROCESSED=processed,
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
         RANK=channel.rank,
@@ -66,6 +74,7 @@ def _sample_exchange_kernel(
     turns: tl.tensor,
     patience: tl.tensor,
     SAMPLE: tl.constexpr,
+    PROCESSED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     RANK: tl.constexpr,
@@ -93,14 +102,14 @@ def _sample_exchange_kernel(
         tl.where(own, total, received[1].to(tl.float32, bitcast=True)),
         tl.where(own, high, received[2].to(tl.float32, bitcast=True)),
         tl.where(own, low, received[3].to(tl.float32, bitcast=True)),
-        *(temperature, seed, sample, position, row, SAMPLE, THREADS),
+        *(temperature, seed, sample, position, row, SAMPLE, PROCESSED, THREADS),
     )
     chosen = tl.full((), 0, tl.int32)
     likelihood = tl.full((), 0.0, tl.float32)
     if owner == RANK:
         entry, likelihood = entry_of(
             *(logits, stride, temperature, peaks, masses, row, rest, peak, total, vocabulary, blocks),
-            *(SAMPLE, BLOCK, BLOCKS),
+            *(SAMPLE, PROCESSED, BLOCK, BLOCKS),
         )
         chosen = (first + entry).to(tl.int32)
         zero = turn.to(tl.uint32) * 0

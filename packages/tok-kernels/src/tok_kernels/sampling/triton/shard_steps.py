@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tok_kernels.sampling.triton.block_sampling import (
     LOG2E,
+    at_temperature,
     finite,
     first_hit,
     first_passed,
@@ -59,12 +60,14 @@ def owner_of(
     position: tl.tensor,
     row: tl.tensor,
     SAMPLE: tl.constexpr,
+    PROCESSED: tl.constexpr,
     SHARDS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Choose the owner of a row's token from the four numbers of all ranks, `[SHARDS]` each.
 
     Return four values: the owner; the running sum within the owner's shard that the token must exceed; the row's
-    largest logit; and the row's sum of exponentials at temperature 1, relative to that logit.
+    largest logit; and the row's sum of exponentials relative to that logit, at temperature 1, or at its own with
+    PROCESSED.
     """
     peak = tl.max(peak_of)
     total = tl.sum(total_of * tl.exp2((peak_of - finite(peak)) * LOG2E))
@@ -76,6 +79,8 @@ def owner_of(
             (peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature_of(row_temperature).to(tl.float64)
         )
         mass = share * (high.to(tl.float64) + low.to(tl.float64))
+        if PROCESSED:
+            _, total = at_temperature(peak, total, tl.sum(mass), inv_temperature_of(row_temperature))
         running = tl.cumsum(mass)
         target = uniform(seed + row, sample + row, position + row) * tl.max(running)
         owner = tl.where(row_temperature > 0, first_passed(mass, running, target, 0, SHARDS), owner)
@@ -98,6 +103,7 @@ def entry_of(
     vocabulary: tl.tensor,
     blocks: tl.tensor,
     SAMPLE: tl.constexpr,
+    PROCESSED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
@@ -127,4 +133,6 @@ def entry_of(
         likely = tl.exp2((value - finite(block_peak)) * inv_temperature).to(tl.float64)
         place = tl.where(random, first_passed(likely, tl.cumsum(likely), rest, 0, BLOCK), place)
     chosen = tl.sum(tl.where(entry == place, value, 0.0)) - finite(peak)
+    if SAMPLE and PROCESSED:
+        chosen, _ = at_temperature(chosen, total, total, inv_temperature)
     return tl.minimum(block * BLOCK + place, vocabulary - 1), chosen - tl.log(tl.where(total == 0, 1.0, total))

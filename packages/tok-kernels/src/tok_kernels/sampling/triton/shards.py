@@ -21,21 +21,22 @@ _UNALIGNED = ["temperature", "peaks", "masses", "published"]
 
 
 def sample_shards(
-    logits_RV: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool = False
+    logits_RV: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool = False, processed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`, the same on every rank.
 
-    `logits_RV` is this rank's shard, with the dtype and layout that `sample_blocks` allows.
+    `logits_RV` is this rank's shard, with the dtype and layout that `sample_blocks` allows. If
+    `processed`, log-probabilities are taken at the rows' own temperatures.
     """
     sums = sum_blocks(logits_RV, keys, greedy=greedy)
     channel = None if shards.exchange is None else shards.exchange.samples
     if channel is not None and 0 < len(logits_RV) <= channel.programs:
-        return sample_exchange(logits_RV, sums, keys, shards.first, channel, greedy=greedy)
-    return _sample_gathered(logits_RV, sums, keys, shards, greedy=greedy)
+        return sample_exchange(logits_RV, sums, keys, shards.first, channel, greedy=greedy, processed=processed)
+    return _sample_gathered(logits_RV, sums, keys, shards, greedy=greedy, processed=processed)
 
 
 def _sample_gathered(
-    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool
+    logits_RV: Tensor, sums: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool, processed: bool
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -55,6 +56,7 @@ def _sample_gathered(
             RANKS=shards.ranks,
             SHARDS=triton.next_power_of_2(shards.ranks),
             SAMPLE=not greedy,
+            PROCESSED=processed,
             BLOCK=BLOCK,
             BLOCKS=width,
             num_warps=PICK_WARPS,
@@ -108,6 +110,7 @@ def _find_token_kernel(
     RANKS: tl.constexpr,
     SHARDS: tl.constexpr,
     SAMPLE: tl.constexpr,
+    PROCESSED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -120,14 +123,14 @@ def _find_token_kernel(
         tl.load(of + rows, mask=shard < RANKS, other=0.0),
         tl.load(of + 2 * rows, mask=shard < RANKS, other=0.0),
         tl.load(of + 3 * rows, mask=shard < RANKS, other=0.0),
-        *(temperature, seed, sample, position, row, SAMPLE, SHARDS),
+        *(temperature, seed, sample, position, row, SAMPLE, PROCESSED, SHARDS),
     )
     token = tl.full((), 0.0, tl.float32)
     logprob = tl.full((), 0.0, tl.float32)
     if owner == RANK:
         entry, logprob = entry_of(
             *(logits, stride, temperature, peaks, masses, row, rest, peak, total, vocabulary, blocks),
-            *(SAMPLE, BLOCK, BLOCKS),
+            *(SAMPLE, PROCESSED, BLOCK, BLOCKS),
         )
         token = (first + entry).to(tl.float32)
     tl.store(found + row, token)
