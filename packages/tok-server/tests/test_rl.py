@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support.background import Later
 from support.patience import wait_until
 from support.serving import Answer, Server, serving
 from support.tiny_models import change_weights, make_model, reference_greedy
@@ -51,19 +51,6 @@ def tokens(answer: Answer) -> list[int]:
 
 def expected(path: Path, count: int = 8) -> list[int]:
     return reference_greedy(path, [PROMPT], count)[0][0]
-
-
-class Later:
-    """A request that is answered in a thread."""
-
-    def __init__(self, call: Callable[[], Answer]) -> None:
-        self.answers: list[Answer] = []
-        self._thread = threading.Thread(target=lambda: self.answers.append(call()))
-        self._thread.start()
-
-    def answer(self) -> Answer:
-        self._thread.join()
-        return self.answers[0]
 
 
 @pytest.mark.parametrize("operation", RL_OPERATIONS, ids=lambda one: f"{one.method} {one.path}")
@@ -248,7 +235,6 @@ def test_server_reports_its_size_and_model(rl_server: Server) -> None:
         ("/pause_generation", {"mode": "retract"}, "mode", "in_place"),
         ("/update_weights_from_disk", {"model_path": "/", "flush_cache": False}, "flush_cache", "true"),
         ("/update_weights_from_disk", {"model_path": "/", "load_format": "dummy"}, "load_format", "safetensors"),
-        ("/abort_request", {"rid": "one"}, "rid", "abort_all"),
         ("/abort_request", {}, "abort_all", "true"),
     ],
 )

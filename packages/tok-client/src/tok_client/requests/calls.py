@@ -20,6 +20,7 @@ from tok_client.requests.params import (
 from tok_client.transport import Call
 from tok_client.types import (
     UNSET,
+    AbortRequests,
     Batch,
     BatchList,
     BatchRequest,
@@ -46,6 +47,8 @@ from tok_client.types import (
     RerankResponse,
     ScoreRequest,
     ScoreResponse,
+    TokenGeneration,
+    TokenGenerationRequest,
     TokenizeRequest,
     TokenizeResponse,
     UpdateWeightsRequest,
@@ -265,3 +268,24 @@ def cache_reset() -> Call[CacheReset]:
 def weight_version() -> Call[WeightVersion]:
     """Return the call of `GET /get_weight_version`."""
     return Call(method="GET", path="/get_weight_version", kind=WeightVersion, at_root=True)
+
+
+def token_generation(
+    token_ids: Sequence[int],
+    sampling_params: Mapping[str, object],
+    request_id: str | None,
+    cache_salt: str | None,
+    priority: int | None,
+) -> Call[TokenGeneration]:
+    """Return the call of `POST /inference/v1/generate`."""
+    named = {"request_id": request_id, "cache_salt": cache_salt, "priority": priority}
+    given = {name: value for name, value in named.items() if value is not None}
+    fields = {"token_ids": list(token_ids), "sampling_params": dict(sampling_params), **given}
+    body = body_of(TokenGenerationRequest, fields)
+    return Call(method="POST", path="/inference/v1/generate", kind=TokenGeneration, body=body, at_root=True)
+
+
+def requests_abort(request_ids: Sequence[str]) -> Call[dict[str, str]]:
+    """Return the call of `POST /abort_requests`."""
+    body = body_of(AbortRequests, {"request_ids": list(request_ids)})
+    return Call(method="POST", path="/abort_requests", kind=dict[str, str], body=body, at_root=True)

@@ -1,14 +1,14 @@
-"""Endpoints for trainers, which a server serves with --enable-rl: pause, resume, load other weights."""
+"""Endpoints for trainers, which a server serves with --enable-rl: generate, pause, resume, load other weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Literal
 
 from tok_client.requests import calls
 from tok_client.transport import BlockingTransport, Transport
-from tok_client.types import CacheReset, EngineStatus
+from tok_client.types import CacheReset, EngineStatus, TokenGeneration
 
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -80,6 +80,29 @@ class AsyncRL:
         """Forget cached prefixes; running requests keep theirs."""
         return await self._transport.fetch(calls.cache_reset(), timeout)
 
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+    ) -> TokenGeneration:
+        """Return samples of a prompt of token ids, as token ids with the version of the weights.
+
+        sampling_params  fields of `completions.create` that say how to sample, when to stop and what to report
+        request_id       names the request in the answer, and for `abort_requests`
+        cache_salt       requests share cached prefixes only if they have the same, such as a version of the weights
+        """
+        call = calls.token_generation(token_ids, sampling_params, request_id, cache_salt, priority)
+        return await self._transport.fetch(call, timeout)
+
+    async def abort_requests(self, request_ids: Sequence[str], *, timeout: float | None = None) -> None:
+        """Abort requests of `generate`; their samples end with reason "abort" and the tokens so far."""
+        await self._transport.fetch(calls.requests_abort(request_ids), timeout)
+
 
 class RL:
     """Endpoints for trainers, served below the server's root. PermissionDeniedError: without --enable-rl."""
@@ -143,3 +166,26 @@ class RL:
     def reset_prefix_cache(self, *, timeout: float | None = None) -> CacheReset:
         """Forget cached prefixes; running requests keep theirs."""
         return self._transport.fetch(calls.cache_reset(), timeout)
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+    ) -> TokenGeneration:
+        """Return samples of a prompt of token ids, as token ids with the version of the weights.
+
+        sampling_params  fields of `completions.create` that say how to sample, when to stop and what to report
+        request_id       names the request in the answer, and for `abort_requests`
+        cache_salt       requests share cached prefixes only if they have the same, such as a version of the weights
+        """
+        call = calls.token_generation(token_ids, sampling_params, request_id, cache_salt, priority)
+        return self._transport.fetch(call, timeout)
+
+    def abort_requests(self, request_ids: Sequence[str], *, timeout: float | None = None) -> None:
+        """Abort requests of `generate`; their samples end with reason "abort" and the tokens so far."""
+        self._transport.fetch(calls.requests_abort(request_ids), timeout)

@@ -8,15 +8,27 @@ from tok_server.openai.chat import make_chat_job
 from tok_server.openai.completions import endpoint as completions_endpoint
 from tok_server.openai.endpoints import BACKGROUND_PRIORITY, ENDPOINTS, MAX_RELATIVE_PRIORITY, EndpointTask, ServedModel
 from tok_server.openai.generation import (
+    MAX_GRAMMAR_CHECKS,
+    MAX_LOGPROBS,
     OTHER_SERVERS,
     STREAM_HEADERS,
     GenerationJob,
     NeutralValues,
+    SubmittedStreams,
+    TokenTexts,
     UnsupportedFields,
     answer_request,
+    chat_logprobs,
+    check_grammar,
+    check_limits,
+    check_model,
+    clamp_logprob,
     event,
     ignored_header,
     parse_request,
+    prompt_logprobs,
+    request_deadline,
+    tokenise_prompts,
     total_usage,
     value_or_none,
 )
@@ -25,6 +37,8 @@ from tok_server.openai.responses import endpoint as responses_endpoint
 __all__ = [
     "BACKGROUND_PRIORITY",
     "ENDPOINTS",
+    "MAX_GRAMMAR_CHECKS",
+    "MAX_LOGPROBS",
     "MAX_RELATIVE_PRIORITY",
     "OPENAI_OPERATIONS",
     "OTHER_SERVERS",
@@ -33,15 +47,29 @@ __all__ = [
     "GenerationJob",
     "NeutralValues",
     "ServedModel",
+    "SubmittedStreams",
+    "TokenTexts",
     "UnsupportedFields",
     "answer_request",
+    "chat_logprobs",
+    "check_echo_size",
+    "check_grammar",
+    "check_limits",
+    "check_model",
+    "clamp_logprob",
     "event",
     "ignored_header",
     "make_chat_job",
+    "parse_completion",
     "parse_request",
+    "prompt_logprobs",
+    "request_deadline",
+    "tokenise_prompts",
     "total_usage",
     "value_or_none",
 ]
+
+parse_completion, check_echo_size = completions_endpoint.parse, completions_endpoint.check_echo_size
 
 OPENAI_OPERATIONS = (
     *completions_endpoint.OPERATIONS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Literal
 
 import msgspec
@@ -58,10 +59,30 @@ class WeightsUpdate(msgspec.Struct, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /abort_request`."""
+    """Body of `POST /abort_request`. `rid`: of a request to `/generate`; those of a batch are "RID_0", "RID_1", …"""
 
     rid: str = ""
     abort_all: bool = False
+
+
+class ReplicaLoads(msgspec.Struct, frozen=True):
+    """Part of `Loads`: one replica. Requests count once, whatever their `n`; `token_usage` is a fraction."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+
+
+class Loads(msgspec.Struct, frozen=True):
+    """Answer of `GET /v1/loads`. `timestamp`: seconds since 1970."""
+
+    timestamp: float
+    dp_rank_count: int
+    loads: list[ReplicaLoads]
 
 
 async def pause_generation(request: web.Request) -> web.Response:
@@ -121,16 +142,15 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """Abort all open requests."""
+    """Abort all open requests, or the one to /generate with this rid."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, AbortRequest)
-    if fields.rid:
-        raise invalid(
-            "rid", 'rid: requests have no rid here; allowed: "", together with abort_all', "unsupported_parameter"
-        )
-    if not fields.abort_all:
-        raise invalid("abort_all", "abort_all is false; allowed: true")
-    await context.engine.abort_all()
+    if not fields.abort_all and not fields.rid:
+        raise invalid("abort_all", "abort_all is false; allowed: true, or a rid")
+    if fields.abort_all:
+        await context.engine.abort_all()
+    else:
+        await context.engine.abort(f"{fields.rid}-0")
     return web.Response(headers=headers)
 
 
@@ -153,7 +173,21 @@ async def health_generate(request: web.Request) -> web.Response:
     return web.Response()
 
 
+async def loads(request: web.Request) -> web.Response:
+    """Return the running and waiting requests of each replica, and how full its KV cache is."""
+    context = trainer_context(request)
+    page_size = context.engine.info.page_size
+    loads = []
+    for number, stats in enumerate(context.engine.replica_stats()):
+        running, waiting = int(stats["requests_running"]), int(stats["requests_waiting"])
+        used, total = int(stats["pages_used"]) * page_size, int(stats["pages_total"]) * page_size
+        usage = used / total if total else 0.0
+        loads.append(ReplicaLoads(number, running, waiting, running + waiting, used, total, usage))
+    return json_response(Loads(time.time(), len(loads), loads))
+
+
 SGLANG_OPERATIONS = (
+    Operation("GET", "/v1/loads", loads, answers={200: json_of(Loads)}),
     Operation(
         "POST",
         "/pause_generation",

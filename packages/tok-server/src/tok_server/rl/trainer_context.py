@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tok_core import ModelError
 from tok_server.http import CONTEXT, Context, read_body
-from tok_server.openai import ignored_header, parse_request
+from tok_server.openai import UnsupportedFields, ignored_header, parse_request
 from tok_server.wire import ApiError, invalid
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -27,10 +27,12 @@ def trainer_context(request: web.Request) -> Context:
     return context
 
 
-async def read_fields(request: web.Request, context: Context, kind: type[R]) -> tuple[R, dict[str, str]]:
+async def read_fields(
+    request: web.Request, context: Context, kind: type[R], unsupported: tuple[UnsupportedFields, ...] = ()
+) -> tuple[R, dict[str, str]]:
     """Return the body as a `kind`, and a header that names fields without effect. An empty body has no fields."""
     body = await read_body(request, context)
-    fields, ignored = parse_request(body or b"{}", kind, ())
+    fields, ignored = parse_request(body or b"{}", kind, unsupported)
     return fields, ignored_header(context, ignored)
 
 

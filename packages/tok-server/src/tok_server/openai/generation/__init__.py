@@ -13,7 +13,9 @@ from tok_server.openai.generation.answers import (
     write_pieces,
 )
 from tok_server.openai.generation.job import (
+    MAX_GRAMMAR_CHECKS,
     MAX_KEPT_LOGPROBS,
+    MAX_LOGPROBS,
     MAX_RESPONSE_LOGPROBS,
     GenerationJob,
     SubmittedStreams,
@@ -21,7 +23,13 @@ from tok_server.openai.generation.job import (
     check_grammar,
     check_limits,
 )
-from tok_server.openai.generation.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+from tok_server.openai.generation.logprobs import (
+    TextOffsets,
+    chat_logprobs,
+    clamp_logprob,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from tok_server.openai.generation.other_servers import OTHER_SERVERS, NeutralValues, UnsupportedFields
 from tok_server.openai.generation.params import requested_format, sampling_params, value_or_none
 from tok_server.openai.generation.prompts import (
@@ -46,7 +54,9 @@ from tok_server.openai.generation.stop_when import parse_stop_when, stop_when_re
 __all__ = [
     "CHAT",
     "COMPLETION",
+    "MAX_GRAMMAR_CHECKS",
     "MAX_KEPT_LOGPROBS",
+    "MAX_LOGPROBS",
     "MAX_RESPONSE_LOGPROBS",
     "MIN_PIECEWISE_BYTES",
     "OTHER_SERVERS",
@@ -70,6 +80,7 @@ __all__ = [
     "check_model",
     "check_prompt_logprobs",
     "check_prompt_size",
+    "clamp_logprob",
     "common_fields",
     "completion_logprobs",
     "estimate_bytes",
