@@ -289,6 +289,46 @@ def test_samples_that_start_after_an_update_compute_their_prompt_anew(old: Path,
             assert all(one.token_ids == right for one in whole)
 
 
+def test_retracted_samples_compute_their_cache_again_with_the_new_weights(old: Path, new: Path) -> None:
+    prompts, params = PROMPTS[1:4], SamplingParams(n=2, temperature=0, max_tokens=300, ignore_eos=True)
+    with cpu_engine(old, max_running=5) as engine:
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(engine.generate(prompts, params)))
+        thread.start()
+        wait_until(lambda: engine.stats()["output_tokens"] > 40)
+        engine.pause("retract")
+        wait_until(lambda: engine.stats()["pages_used"] == 0)
+        assert engine.stats()["sequences_running"] == 0
+        engine.update_weights(str(new), version="a")
+        engine.resume()
+        thread.join()
+        for prompt, output in zip(prompts, found, strict=True):
+            for sample in output.outputs:
+                change = dict(sample.weight_spans or [("a", 0)])["a"]
+                before = prompt + sample.token_ids[:change]
+                assert sample.token_ids[:change] == reference_greedy(old, [prompt], 300)[0][0][:change]
+                assert sample.token_ids[change:] == reference_greedy(new, [before], 300 - change)[0][0]
+        assert any(one.weight_spans for output in found for one in output.outputs)
+
+
+def test_retracted_samples_are_unchanged_without_an_update(old: Path) -> None:
+    params = SamplingParams(n=3, temperature=1, seed=4, max_tokens=200, ignore_eos=True)
+    with cpu_engine(old, max_running=5) as engine:
+        alone = engine.generate(PROMPTS, params)
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, params)))
+        before = engine.stats()["output_tokens"]
+        thread.start()
+        for step in (30, 60, 90):
+            wait_until(lambda step=step: engine.stats()["output_tokens"] > before + step)  # type: ignore[misc]
+            engine.pause("retract")
+            engine.resume()
+        thread.join()
+        assert [[one.token_ids for one in output.outputs] for output in found] == [
+            [one.token_ids for one in output.outputs] for output in alone
+        ]
+
+
 def fail_while_writing(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Let the second file of a checkpoint vanish after the check and after the first file was written, once."""
     load_file, left = model_weights.loading._load_file, [2]

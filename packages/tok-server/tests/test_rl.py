@@ -232,7 +232,7 @@ def test_server_reports_its_size_and_model(rl_server: Server) -> None:
         ("/update_weights", {"weight_dir": "/", "weight_version": ""}, "weight_version", "at least one"),
         ("/update_weights", {"weight_dir": "/", "weight_version": 3}, "weight_version", "str"),
         ("/reset_prefix_cache?reset_running_requests=true", None, "reset_running_requests", "false"),
-        ("/pause_generation", {"mode": "retract"}, "mode", "in_place"),
+        ("/pause_generation", {"mode": "soft"}, "mode", "retract"),
         ("/update_weights_from_disk", {"model_path": "/", "flush_cache": False}, "flush_cache", "true"),
         ("/update_weights_from_disk", {"model_path": "/", "load_format": "dummy"}, "load_format", "safetensors"),
         ("/abort_request", {}, "abort_all", "true"),

@@ -16,7 +16,7 @@ from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, 
 from tok_core.messages import ApplyStaged, CommandAction, CommandResult, EngineCommand
 from tok_core.replicas import ReplicaSet
 
-PauseMode = Literal["keep", "wait", "abort"]
+PauseMode = Literal["keep", "wait", "abort", "retract"]
 
 DRAIN_LOOK = 0.02  # seconds between checks whether requests still run
 
@@ -86,6 +86,8 @@ class EngineControl:
                 self._dispatcher.release()
             if mode == "abort":
                 self._abort(before)
+            if mode == "retract":
+                self._command("retract")
 
     def resume(self) -> None:
         """Let all replicas compute again; without effect if they are not paused.

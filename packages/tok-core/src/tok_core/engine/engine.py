@@ -178,7 +178,8 @@ class Engine(_Base):
         """Pause all replicas; return once no step is in flight. Requests that arrive wait until `resume`.
 
         mode  of open requests. "keep": they stop, keep their KV cache, and go on at `resume`. "wait": they end first.
-              "abort": their samples finish with reason "abort" and the tokens so far
+              "abort": their samples finish with reason "abort" and the tokens so far. "retract": they stop, give
+              their KV cache back, and compute it again at `resume`, with the weights of then
         """
         self._core.control.pause(mode)
 

@@ -76,6 +76,9 @@ class CommandExecutor:
             case "pause":
                 self._paused = True
                 return None if self._output_processor.in_flight else ""
+            case "retract":
+                self._retract()
+                return ""
             case "check_weights" | "load_weights" | "transfer":
                 return None if self._output_processor.in_flight else self._task(command)
             case _:
@@ -95,6 +98,12 @@ class CommandExecutor:
         if write:
             self._clear_cache()
         return self._errors[0] if self._errors else ""
+
+    def _retract(self) -> None:
+        """Preempt all running sequences, and free what was kept for later samples of their requests."""
+        scheduler = self._scheduler
+        scheduler.reclaimer.preempt_for_slots(scheduler.table.active().tolist())
+        scheduler.retained_prompts.drop_all()
 
     def _clear_cache(self) -> None:
         """Evict all pages that no sequence uses, and let requests that start from now on share no older ones."""

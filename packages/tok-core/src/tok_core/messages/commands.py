@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-CommandAction = Literal["pause", "resume", "clear_cache", "check_weights", "load_weights", "transfer"]
+CommandAction = Literal["pause", "retract", "resume", "clear_cache", "check_weights", "load_weights", "transfer"]
 TENSOR_DTYPES = MappingProxyType(
     {
         "float64": "F64",
@@ -94,6 +94,7 @@ class EngineCommand(msgspec.Struct, tag=True, frozen=True):
     """A command, executed after all messages before it; the manager answers with a `CommandResult` of its number.
 
     pause          launch no further step; the answer follows once no step is in flight
+    retract        preempt all running sequences: they compute their KV cache again after a resume. Only after a pause
     resume         launch steps again
     clear_cache    let no request that starts from now on share pages that are cached now
     check_weights  answer with why `weights` cannot be loaded; nothing changes

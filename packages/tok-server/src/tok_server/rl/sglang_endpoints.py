@@ -14,12 +14,15 @@ from tok_core import EngineError, SamplingParams
 from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, resume_engine, trainer_context
 from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response, raw, unavailable
 
-MODES: dict[str, Literal["abort", "keep"]] = {"abort": "abort", "in_place": "keep"}
+MODES: dict[str, Literal["abort", "keep", "retract"]] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 HEALTH_SECONDS = 20.0  # in which one token must be generated, as in SGLang
 
 
 class PauseGenerationRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /pause_generation`. `mode`: "abort", or "in_place": requests stop and keep their KV cache."""
+    """Body of `POST /pause_generation`.
+
+    mode  of open requests: "abort"; "in_place": they keep their KV cache; "retract": they compute it again later
+    """
 
     mode: str = "abort"
 
