@@ -20,13 +20,13 @@ NAME = "demo"
 
 
 @contextmanager
-def served(directory: Path) -> Iterator[str]:
-    """Run a server of that model with its data in `directory`, and yield its address."""
+def served(directory: Path, *more: str) -> Iterator[str]:
+    """Run a server of that model with its data in `directory` and `more` flags, and yield its address."""
     model = directory / NAME  # the server serves the model by its directory's name
     model.mkdir()
     for file in MODEL_DIR.iterdir():
         (model / file.name).symlink_to(file)
-    flags = ["--port", "0", "--device", "cpu", "--log-level", "error", "--data-dir", str(directory / "data")]
+    flags = ["--port", "0", "--device", "cpu", "--log-level", "error", "--data-dir", str(directory / "data"), *more]
     command = [sys.executable, "-m", "tok_server.cli", "serve", str(model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as popen:

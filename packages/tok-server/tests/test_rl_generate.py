@@ -123,7 +123,8 @@ def test_sglang_reports_the_prompts_logprobs_from_a_position(rl_server: Server) 
     none: Any = generate(rl_server, return_logprob=True).json()
     assert part["meta_info"]["input_token_logprobs"] == whole["meta_info"]["input_token_logprobs"][3:]
     assert none["meta_info"]["input_token_logprobs"] == []
-    assert "input_token_logprobs" not in generate(rl_server).json()["meta_info"]
+    without: Any = generate(rl_server).json()
+    assert "input_token_logprobs" not in without["meta_info"]
 
 
 def test_sglang_answers_batches_and_several_samples_with_lists(rl_server: Server) -> None:
@@ -184,7 +185,8 @@ def test_vllm_answers_an_aborted_request_with_its_tokens(rl_server: Server) -> N
     long = Later(lambda: inference(rl_server, request_id="l", sampling_params={**GREEDY, "max_tokens": 600}))
     wait_until(lambda: running(rl_server, before))
     assert rl_server.call("POST", "/abort_requests", {"request_ids": ["x", "generate-tokens-l"]}).status == 200
-    (choice,) = long.answer().json()["choices"]  # type: ignore[misc]
+    body: Any = long.answer().json()
+    (choice,) = body["choices"]
     assert choice["finish_reason"] == "abort"
     whole = expected_long(rl_server, len(choice["token_ids"]))
     assert 5 < len(choice["token_ids"]) < 600
@@ -206,7 +208,8 @@ def test_answers_say_which_weights_made_which_tokens(rl_server: Server, tiny_mod
         body = {"weight_dir": str(new), "weight_version": "7"}
         assert rl_server.call("POST", "/update_weights", body).status == 200
         info: Any = first.answer().json()["meta_info"]
-        (choice,) = second.answer().json()["choices"]  # type: ignore[misc]
+        other: Any = second.answer().json()
+        (choice,) = other["choices"]
         for one in (info, choice):
             assert one["weight_version"] == "7"
             (old, start), (latest, change) = one["weight_spans"]

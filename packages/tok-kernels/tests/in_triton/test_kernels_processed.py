@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tok_kernels.batch import Shards
 ROWS, VOCABULARY = 12, 1500
 BACKENDS = [ReferenceBackend(), TritonBackend()]
 TOP_K, TOP_P, MIN_P = [0, 5, 0, 0, 9, 0], [1.0, 1.0, 0.6, 1.0, 0.7, 0.999], [0.0, 0.0, 0.0, 0.3, 0.2, 0.0]
+FILTERS: list[list[Any]] = [TOP_K, TOP_P, MIN_P]
 
 
 # The interpreter's NumPy arrays warn of overflowing exponents and rows of −inf; a GPU does not.
@@ -65,7 +67,8 @@ def test_processed_logprobs_equal_those_of_plain_torch(
     backend: ReferenceBackend | TritonBackend, filtered: bool, edited: bool, top: int, device: torch.device
 ) -> None:
     logits, batch = logits_of(device), batch_of(device)
-    expected_of, columns = logits.clone(), [[0] * ROWS, [1.0] * ROWS, [0.0] * ROWS]
+    expected_of = logits.clone()
+    columns: list[list[Any]] = [[0] * ROWS, [1.0] * ROWS, [0.0] * ROWS]
     if edited:
         rows = torch.tensor([1, 6, 11], device=device)
         bias = LogitBias(rows, rows * 7, torch.tensor([9.0, 12.0, -torch.inf], device=device))
@@ -78,7 +81,7 @@ def test_processed_logprobs_equal_those_of_plain_torch(
                 expected_of[row, token] = (value / 1.5 if value > 0 else value * 1.5) - taken
         expected_of[rows, rows * 7] += bias.value
     if filtered:
-        columns = [values * 2 for values in (TOP_K, TOP_P, MIN_P)]
+        columns = [values * 2 for values in FILTERS]
         chosen = torch.tensor([row for row in range(ROWS) if row % 6], device=device)
         column = [torch.tensor(values, device=device)[chosen] for values in columns]
         batch = replace(batch, filters=Filters(chosen, column[0].int(), column[1], column[2]))
@@ -104,7 +107,7 @@ def test_processed_mode_samples_the_same_tokens(
 ) -> None:
     logits, batch = logits_of(device), batch_of(device)
     rows = torch.arange(ROWS, device=device)
-    columns = [torch.tensor(values * 2, device=device) for values in (TOP_K, TOP_P, MIN_P)]
+    columns = [torch.tensor(values * 2, device=device) for values in FILTERS]
     batch = replace(batch, filters=Filters(rows, columns[0].int(), columns[1], columns[2]))
     raw = replace(batch, processed=False)
     assert torch.equal(backend.sample(logits, batch).token, backend.sample(logits, raw).token)
