@@ -1,12 +1,12 @@
 """Train the demo model by GRPO with TRL; a running `tok serve` generates the samples and gets each step's weights.
 
-`python -m support.grpo_demo STEPS DIR` prints the mean reward of every step as JSON: the share of right answers.
+`python -m support.grpo_demo STEPS DIR` prints the mean reward of every step as JSON. As in TRL's first
+example, the reward is one of length: short answers get more.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -23,21 +23,13 @@ from tok_client import Client
 from tok_client.types import TokenChoice
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 
-TEMPERATURE = 1.5  # at which the model is often wrong at first
+TEMPERATURE = 1.2
 MAX_TOKENS = 128
-RESULT = re.compile(r"#### (-?\d+)")
 
 
-def result_of(text: str) -> str | None:
-    """Return the number after the last "####"."""
-    found = RESULT.findall(text)
-    return found[-1] if found else None
-
-
-def right_answer(completions: list[Any], answer: list[str], **_: object) -> list[float]:
-    """Return 1 for completions with the right result, else 0."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [float(result_of(text) == result_of(one)) for text, one in zip(texts, answer, strict=True)]
+def brevity(completion_ids: list[list[int]], **_: object) -> list[float]:
+    """Return 1 for an empty completion, down to 0 for one of MAX_TOKENS tokens."""
+    return [1 - len(ids) / MAX_TOKENS for ids in completion_ids]
 
 
 class Rollouts:
@@ -90,7 +82,7 @@ class Publish(TrainerCallback):  # type: ignore[misc]
 def train(directory: Path, steps: int, *, prompts: int = 12, samples: int = 8) -> list[float]:
     """Train for some steps of `prompts` × `samples` completions, and return the mean reward of each step."""
     lines = [json.loads(line) for line in HELD_OUT_FILE.read_text().splitlines()]
-    rows = [{"prompt": [{"role": "user", "content": one["question"]}], "answer": one["answer"]} for one in lines]
+    rows = [{"prompt": [{"role": "user", "content": one["question"]}]} for one in lines]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL_DIR, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -118,7 +110,7 @@ def train(directory: Path, steps: int, *, prompts: int = 12, samples: int = 8) -
         publish = Publish(client, directory)
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=right_answer,
+            reward_funcs=brevity,
             args=config,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
