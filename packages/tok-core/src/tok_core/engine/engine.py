@@ -177,9 +177,8 @@ class Engine(_Base):
     def pause(self, mode: PauseMode = "keep") -> None:
         """Pause all replicas; return once no step is in flight. Requests that arrive wait until `resume`.
 
-        mode  of open requests. "keep": they stop, keep their KV cache, and go on at `resume`. "wait": they end first.
-              "abort": their samples finish with reason "abort" and the tokens so far. "retract": they stop, give
-              their KV cache back, and compute it again at `resume`, with the weights of then
+        mode  of open requests. "keep": they stop and keep their KV cache; "retract": they stop and compute it again at
+              `resume`. "wait": they end first. "abort": they finish with reason "abort" and the tokens so far
         """
         self._core.control.pause(mode)
 
