@@ -51,6 +51,7 @@ SERVE_FLAGS = {
     "--async-tp-threshold": None,
     "--ray": None,
     "--kv-cache-dtype": "auto",
+    "--batch-invariant": False,
     "--no-prefix-groups": True,
     "--admission": "forecast",
     "--no-cuda-graphs": True,
@@ -178,6 +179,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--log-level",
         "--log-format",
         "--no-batches",
+        "--batch-invariant",
         "--no-prefix-groups",
         "--no-cuda-graphs",
     }  # asserted above or in other tests
@@ -191,6 +193,12 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--trust-request-chat-template",
     }
     assert given.keys() | left | elsewhere | LIMIT_FLAGS == SERVE_FLAGS.keys()
+
+
+def test_batch_invariant_is_a_flag_without_a_value() -> None:
+    parse = make_parser().parse_args
+    assert not engine_config(parse(["serve", "m"])).batch_invariant
+    assert engine_config(parse(["serve", "m", "--batch-invariant"])).batch_invariant
 
 
 MEASURING = {"eos_temperature", "trace", "trace_from", "trace_steps"}

@@ -70,6 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_tp_threshold   tokens of a step from which GEMMs overlap with their collectives (async TP), on GPUs; 0:
                          never; None: as measured at the start
     cuda_graphs          capture decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
+    batch_invariant      on CPUs: compute the same bits for a request whatever runs beside it, and however its tokens
+                         are cut into steps
     prefix_groups        read prefixes shared by running sequences once a step (cascade attention)
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
                          the pages needed now leave 1 % of the cache free
@@ -115,6 +117,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ray: str | None = None
     async_tp_threshold: int | None = None
     cuda_graphs: bool = True
+    batch_invariant: bool = False
     prefix_groups: bool = True
     admission: AdmissionName = "forecast"
     run_ahead: int | None = None
@@ -160,12 +163,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
         if not isinstance(self.data_dir, str | None):
             raise InvalidField("data_dir", self.data_dir, "a directory")
-        for field in ("cuda_graphs", "prefix_groups"):
+        for field in ("cuda_graphs", "batch_invariant", "prefix_groups"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidField(field, getattr(self, field), "true or false")
         for field in ("dp", "tp", "pp"):
             _between(field, getattr(self, field), 1, MAX_PARALLEL_DEGREE)
         self._check_ray()
+        self._check_invariance()
         if self.async_tp_threshold is not None:
             _at_least("async_tp_threshold", self.async_tp_threshold, 0)
             if self.tp == 1:
@@ -190,6 +194,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("ray", self.ray, "auto, or HOST:PORT of a cluster's head")
         if self.trace is not None:
             raise InvalidField("trace", self.trace, "only without ray, whose hosts have files of their own")
+
+    def _check_invariance(self) -> None:
+        if not self.batch_invariant:
+            return
+        if self.backend not in ("auto", "reference"):
+            raise InvalidField("backend", self.backend, "auto or reference with batch_invariant")
+        if self.async_tp_threshold:
+            raise InvalidField("async_tp_threshold", self.async_tp_threshold, "0 with batch_invariant")
 
     def _check_eos(self) -> None:
         probability, temperature = self.eos_probability, self.eos_temperature

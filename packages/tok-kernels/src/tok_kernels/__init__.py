@@ -41,6 +41,7 @@ from tok_kernels.norm_rope_kv.rope_table import (
     rope_rows,
     rope_table,
 )
+from tok_kernels.sampling.top_logprobs import log_sum_exp
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "SlotColumns",
     "YarnScaling",
     "choose",
+    "log_sum_exp",
     "merge_states",
     "pack_columns",
     "rope_rows",

@@ -18,6 +18,8 @@ def choose(
     requested: str = "auto",
     shape: AttentionShape | None = None,
     directory: Path | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Backend:
     """Return the backend for `device`; `requested` is one of `BACKENDS`.
 
@@ -25,10 +27,20 @@ def choose(
     `shape` is given, each attention phase uses the fastest of Triton's and FlashInfer's kernels. They are measured the
     first time and stored in `directory`, by default the user's cache directory (`tok_kernels.calibration.calibrate`).
 
+    With `batch_invariant`, a row's results have the same bits whatever else is in the step, and however its sequence
+    was cut into steps. Only the reference backend on a CPU can do so.
+
     Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}; allowed: {', '.join(BACKENDS)}")
+    if batch_invariant:
+        if device.type != "cpu" or requested not in ("auto", "reference"):
+            refused = f"backend is {requested!r} on {device.type}"
+            raise ValueError(f"{refused}; allowed with batch_invariant: auto, reference on cpu")
+        from tok_kernels.backends.reference import InvariantReferenceBackend
+
+        return InvariantReferenceBackend()
     usable = device.type == "cuda" and find_spec("triton") is not None
     if requested == "reference" or (requested == "auto" and not usable):
         from tok_kernels.backends.reference import ReferenceBackend

@@ -110,7 +110,10 @@ class CausalLM(nn.Module):
         self.local = placement.shard_plan.local(config)
         self.tensor = placement.tensor
         vocabulary = placement.shard_plan.vocabulary
-        self.shards = None if placement.tensor is None else VocabularyShards(placement.tensor, vocabulary)
+        shards = None if placement.tensor is None else VocabularyShards(placement.tensor, vocabulary)
+        # Partial logits are summed otherwise than whole ones, which some rows of a step may need.
+        self._gathered = shards if placement.tensor is not None and placement.tensor.ordered else None
+        self.shards = shards if self._gathered is None else None
         self.model = Decoder(config, placement, self.layer)
         heads = placement.shard_plan.coordinates.last and not config.tied
         hidden = Slice.whole(config.hidden_size)
@@ -167,14 +170,18 @@ class CausalLM(nn.Module):
         return x if logit_row_R is None else x[logit_row_R]
 
     def logits(self, x_RN: Tensor) -> Tensor:
-        """Return logits `[R, N] -> [R, V]` in the model's dtype, by final norm and LM head. V is this rank's part."""
+        """Return logits `[R, N] -> [R, V]` in the model's dtype, by final norm and LM head.
+
+        V is this rank's part of the vocabulary if there are `shards`, else all of it.
+        """
         norm = self.model.norm
         assert norm is not None, "only the last stage makes logits"
         if self.lm_head is not None:
             logits_RV: Tensor = self.lm_head(x_RN, norm=norm)
-            return logits_RV
-        assert self.model.embed_tokens is not None
-        return self.model.embed_tokens.logits(x_RN, norm)
+        else:
+            assert self.model.embed_tokens is not None
+            logits_RV = self.model.embed_tokens.logits(x_RN, norm)
+        return logits_RV if self._gathered is None else self._gathered.whole(logits_RV)
 
     def normed(self, x_RN: Tensor) -> Tensor:
         """Apply the final norm alone, `[R, N] -> [R, N]`, for callers that need hidden states."""

@@ -15,6 +15,7 @@ from tok_kernels.collectives.exchange import PATIENCE, Exchange
 
 DEFAULT_ALL_REDUCE_TOKENS = 64  # used until `calibrate` measures
 _DEFAULT_EXCHANGE_BYTES = 512 << 10  # likewise
+MAX_TOKENS = 1 << 62  # more than any step has
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -27,11 +28,15 @@ class TensorParallel:
     max_exchange_bytes     largest tensor, in bytes, whose all-reduce runs through `exchange` instead of
                            torch.distributed
     exchange               shared memory for all-reduces within a kernel; None: devices cannot reach each other's memory
+    ordered                sums add the ranks' numbers in order of ranks (a collective's order depends on the size),
+                           and every step has the all-reduce layout
 
     The first three decide which collectives a step consists of: they must be equal on all workers of a replica.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE, *, ordered: bool = False
+    ) -> None:
         """Connect the ranks. All ranks call this at the same point; it waits for them.
 
         `patience`: seconds that a rank's kernels wait for another rank's before they trap.
@@ -39,11 +44,12 @@ class TensorParallel:
         self.group = group
         self.device = device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.max_all_reduce_tokens = DEFAULT_ALL_REDUCE_TOKENS
+        self.ordered = ordered
+        self.max_all_reduce_tokens = MAX_TOKENS if ordered else DEFAULT_ALL_REDUCE_TOKENS
         self.min_overlap_tokens: int | None = None
         self.max_exchange_bytes = 0
         self.exchange: Exchange | None = None
-        if device.type == "cuda" and _reach_each_other(group, device):
+        if device.type == "cuda" and not ordered and _reach_each_other(group, device):
             self._shared, self.exchange = _exchange(group, device, patience)
             self.max_exchange_bytes = _DEFAULT_EXCHANGE_BYTES
 
@@ -87,9 +93,17 @@ class TensorParallel:
 
             return exchange_sum(x, self.exchange.sums, residual)
         assert residual is None, f"a residual of {x.nbytes} bytes is not exchanged"
+        if self.ordered:
+            return self._ordered_sum(x)
         if x.numel():
             dist.all_reduce(x, group=self.group)
         return x
+
+    def _ordered_sum(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for part in self.gather(x):
+            total += part
+        return total.to(x.dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather every rank's `x`, in order: `[ranks, *x.shape]`."""

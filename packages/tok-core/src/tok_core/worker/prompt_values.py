@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tok_core.messages import EMPTY, Int32, RequestedPromptOutputs, StepInput, array
 from tok_core.models import CausalLM
+from tok_kernels import log_sum_exp
 
 MAX_SCORED_ROWS = 256  # scored at once: bounds the memory of their logits in fp32
 MAX_POOLED_ROWS = 512  # normed and summed at once, in fp32
@@ -86,7 +87,7 @@ def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Te
     if model.shards is not None:
         logits_QV = model.shards.whole(logits_QV)
     logits_QV = logits_QV.float()
-    lse_Q1 = logits_QV.logsumexp(-1, keepdim=True)
+    lse_Q1 = log_sum_exp(logits_QV).unsqueeze(-1)
     own_Q1 = logits_QV.gather(-1, token_Q.unsqueeze(-1))
     rank_Q = (logits_QV >= own_Q1).sum(-1)
     value, token = logits_QV.topk(min(top, logits_QV.shape[1]), dim=-1)

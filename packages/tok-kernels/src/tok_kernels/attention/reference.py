@@ -59,7 +59,7 @@ def _attend_piece(
     if piece.first_NQ is not None:
         seen_NQL &= position.unsqueeze(1) >= piece.first_NQ.unsqueeze(-1)
     q_NQHD = q_THD[piece.token_NQ.clamp(max=q_THD.shape[0] - 1)].float() * scale
-    return _dense(q_NQHD, _gather_heads(cache.k, row).float(), _gather_heads(cache.v, row).float(), seen_NQL)
+    return _dense(q_NQHD, gather_heads(cache.k, row).float(), gather_heads(cache.v, row).float(), seen_NQL)
 
 
 def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size: int) -> Tensor:
@@ -74,7 +74,7 @@ def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size
     return (page * page_size + position % page_size).clamp(min=0)
 
 
-def _gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
+def gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
     """Return the given rows of one layer's keys or values, `[N, L] -> [N, K, L, D]`, contiguous.
 
     The head is part of the index, so one gather yields the layout that the batched matmul needs. Rows of float8 are

@@ -1,9 +1,14 @@
-"""Implement the reference backend in plain torch, for any device; all other backends are tested against it."""
+"""Implement the reference backend in plain torch, for any device; all other backends are tested against it.
+
+A variant for CPUs is batch-invariant.
+"""
 
 from __future__ import annotations
 
+from tok_kernels.attention import invariant as invariant_attention
 from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.reference import attention
+from tok_kernels.linear import invariant as invariant_linear
 from tok_kernels.linear.reference import (
     dequantize,
     gated_linear,
@@ -41,3 +46,18 @@ class ReferenceBackend:
     sample = staticmethod(sample)
     decode_rows = staticmethod(decode_rows)
     record_sampled_tokens = staticmethod(record_sampled_tokens)
+
+
+class InvariantReferenceBackend(ReferenceBackend):
+    """The reference backend for CPUs with operations of fixed shapes: a row's bits depend on no other row of a step."""
+
+    name = "reference, batch-invariant"
+
+    linear = staticmethod(invariant_linear.linear)
+    gated_linear = staticmethod(invariant_linear.gated_linear)
+    scaled_linear = staticmethod(invariant_linear.scaled_linear)
+    scaled_gated_linear = staticmethod(invariant_linear.scaled_gated_linear)
+    packed_linear = staticmethod(invariant_linear.packed_linear)
+    packed_gated_linear = staticmethod(invariant_linear.packed_gated_linear)
+    silu_and_mul = staticmethod(invariant_linear.silu_and_mul)
+    attention = staticmethod(invariant_attention.attention)

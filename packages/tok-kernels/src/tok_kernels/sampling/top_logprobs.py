@@ -7,6 +7,24 @@ from torch import Tensor
 
 from tok_kernels.batch import SamplingBatch
 
+_SUMMED_ROWS = 64  # rows summed at once, which limits the memory
+_UNIT = 2.0**44  # what an exponential of 1 counts as; 2¹⁸ of them stay below 2⁶³
+
+
+def log_sum_exp(logits_RV: Tensor) -> Tensor:
+    """Return the natural log-sum-exp of each row of float32 logits, float32 `[R]`; −inf if all logits are −inf.
+
+    Exponentials are rounded to integers, whose sum does not depend on its order, which differs between devices, shapes
+    and numbers of threads.
+    """
+    peak_R = logits_RV.amax(-1)
+    total_R = torch.empty_like(peak_R)
+    for start in range(0, len(logits_RV), _SUMMED_ROWS):
+        rows = slice(start, start + _SUMMED_ROWS)
+        weight = torch.exp(logits_RV[rows] - peak_R[rows].unsqueeze(-1)).mul_(_UNIT)
+        total_R[rows] = weight.long().sum(-1).double().div_(_UNIT).float()
+    return torch.where(peak_R.isfinite(), peak_R + torch.log(total_R), peak_R)
+
 
 def check_top_logprobs(batch: SamplingBatch, vocabulary: int) -> None:
     """Raise ValueError if `batch.top_logprobs` is negative or exceeds the vocabulary."""

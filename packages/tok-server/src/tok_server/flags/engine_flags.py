@@ -85,6 +85,10 @@ ENGINE_TEXTS = {
         "N",
         "tokens per step from which GEMMs overlap with TP collectives; 0: never (default: measured)",
     ),
+    "batch_invariant": (
+        "",
+        "compute the same tokens and log-probabilities, bit for bit, whatever else runs (on CPUs; slower)",
+    ),
     "prefix_groups": ("", "disable cascade attention: each sequence reads its shared prefix separately"),
     "admission": ("", "admit waiting samples by predicted page use (forecast) or by pages free now (watermark)"),
     "cuda_graphs": ("", "launch kernels one by one instead of replaying decode steps as CUDA graphs"),

@@ -120,13 +120,15 @@ def add_field_flags(
 ) -> None:
     """Add a flag for each field of `config` in `texts`: its metavar and its help, to which a number's default is added.
 
-    A field that holds one of several words becomes a flag with choices, a bool a flag --no-… that unsets it.
+    A field that holds one of several words becomes a flag with choices, a bool a flag without a
+    value: --no-… if it is true by default.
     """
     fields = {field.name: field for field in msgspec.structs.fields(config)}
     for name, (metavar, text) in texts.items():
         kind, default, flag = fields[name].type, fields[name].default, name.replace("_", "-")
         if kind is bool:
-            group.add_argument(f"--no-{flag}", dest=name, action="store_false", help=text)
+            action = "store_false" if default else "store_true"
+            group.add_argument(f"--no-{flag}" if default else f"--{flag}", dest=name, action=action, help=text)
         elif get_origin(kind) is Literal:
             group.add_argument(f"--{flag}", choices=get_args(kind), default=default, help=text)
         else:

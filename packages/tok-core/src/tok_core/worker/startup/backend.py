@@ -69,13 +69,16 @@ def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cach
     )
 
 
-def choose_backend(requested: str, device: torch.device, shape: AttentionShape) -> Backend:
+def choose_backend(config: EngineConfig, device: torch.device, shape: AttentionShape) -> Backend:
     """Return the requested backend; `auto` on a GPU is the fastest one, measured the first time.
 
     Raises InvalidField, with the reason, if it cannot compute the shape on the device.
     """
+    requested = config.backend
+    if config.batch_invariant and device.type != "cpu":
+        raise InvalidField("batch_invariant", True, f"false on {device.type}; true on cpu (device)")
     try:
-        return choose(device, requested, shape)
+        return choose(device, requested, shape, batch_invariant=config.batch_invariant)
     except ValueError as error:
         raise InvalidField(
             "backend", requested, str(error).partition("allowed")[2].lstrip(": ") or str(error)

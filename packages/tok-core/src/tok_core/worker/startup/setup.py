@@ -82,7 +82,7 @@ def set_up(
         require_float8(config.kv_cache_dtype, device)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
-        backend = choose_backend(config.backend, device, shape)
+        backend = choose_backend(config, device, shape)
     clock.done("choice of kernels")
     model = _load_model(config, path, model_config, backend, peers, dtype, quantization)
     clock.done("weights")
@@ -171,7 +171,9 @@ def _load_model(
 ) -> CausalLM:
     tensor = None
     if peers.tensor is not None:
-        tensor = TensorParallel(peers.tensor, peers.device, min(config.step_timeout, A_DAY))
+        tensor = TensorParallel(
+            peers.tensor, peers.device, min(config.step_timeout, A_DAY), ordered=config.batch_invariant
+        )
     if peers.coordinates.number == 0 and replace(quantization, kv_scales=None) != QuantizationConfig():
         log.info("linear layers are %s", quantization)
         report_missing_float8(quantization, peers.device)

@@ -48,7 +48,7 @@ def calibrate(model: CausalLM, peers: ProcessGroups, max_tokens: int, async_from
     symmetric = bool(peers.all_reduce_min(tensor.symmetric))
     if async_from and not symmetric:
         raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
-    if tensor.device.type != "cuda":
+    if tensor.device.type != "cuda" or tensor.ordered:
         return
     if async_from != 0 and symmetric:
         tensor.reserve(max_tokens, model.config.hidden_size, model.dtype)

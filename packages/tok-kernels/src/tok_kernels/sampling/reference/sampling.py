@@ -16,7 +16,7 @@ from tok_kernels.sampling.reference.filters import processed_scores, resample_fi
 from tok_kernels.sampling.reference.inversion import invert_cdf, safe_temperature
 from tok_kernels.sampling.reference.philox import uniforms
 from tok_kernels.sampling.reference.shards import sample_shards
-from tok_kernels.sampling.top_logprobs import check_top_logprobs, top_logprobs
+from tok_kernels.sampling.top_logprobs import check_top_logprobs, log_sum_exp, top_logprobs
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
@@ -59,7 +59,7 @@ def _sample_tokens(logits_RV: Tensor, peak_R: Tensor, batch: SamplingBatch) -> T
 
 
 def _with_logprobs(raw_RV: Tensor, token_R: Tensor, batch: SamplingBatch) -> Sampled:
-    log_sum_R = raw_RV.logsumexp(-1)
+    log_sum_R = log_sum_exp(raw_RV)
     # If all logits are −inf, the row has no distribution, and all its log-probabilities are −inf.
     log_sum_R = torch.where(log_sum_R == -torch.inf, 0.0, log_sum_R)
     logprob = raw_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - log_sum_R

@@ -43,7 +43,9 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
     if batch.processed:
         return Sampled(token, logprob, *_processed_top_logprobs(logits, token, sampled.log_sum, batch))
     if token is not sampled.token:
-        logprob = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - sampled.log_sum
+        changed = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1).float() - sampled.log_sum
+        # A row's rounding must not depend on whether another row has filters or edits.
+        logprob = torch.where(token == sampled.token, logprob, changed)
     return Sampled(token, logprob, *top_logprobs(logits, sampled.log_sum, batch))
 
 

@@ -1,0 +1,165 @@
+"""With `batch_invariant`, a request's tokens and log-probabilities are the same bits in every schedule, on a CPU.
+
+Each request is first computed alone, its prompt in one chunk. Schedules then differ in the order of arrival, chunks,
+running samples, pages, groups, cached prefixes, memory (preemption), steps ahead, threads, replicas, ranks and stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.engines import cpu_engine, manager_of, random_prompts
+from support.grouping import group_eagerly
+from support.short_lengths import PROMPT, SHORT
+from support.tiny_models import make_model
+from tok_core import Engine, EngineConfig, InvalidField, RequestOutput, SamplingParams
+
+KINDS = ("llama3", "qwen3-window", "qwen2")
+STEM, *PARTS = random_prompts((70, 1, 15, 40, 130), seed=3)
+PROMPTS = [STEM, STEM + PARTS[0], STEM + PARTS[1], STEM[:33] + PARTS[2], PARTS[3], PARTS[0], STEM + PARTS[1] + PARTS[2]]
+NEW = 12
+PARAMS = [
+    SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=NEW, ignore_eos=True, logprobs=0),
+    SamplingParams(n=3, temperature=1.2, seed=2, max_tokens=NEW, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0.8, seed=3, top_k=30, top_p=0.9, max_tokens=NEW, ignore_eos=True, logprobs=0),
+    SamplingParams(n=2, temperature=1.0, seed=4, presence_penalty=0.7, max_tokens=NEW, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=2, prompt_logprobs=2),
+    SamplingParams(n=5, temperature=1.0, seed=6, max_tokens=100, stop_token_ids=(9,), ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=1.0, seed=7, logit_bias={5: 3.0}, max_tokens=NEW, ignore_eos=True, logprobs=0),
+]
+Answer = list[object]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the requests are computed: their order, and settings of the engine."""
+
+    order: tuple[int, ...]
+    calls: int
+    eagerly: bool
+    threads: int
+    options: dict[str, Any]
+
+
+schedules = st.builds(
+    Schedule,
+    order=st.permutations(range(len(PROMPTS))).map(tuple),
+    calls=st.integers(1, 3),
+    eagerly=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    options=st.fixed_dictionaries(
+        {
+            "max_step_tokens": st.sampled_from([16, 23, 64, 1024]),
+            "max_running": st.sampled_from([1, 3, 16]),
+            "page_size": st.sampled_from([4, 16]),
+            "kv_cache_tokens": st.sampled_from([320, 4096]),
+            "prefix_groups": st.booleans(),
+            "run_ahead": st.sampled_from([1, 2, 4]),
+        }
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def alone(request: pytest.FixtureRequest, directory: Path) -> tuple[Path, list[Answer]]:
+    """Return a model and the answers to the requests, each computed by an engine that has computed nothing else."""
+    path = make_model(request.param, directory / request.param, max_positions=256)
+    found = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        with cpu_engine(path, batch_invariant=True, max_step_tokens=1024) as engine:
+            found.append(answer(engine.generate([prompt], params)[0]))
+    return path, found
+
+
+def answer(output: RequestOutput) -> Answer:
+    """Return the tokens and all log-probabilities of an output."""
+    samples = [(sample.index, sample.token_ids, sample.logprobs) for sample in output.outputs]
+    return [output.prompt_token_ids, samples, output.prompt_logprobs]
+
+
+def answers(engine: Engine, order: tuple[int, ...], calls: int = 1) -> list[Answer]:
+    """Return the answers to the requests, which arrive in this order, in one call or several."""
+    found: dict[int, Answer] = {}
+    for some in np.array_split(np.array(order), calls):
+        outputs = engine.generate([PROMPTS[i] for i in some], [PARAMS[i] for i in some])
+        found |= {int(i): answer(output) for i, output in zip(some, outputs, strict=True)}
+    return [found[i] for i in range(len(PROMPTS))]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schedule=schedules)
+def test_every_schedule_gives_the_bits_of_each_request_alone(
+    schedule: Schedule, alone: tuple[Path, list[Answer]]
+) -> None:
+    path, expected = alone
+    before = torch.get_num_threads()
+    torch.set_num_threads(schedule.threads)
+    try:
+        with cpu_engine(path, batch_invariant=True, max_model_len=256, **schedule.options) as engine:
+            if schedule.eagerly:
+                group_eagerly(manager_of(engine))
+            assert answers(engine, schedule.order, schedule.calls) == expected
+            again = answers(engine, schedule.order[::-1])  # prompts without prompt_logprobs are cached now
+            assert again == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_groups_preemptions_and_cached_prefixes_happen_and_change_no_bit(alone: tuple[Path, list[Answer]]) -> None:
+    path, expected = alone
+    order = tuple(range(len(PROMPTS)))
+    with cpu_engine(path, batch_invariant=True, max_model_len=256, kv_cache_tokens=320, page_size=4) as engine:
+        group_eagerly(manager_of(engine))
+        engine.generate([PROMPT], SHORT)  # so that longer answers are not expected
+        for _ in range(3):
+            assert answers(engine, order) == expected
+        stats = engine.stats()
+        assert stats["group_rows"] > 0
+        assert stats["preemptions"] > 0
+        assert stats["cached_tokens"] > 0
+
+
+def test_without_the_mode_some_bits_depend_on_the_schedule(alone: tuple[Path, list[Answer]]) -> None:
+    path, _ = alone
+    found = []
+    for options in ({"max_running": 1}, {"max_step_tokens": 64}):
+        with cpu_engine(path, **options) as engine:
+            found.append(answers(engine, tuple(range(len(PROMPTS)))))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+def test_replicas_ranks_and_stages_do_not_depend_on_the_schedule(directory: Path, layout: dict[str, int]) -> None:
+    path = directory / "parallel"
+    if not path.exists():
+        make_model("qwen2", path, max_positions=256)
+    config = EngineConfig(model=str(path), device="cpu", dtype="float32", batch_invariant=True, **layout)  # type: ignore[arg-type]
+    order, found = tuple(range(len(PROMPTS))), []
+    for options in ({"max_running": 2, "kv_cache_tokens": 4096}, {"max_step_tokens": 48, "kv_cache_tokens": 640}):
+        with Engine(msgspec.structs.replace(config, **options)) as engine:
+            found += [answers(engine, order), answers(engine, order[::-1])]
+    assert found[1:] == found[:1] * 3
+
+
+def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
+    for field, value in (("backend", "triton"), ("backend", "flashinfer")):
+        with pytest.raises(InvalidField, match=f"{field} is '{value}'.*batch_invariant"):
+            msgspec.structs.replace(EngineConfig(model="m", batch_invariant=True), **{field: value})
+    with pytest.raises(InvalidField, match=r"async_tp_threshold is 64.*batch_invariant"):
+        EngineConfig(model="m", batch_invariant=True, tp=2, async_tp_threshold=64)
+    with pytest.raises(InvalidField, match="batch_invariant is 'yes'"):
+        EngineConfig(model="m", batch_invariant="yes")  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""Compute linear layers on a CPU so that a row's bits do not depend on the other rows, nor on their number.
+
+A CPU's GEMM chooses its kernel by the number of rows, and kernels add products in different orders. Here every GEMM of
+a weight has `TILE_ROWS` rows; the last tile is padded with zeros.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
+from tok_kernels.linear.reference import matmul
+from tok_kernels.norm_rope_kv.reference import rms_norm
+
+TILE_ROWS = 16
+
+
+def linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:
+    """Compute `Backend.linear`, tile by tile."""
+    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
+    out_TN = residual_TN
+    if out_TN is None:
+        out_TN = x_TK.new_empty((len(x_TK), len(weight_NK)), dtype=weight_NK.dtype)
+    size = _tile_rows(*weight_NK.shape, weight_NK.dtype, torch.get_num_threads())
+    for start in range(0, len(x_TK), size):
+        rows = slice(start, start + size)
+        added = None if residual_TN is None else _tile(residual_TN[rows], size)
+        out_TN[rows] = matmul(_tile(x_TK[rows], size), weight_NK, bias_N, added)[: len(x_TK) - start]
+    return out_TN
+
+
+def gated_linear(
+    x_TK: Tensor, gate_up_FK: Tensor, bias_F: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """Compute `Backend.gated_linear`."""
+    return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
+
+
+def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
+    """Compute `Backend.silu_and_mul`. torch's silu is less precise at a tensor's end than elsewhere; exp is not."""
+    gate, up = (part.float() for part in gate_up_TF.chunk(2, dim=-1))
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up_TF.dtype)
+
+
+def scaled_linear(
+    x_TK: Tensor | QuantizedRows,
+    weight: ScaledWeight,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:
+    """Compute `Backend.scaled_linear` with the dequantised weight, without rounding x."""
+    assert isinstance(x_TK, Tensor), "rows are rounded by other backends only"
+    return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
+
+
+def scaled_gated_linear(
+    x_TK: Tensor,
+    gate_up: ScaledWeight,
+    bias_F: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    down: ScaledWeight | None = None,
+) -> Tensor | QuantizedRows:
+    """Compute `Backend.scaled_gated_linear` with the dequantised weight, without rounding x or the result."""
+    return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
+
+
+def packed_linear(
+    x_TK: Tensor,
+    weight: PackedWeight,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:
+    """Compute `Backend.packed_linear` with the dequantised weight."""
+    return linear(x_TK, weight.dense(), bias_N, norm=norm, residual_TN=residual_TN)
+
+
+def packed_gated_linear(
+    x_TK: Tensor, gate_up: PackedWeight, bias_F: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """Compute `Backend.packed_gated_linear` with the dequantised weight."""
+    return gated_linear(x_TK, gate_up.dense(), bias_F, norm=norm)
+
+
+def _tile(rows_XN: Tensor, size: int) -> Tensor:
+    """Return the rows in memory of their own, whose alignment is always the same, padded with zeros."""
+    tile = rows_XN.new_zeros((size, rows_XN.shape[1]))
+    tile[: len(rows_XN)] = rows_XN
+    return tile
+
+
+@lru_cache(maxsize=1024)
+def _tile_rows(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
+    """Return TILE_ROWS if a row's result does not depend on its place in a tile on this CPU, as tested; else 1."""
+    source = torch.Generator().manual_seed(0)
+    weight_NK = torch.randn((outputs, inputs), generator=source).to(dtype)
+    x_TK = torch.randn((TILE_ROWS, inputs), generator=source).to(dtype)
+    out_TN = matmul(x_TK, weight_NK, None, None)
+    turns = range(1, TILE_ROWS)
+    same = all(torch.equal(matmul(x_TK.roll(n, 0), weight_NK, None, None), out_TN.roll(n, 0)) for n in turns)
+    return TILE_ROWS if same else 1
