@@ -37,9 +37,9 @@ def calibrate(model: CausalLM, peers: ProcessGroups, max_tokens: int, async_from
     max_tokens   maximum tokens of a step
     async_from   smallest step, in tokens, that overlaps GEMMs with collectives; 0: none; None: measure it
 
-    All workers call this at the same point. On CPUs, and without tensor parallelism, nothing changes. Worker 0's times
-    decide: a collective ends at the same time everywhere. Raises InvalidField if `async_from` requests overlap and
-    the devices do not support it.
+    All workers call this at the same point. On CPUs, and without tensor parallelism, nothing changes. With
+    `ordered` sums, every step all-reduces. Worker 0's times decide: a collective ends at the same time everywhere.
+    Raises InvalidField if `async_from` requests overlap and the devices do not support it.
     """
     tensor = model.tensor
     if tensor is None:
@@ -48,7 +48,10 @@ def calibrate(model: CausalLM, peers: ProcessGroups, max_tokens: int, async_from
     symmetric = bool(peers.all_reduce_min(tensor.symmetric))
     if async_from and not symmetric:
         raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
-    if tensor.device.type != "cuda" or tensor.ordered:
+    if tensor.ordered:
+        tensor.max_all_reduce_tokens = max_tokens
+        return
+    if tensor.device.type != "cuda":
         return
     if async_from != 0 and symmetric:
         tensor.reserve(max_tokens, model.config.hidden_size, model.dtype)
