@@ -106,6 +106,54 @@ def test_tensors_of_another_process_on_the_gpu_are_read_in_place(tmp_path: Path,
         assert_all_given_back(manager_of(one))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sleep_gives_memory_to_the_driver_and_keeps_addresses_graphs_and_tokens(
+    directory: Path, tmp_path: Path, dtype: str
+) -> None:
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.self_attn.q_proj.weight"] *= 1e5  # beyond float16: the graphs are captured again
+
+    path, new = made("llama", directory), change_weights(make_model("llama", tmp_path / "new", seed=1), enlarge)
+    with engine(new, dtype=dtype) as one:
+        updated = [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)]
+    with engine(path, dtype=dtype, enable_sleep_mode=True, kv_cache_tokens=1 << 20) as one:
+        runner = manager_of(one).ports._runner  # type: ignore[attr-defined]
+        cache_bytes, graphs = runner.state.kv.nbytes, len(runner.graphs)
+        assert graphs
+        addresses = [tensor.data_ptr() for tensor in (*runner.model.parameters(), runner.state.kv)]
+        wanted = [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)]
+        for level in (1, 2, 1):
+            before = torch.cuda.mem_get_info()[0]
+            one.sleep(level)
+            assert torch.cuda.mem_get_info()[0] - before > 0.9 * cache_bytes
+            one.wake_up()
+            assert torch.cuda.mem_get_info()[0] - before < 0.1 * cache_bytes
+            assert addresses == [tensor.data_ptr() for tensor in (*runner.model.parameters(), runner.state.kv)]
+            assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] == wanted
+        one.sleep(2)
+        one.wake_up(["weights"])
+        one.update_weights(str(new))  # captures graphs once the KV cache is awake
+        one.wake_up(["kv_cache"])
+        assert len(runner.graphs) == graphs
+        assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] == updated
+        assert_all_given_back(manager_of(one))
+
+
+def test_engine_without_free_memory_sleeps_on(directory: Path) -> None:
+    with engine(made("llama", directory), enable_sleep_mode=True, kv_cache_tokens=1 << 20) as one:
+        wanted = [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)]
+        one.sleep()
+        free = torch.cuda.mem_get_info()[0]
+        taken = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
+        with pytest.raises(EngineError, match=r"refuses .* MiB: cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY"):
+            one.wake_up()
+        assert one.is_sleeping
+        del taken
+        torch.cuda.empty_cache()
+        one.wake_up()
+        assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] == wanted
+
+
 @pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-window", "dynamic", "longrope", "yarn"])
 def test_sliding_windows_and_rope_scalings_in_fp32_equal_transformers(kind: str, tmp_path: Path) -> None:
     rope = {"rope_theta": 1000.0, "rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 64}

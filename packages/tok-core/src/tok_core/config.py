@@ -72,6 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs          capture decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
     batch_invariant      on CPUs: compute the same bits for a request whatever runs beside it, and however its tokens
                          are cut into steps
+    enable_sleep_mode    allow `Engine.sleep`: weights and KV cache live in memory that can be given back. On Linux only
     prefix_groups        read prefixes shared by running sequences once a step (cascade attention)
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
                          the pages needed now leave 1 % of the cache free
@@ -118,6 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_tp_threshold: int | None = None
     cuda_graphs: bool = True
     batch_invariant: bool = False
+    enable_sleep_mode: bool = False
     prefix_groups: bool = True
     admission: AdmissionName = "forecast"
     run_ahead: int | None = None
@@ -163,7 +165,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
         if not isinstance(self.data_dir, str | None):
             raise InvalidField("data_dir", self.data_dir, "a directory")
-        for field in ("cuda_graphs", "batch_invariant", "prefix_groups"):
+        for field in ("cuda_graphs", "batch_invariant", "enable_sleep_mode", "prefix_groups"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidField(field, getattr(self, field), "true or false")
         for field in ("dp", "tp", "pp"):

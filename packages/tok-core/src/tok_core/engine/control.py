@@ -1,31 +1,37 @@
-"""Pause and resume all replicas, and change their weights together: all of them, or none."""
+"""Pause and resume all replicas, change their weights and release their memory together: all of them, or none."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.open_requests import OpenRequests
 from tok_core.engine.weight_transfer import TaskOf, WeightTransfer
-from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError
-from tok_core.messages import ApplyStaged, CommandAction, CommandResult, EngineCommand
+from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, ModelError, TokError
+from tok_core.messages import ApplyStaged, CommandAction, CommandResult, EngineCommand, MemoryTag, MemoryTask
 from tok_core.replicas import ReplicaSet
 
 PauseMode = Literal["keep", "wait", "abort", "retract"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 DRAIN_LOOK = 0.02  # seconds between checks whether requests still run
 
 
 @dataclass(slots=True)
 class _Round:
-    """One command, sent to several replicas: the numbers of those that have not answered, and errors of the others."""
+    """One command, sent to several replicas: the numbers of those that have not answered, and errors of the others.
+
+    failure  class of the errors that replicas answer with
+    """
 
     number: int
+    failure: type[TokError]
     waiting: set[int]
     errors: list[TokError] = field(default_factory=list)
 
@@ -33,10 +39,14 @@ class _Round:
 class EngineControl:
     """Thread-safe control of all replicas. Operations run one after another, and each blocks until it is done.
 
-    A replica that starts while the engine is paused, or after an update, first gets the commands that the others got.
+    A replica that starts while the engine is paused or sleeps, or after an update, first gets the commands that the
+    others got.
 
-    changed  the engine's lock, notified of every change here
-    abort    aborts requests by their numbers
+    changed     the engine's lock, notified of every change here
+    abort       aborts requests by their numbers
+    sleep_mode  whether the engine may sleep
+
+    asleep: tags of the memory that is released.
     """
 
     def __init__(
@@ -46,6 +56,8 @@ class EngineControl:
         requests: OpenRequests,
         changed: threading.Condition,
         abort: Callable[[list[int]], None],
+        *,
+        sleep_mode: bool,
     ) -> None:
         self._replica_set = replica_set
         self._dispatcher = dispatcher
@@ -58,7 +70,10 @@ class EngineControl:
         self._weights: str | None = None
         self._sent = False  # the weights came as tensors: a replica that restarts cannot get them again
         self._stale: set[int] = set()  # replicas that have restarted since
+        self._sleep_mode = sleep_mode
+        self._weights_kept = True  # else they have to be loaded after a sleep
         self.paused = False
+        self.asleep: frozenset[MemoryTag] = frozenset()
         self.updates = 0
         self.deaths = 0  # of replicas
         self.transfer = WeightTransfer(self)
@@ -75,7 +90,7 @@ class EngineControl:
         with self.operation:
             self._dispatcher.require_ready()
             before = [request.rid for request in self._requests.all()]
-            if mode == "wait" and not self.paused:
+            if mode == "wait" and not (self.paused or self.asleep):
                 self._await_running()
             try:
                 with self._changed:
@@ -114,34 +129,30 @@ class EngineControl:
         """Load the checkpoint in directory `weights` in all replicas, and return its version."""
         with self.operation:
             self._dispatcher.require_ready()
-            pausing = not self.paused
-            if pausing:
-                self.pause("keep")
-            try:
+            if "weights" in self.asleep:
+                raise InvalidField("directory", weights, 'none, as the weights sleep; call wake_up(["weights"]) first')
+            with self._paused("keep"):
                 for error in self._command("check_weights", weights):
                     raise error
                 self._load(weights)
                 return self._updated(version)
-            finally:
-                if pausing:
-                    self.resume()
 
     def apply_staged(self, version: str | None, deaths: int) -> str:
         """Let all replicas write the tensors that they have staged, and return the version of the weights.
 
-        deaths  of replicas before they began to stage. Raises ModelError if one has died since, or is starting
+        deaths  of replicas before they began to stage. Raises ModelError if one has died since, or is starting, and
+                InvalidField while the weights sleep
         """
         with self.operation:
-            pausing = not self.paused
-            if pausing:
-                self.pause("keep")
-            try:
+            if "weights" in self.asleep:
+                raise InvalidField("tensors", "sent", 'none, as the weights sleep; call wake_up(["weights"]) first')
+            with self._paused("keep"):
                 with self._changed:
                     if self.deaths != deaths or any(
                         one.state in ("starting", "restarting") for one in self._replica_set.records
                     ):
                         raise ModelError("a replica has restarted during the update; the weights are the old ones")
-                    self._weights, self._sent = None, True
+                    self._weights, self._sent, self._weights_kept = None, True, True
                     self._stale.clear()
                     self._greet()
                 errors = self.execute(lambda _: ApplyStaged())
@@ -149,9 +160,6 @@ class EngineControl:
                 for error in errors:
                     raise error
                 return found
-            finally:
-                if pausing:
-                    self.resume()
 
     def execute(self, task: TaskOf) -> list[TokError]:
         """Let all workers of all replicas execute a task, and return the replicas' errors."""
@@ -165,9 +173,9 @@ class EngineControl:
         return len(self._replica_set.running()), len(self._replica_set.records), info.tp * info.pp
 
     @property
-    def stale(self) -> bool:
-        """Return whether a replica has restarted without tensors that a trainer had sent."""
-        return bool(self._stale)
+    def needs_all_tensors(self) -> bool:
+        """Return whether some replica has lost its weights: by a restart after a trainer's update, or by a sleep."""
+        return bool(self._stale) or not self._weights_kept
 
     def _updated(self, version: str | None) -> str:
         self.updates += 1
@@ -175,7 +183,81 @@ class EngineControl:
         self._requests.change_weights(version)
         return version
 
-    def _load(self, weights: str) -> None:
+    @contextmanager
+    def _paused(self, mode: PauseMode) -> Iterator[None]:
+        """Pause, unless the engine is paused already, and resume after."""
+        pausing = not self.paused
+        if pausing or mode != "keep":
+            self.pause(mode)
+        try:
+            yield
+        finally:
+            if pausing:
+                self.resume()
+
+    def sleep(self, level: int, mode: PauseMode, tags: Sequence[str] | None) -> None:
+        """Release memory in all replicas; see `Engine.sleep`."""
+        if level not in (1, 2):
+            raise InvalidField("level", level, "1, 2")
+        chosen = self._checked_tags(tags)
+        with self.operation:
+            self._dispatcher.require_ready()
+            with self._paused(mode):
+                before, kept = self.asleep, self._weights_kept
+                self._weights_kept &= level == 1 or "weights" not in chosen
+                self._set_asleep(before.union(chosen))
+                if errors := self._memory("sleep", chosen, keep=level == 1):
+                    self._weights_kept = kept
+                    self._set_asleep(before)
+                    self._memory("wake_up", tuple(tag for tag in chosen if tag not in before))
+                    raise errors[0]
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Restore memory in all replicas; see `Engine.wake_up`."""
+        chosen = self._checked_tags(tags)
+        with self.operation:
+            self._dispatcher.require_ready()
+            old = tuple(tag for tag in chosen if tag in self.asleep)
+            if not old:
+                return
+            before, left = self.asleep, self.asleep.difference(old)
+            reload = not (left or self._weights_kept)
+            if reload and self._sent:
+                allowed = '["weights"], then an update: a trainer sent the weights, and they were dropped'
+                raise InvalidField("tags", list(chosen), allowed)
+            with self._paused("keep"):
+                self._set_asleep(left)
+                errors = self._memory("wake_up", old)
+                if not errors and reload:
+                    errors = self._command("check_weights", self._weights)
+                if errors:
+                    self._set_asleep(before)
+                    self._memory("sleep", old, keep=self._weights_kept)
+                    raise errors[0]
+                if reload:
+                    self._load(self._weights)
+
+    def _checked_tags(self, tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
+        """Return the tags without repetition; None: all. Raise InvalidField for others, and without sleep mode."""
+        if not self._sleep_mode:
+            raise InvalidField("enable_sleep_mode", False, "true from the engine's start, for sleep and wake_up")
+        for tag in tags or ():
+            if tag not in MEMORY_TAGS:
+                raise InvalidField("tags", tag, ", ".join(MEMORY_TAGS))
+        return tuple(tag for tag in MEMORY_TAGS if tags is None or tag in tags)
+
+    def _set_asleep(self, tags: frozenset[MemoryTag]) -> None:
+        """Set what sleeps, before the replicas are commanded: one that becomes ready meanwhile has to agree."""
+        with self._changed:
+            self.asleep = tags
+            self._greet()
+
+    def _memory(
+        self, action: Literal["sleep", "wake_up"], tags: tuple[MemoryTag, ...], *, keep: bool = True
+    ) -> list[TokError]:
+        return self._command(action, task=lambda _: MemoryTask(action, tags, keep))
+
+    def _load(self, weights: str | None) -> None:
         """Load the weights in all replicas; if one cannot, load those in use again in the others.
 
         Weights in use that a trainer sent cannot be loaded again: then the others keep the new ones.
@@ -187,6 +269,7 @@ class EngineControl:
             self._greet()
         errors = self._command("load_weights", weights)
         if not errors:
+            self._weights_kept = True
             return
         if sent:
             self._updated(None)
@@ -200,7 +283,7 @@ class EngineControl:
     def take(self, replica: int, result: CommandResult) -> None:
         """Take the answer of a replica."""
         with self._changed:
-            self._settle(replica, ModelError(result.error) if result.error else None, result.number)
+            self._settle(replica, result.error, result.number)
 
     def replica_lost(self, replica: int, reason: str) -> None:
         """Take note that a replica has died: it does not answer any more."""
@@ -210,13 +293,13 @@ class EngineControl:
                 self._stale.add(replica)
             self._settle(replica, EngineDead(f"replica {replica} has ended: {reason}"))
 
-    def _settle(self, replica: int, error: TokError | None, number: int | None = None) -> None:
+    def _settle(self, replica: int, error: TokError | str, number: int | None = None) -> None:
         current = self._round
         if current is None or replica not in current.waiting or number not in (None, current.number):
             return
         current.waiting.remove(replica)
-        if error is not None:
-            current.errors.append(error)
+        if error:
+            current.errors.append(current.failure(error) if isinstance(error, str) else error)
         self._changed.notify_all()
 
     def _await_running(self) -> None:
@@ -235,7 +318,8 @@ class EngineControl:
         """Send a command to all replicas that run, and wait for their answers; return their errors."""
         with self._changed:
             replicas = self._replica_set.running()
-            current = self._round = _Round(self._send(action, replicas, weights, task), set(replicas))
+            failure = EngineError if action in ("sleep", "wake_up") else ModelError
+            current = self._round = _Round(self._send(action, replicas, weights, task), failure, set(replicas))
             self._changed.wait_for(lambda: not current.waiting or self._replica_set.closed)
             self._round = None
             if self._replica_set.closed:
@@ -256,4 +340,7 @@ class EngineControl:
         commands = [EngineCommand(next(self._numbers), "pause")] if self.paused or self._sent else []
         if self._weights is not None:
             commands.append(EngineCommand(next(self._numbers), "load_weights", self._weights))
+        if self.asleep:
+            task = MemoryTask("sleep", tuple(self.asleep), self._weights_kept)
+            commands.append(EngineCommand(next(self._numbers), "sleep", task=task))
         self._replica_set.first_messages = tuple(commands)

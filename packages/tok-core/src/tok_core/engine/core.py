@@ -81,7 +81,14 @@ class EngineCore:
         self._replica_set = ReplicaSet(config, in_process=in_process, changed=self._changed, make_replica=make_replica)
         self._dispatcher = Dispatcher(self._replica_set, self._router, self._open, self._lock)
         self._output_router = OutputRouter(self._open, self._dispatcher, self._router, self._token_store, self._lock)
-        self._control = EngineControl(self._replica_set, self._dispatcher, self._open, self._changed, self.abort_all)
+        self._control = EngineControl(
+            self._replica_set,
+            self._dispatcher,
+            self._open,
+            self._changed,
+            self.abort_all,
+            sleep_mode=config.enable_sleep_mode,
+        )
         self._events = _ReplicaEvents(self._dispatcher, self._output_router, self._control)
         self._numbers = itertools.count(1)
         self._random = random.Random()  # seeded once: asking the system for each number is slow under load

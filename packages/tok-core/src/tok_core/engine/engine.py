@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tok_core.config import EngineConfig
 from tok_core.engine.checks import Params, one_each, salt_of
@@ -20,18 +15,19 @@ from tok_core.engine.control import PauseMode
 from tok_core.engine.core import EngineCore
 from tok_core.engine.embedding import Embedder
 from tok_core.engine.open_requests import OpenRequest
+from tok_core.engine.progress_bar import AdvanceBar, progress_bar
 from tok_core.engine.request_stream import Mailbox, RequestStream
 from tok_core.engine.weight_transfer import WeightTransfer
 from tok_core.errors import InvalidField
 from tok_core.grammar import refuse
-from tok_core.messages import EngineInfo
-from tok_core.outputs import Delta, EmbeddingOutput, Pooling, RequestOutput
+from tok_core.messages import EngineInfo, MemoryTag
+from tok_core.outputs import EmbeddingOutput, Pooling, RequestOutput
 from tok_core.replicas import Health, MakeReplica
 from tok_core.sampling_params import Grammar, SamplingParams
 from tok_core.text import ChatTemplate, Tokenizer
 
 Prompt = str | list[int]
-AdvanceBar = Callable[[list[Delta]], None]  # takes the new deltas of one request
+MemoryTags = Sequence[MemoryTag]
 SENT = 64  # prompts of a list that are sent together
 
 
@@ -74,6 +70,11 @@ class _Base:
     def is_paused(self) -> bool:
         """Return whether the engine is paused; see `pause`."""
         return self._core.control.paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Return whether any memory is released; see `sleep`."""
+        return bool(self._core.control.asleep)
 
     @property
     def weight_version(self) -> str:
@@ -183,7 +184,7 @@ class Engine(_Base):
         self._core.control.pause(mode)
 
     def resume(self) -> None:
-        """Let all replicas compute again; without effect if the engine is not paused."""
+        """Let all replicas compute again; without effect if not paused."""
         self._core.control.resume()
 
     def update_weights(self, directory: str, *, version: str | None = None) -> str:
@@ -197,6 +198,26 @@ class Engine(_Base):
         All workers check the files first; ModelError names a tensor that does not fit, and nothing has changed.
         """
         return self._core.control.update_weights(directory, version)
+
+    def sleep(self, level: int = 1, *, mode: PauseMode = "keep", tags: MemoryTags | None = None) -> None:
+        """Give the memory of weights and KV cache back to the system, in all replicas or none, until `wake_up`.
+
+        level  1: weights are copied to the host's memory (on a CPU they stay where they are). 2: they are dropped, and
+               come back by `update_weights`; without an update, the last `wake_up` reads their directory again
+        mode   of open requests: as for `pause`. Those kept are computed again after the sleep up to where they were.
+               Requests that arrive wait
+        tags   "weights", "kv_cache"; None: both. The engine computes nothing while either is released
+
+        Raises InvalidField without `enable_sleep_mode`, EngineError if there is no host memory for the copy.
+        """
+        self._core.control.sleep(level, mode, tags)
+
+    def wake_up(self, tags: MemoryTags | None = None) -> None:
+        """Take the memory of `tags` again (None: all), at the same addresses, in all replicas or none.
+
+        Raises EngineError (no memory is free) or ModelError (dropped weights cannot be read); the engine sleeps on.
+        """
+        self._core.control.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Samples that run keep theirs."""
@@ -227,7 +248,7 @@ class Engine(_Base):
         for grammar in {one.grammar for one in each if one.grammar is not None}:
             refuse(grammar, self._core.verdict(grammar).result())
         arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
-        with _progress_bar(progress, sum(one.n for one in each)) as advance_bar:
+        with progress_bar(progress, sum(one.n for one in each)) as advance_bar:
             index: dict[int, int] = {}
             try:
                 for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
@@ -295,6 +316,14 @@ class AsyncEngine(_Base):
     async def update_weights(self, directory: str, *, version: str | None = None) -> str:
         """Load the weights in `directory` into the running model; see `Engine.update_weights`."""
         return await asyncio.to_thread(self._core.control.update_weights, directory, version)
+
+    async def sleep(self, level: int = 1, *, mode: PauseMode = "keep", tags: MemoryTags | None = None) -> None:
+        """Give the memory of weights and KV cache back to the system; see `Engine.sleep`."""
+        await asyncio.to_thread(self._core.control.sleep, level, mode, tags)
+
+    async def wake_up(self, tags: MemoryTags | None = None) -> None:
+        """Take released memory again; see `Engine.wake_up`."""
+        await asyncio.to_thread(self._core.control.wake_up, tags)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; see `Engine.reset_prefix_cache`."""
@@ -369,32 +398,3 @@ class AsyncEngine(_Base):
     async def abort_all(self) -> None:
         """Abort all open requests; their samples finish with reason "abort"."""
         self._core.abort_open()
-
-
-@contextmanager
-def _progress_bar(shown: bool, samples: int) -> Iterator[AdvanceBar]:
-    """Show finished samples, tokens per second and time left on standard error, if `shown`.
-
-    Yield a function that takes the new deltas of one request.
-    """
-    if not shown:
-        yield lambda deltas: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:,.0f} tok/s"),
-        TimeRemainingColumn(),
-    )
-    tokens, began = 0, time.monotonic()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("generating", total=samples, rate=0)
-
-        def advance(deltas: list[Delta]) -> None:
-            nonlocal tokens
-            tokens += sum(len(delta.token_ids) for delta in deltas)
-            done = sum(delta.finish_reason is not None for delta in deltas)
-            bar.update(task, advance=done, rate=tokens / max(time.monotonic() - began, 1e-9))
-
-        yield advance

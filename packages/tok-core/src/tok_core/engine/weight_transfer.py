@@ -17,11 +17,12 @@ from tok_core.messages import (
     LeaveGroup,
     ReceiveTensors,
     TransferTask,
+    WorkerTask,
 )
 
 VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
 
-TaskOf = Callable[[int], TransferTask]
+TaskOf = Callable[[int], WorkerTask]
 """The task of a replica, by its number."""
 
 
@@ -41,7 +42,7 @@ class WeightControl(Protocol):
     def workers(self) -> tuple[int, int, int]: ...
 
     @property
-    def stale(self) -> bool: ...
+    def needs_all_tensors(self) -> bool: ...
 
 
 class WeightTransfer:
@@ -182,12 +183,12 @@ class WeightTransfer:
     def _apply(self) -> None:
         version, self._version = self._version, None
         self._session, self._received = None, False
-        for error in self._control.execute(lambda _: CheckStaged(self._control.stale)):
+        for error in self._control.execute(lambda _: CheckStaged(self._control.needs_all_tensors)):
             self._drop()
             raise error
         try:
             self._control.apply_staged(version, self._deaths)
-        except ModelError:
+        except (ModelError, InvalidField):
             self._drop()
             raise
 

@@ -1,4 +1,4 @@
-"""Execute the engine's commands: pause and resume the launch of steps, clear the prefix cache, change the weights."""
+"""Execute the engine's commands: pause and resume steps, clear the prefix cache, change the weights, sleep, wake up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Protocol, assert_never
 from tok_core.manager.intake import RequestIntake
 from tok_core.manager.output_processor import OutputProcessor
 from tok_core.manager.scheduling import Scheduler
-from tok_core.messages import ApplyStaged, CommandResult, EngineCommand, TransferTask, WeightsResult, WeightsTask
+from tok_core.messages import (
+    ApplyStaged,
+    CommandResult,
+    EngineCommand,
+    MemoryTask,
+    TaskResult,
+    WeightsTask,
+    WorkerTask,
+)
 
 
 class CommandPorts(Protocol):
@@ -18,11 +26,11 @@ class CommandPorts(Protocol):
         """Send the result of a command to the engine."""
         ...
 
-    def send_weights(self, task: WeightsTask | TransferTask) -> int:
+    def send_task(self, task: WorkerTask) -> int:
         """Queue a task at all workers, and return how many there are."""
         ...
 
-    def weights_results(self) -> list[WeightsResult]:
+    def task_results(self) -> list[TaskResult]:
         """Return the results of workers that have come back, without waiting."""
         ...
 
@@ -30,7 +38,7 @@ class CommandPorts(Protocol):
 class CommandExecutor:
     """Executor of commands, in the order of their arrival.
 
-    holds  whether no step may be launched now: the engine is paused, or a command waits for a worker
+    holds  whether no step may be launched now: the engine is paused or sleeps, or a command waits for a worker
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class CommandExecutor:
         self._intake = intake
         self._ports = ports
         self._paused = False
+        self._asleep: set[MemoryTag] = set()
         self._commands: deque[EngineCommand] = deque()
         self._workers = 0  # whose results are still to come
 
@@ -62,7 +71,7 @@ class CommandExecutor:
                 return
             assert self._ports is not None
             self._ports.answer(CommandResult(self._commands.popleft().number, error))
-        self.holds = self._paused
+        self.holds = self._paused or bool(self._asleep)
 
     def _execute(self, command: EngineCommand) -> str | None:
         """Return the command's error, "" if it succeeded, or None if it has to wait."""
@@ -79,24 +88,52 @@ class CommandExecutor:
             case "retract":
                 self._retract()
                 return ""
-            case "check_weights" | "load_weights" | "transfer":
-                return None if self._output_processor.in_flight else self._task(command)
+            case "check_weights" | "load_weights":
+                return self._change_weights(WeightsTask(command.weights, command.action == "load_weights"))
+            case "transfer":
+                assert command.task is not None
+                return self._change_weights(command.task)
+            case "sleep":
+                assert isinstance(command.task, MemoryTask)
+                return self._sleep(command.task)
+            case "wake_up":
+                assert isinstance(command.task, MemoryTask)
+                error = self._run_task(command.task)
+                if error == "":
+                    self._asleep.difference_update(command.task.tags)
+                return error
             case _:
                 assert_never(command.action)
 
-    def _task(self, command: EngineCommand) -> str | None:
+    def _change_weights(self, task: WorkerTask) -> str | None:
+        error = self._run_task(task)
+        if error is not None and (isinstance(task, ApplyStaged) or (isinstance(task, WeightsTask) and task.write)):
+            self._clear_cache()
+        return error
+
+    def _sleep(self, task: MemoryTask) -> str | None:
+        """Release memory. After an error, nothing is computed either until `wake_up`, as at the other replicas."""
+        if not self._output_processor.in_flight and not self._workers and "kv_cache" in task.tags:
+            self._scheduler.reclaimer.preempt_for_slots(self._scheduler.table.active().tolist())
+            self._clear_cache()
+        error = self._run_task(task)
+        if error is not None:
+            self._asleep.update(task.tags)
+        return error
+
+    def _run_task(self, task: WorkerTask) -> str | None:
+        """Let all workers execute the task; return an error, "" if there is none, or None if this has to wait."""
+        if self._output_processor.in_flight:
+            return None
         assert self._ports is not None
-        write = command.action == "load_weights" or isinstance(command.task, ApplyStaged)
         if not self._workers:
             self._errors: list[str] = []
-            self._workers = self._ports.send_weights(command.task or WeightsTask(command.weights, write))
-        for result in self._ports.weights_results():
+            self._workers = self._ports.send_task(task)
+        for result in self._ports.task_results():
             self._workers -= 1
             self._errors += [result.error] if result.error else []
         if self._workers:
             return None
-        if write:
-            self._clear_cache()
         return self._errors[0] if self._errors else ""
 
     def _retract(self) -> None:

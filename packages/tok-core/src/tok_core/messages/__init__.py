@@ -1,7 +1,7 @@
 """Messages between engine, manager and worker, their encoding (msgpack with arrays as raw bytes), and their sockets.
 
 engine ─Submit, Cancel─► manager ─StepInput─► worker ─StepOutput─► manager ─Progress─► engine
-engine ─EngineCommand─► manager ─WeightsTask, TransferTask─► worker ─WeightsResult─► manager ─CommandResult─► engine
+engine ─EngineCommand─► manager ─WorkerTask─► worker ─TaskResult─► manager ─CommandResult─► engine
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from tok_core.messages.commands import (
     IpcHandle,
     JoinGroup,
     LeaveGroup,
+    MemoryTag,
+    MemoryTask,
     ReceiveTensors,
+    TaskResult,
     TransferTask,
-    WeightsResult,
     WeightsTask,
+    WorkerTask,
 )
 from tok_core.messages.processes import (
     Beat,
@@ -75,6 +78,8 @@ __all__ = [
     "IpcHandle",
     "JoinGroup",
     "LeaveGroup",
+    "MemoryTag",
+    "MemoryTask",
     "NewSlots",
     "ProcessLaunch",
     "Progress",
@@ -91,12 +96,13 @@ __all__ = [
     "StepInput",
     "StepOutput",
     "Submit",
+    "TaskResult",
     "ToEngine",
     "ToManager",
     "ToWorker",
     "TransferTask",
-    "WeightsResult",
     "WeightsTask",
+    "WorkerTask",
     "array",
     "decoder",
     "encode",

@@ -1,4 +1,4 @@
-"""Messages that change a running replica: commands of the engine to its manager, and weights to load to its workers."""
+"""Messages that change a running replica: the engine's commands to its manager, the manager's tasks for workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Literal
 
 import msgspec
 
-CommandAction = Literal["pause", "retract", "resume", "clear_cache", "check_weights", "load_weights", "transfer"]
+CommandAction = Literal[
+    "pause", "retract", "resume", "clear_cache", "check_weights", "load_weights", "transfer", "sleep", "wake_up"
+]
+MemoryTag = Literal["weights", "kv_cache"]
 TENSOR_DTYPES = MappingProxyType(
     {
         "float64": "F64",
@@ -90,26 +93,6 @@ class DropStaged(msgspec.Struct, tag=True, frozen=True):
 TransferTask = JoinGroup | LeaveGroup | ReceiveTensors | CheckStaged | ApplyStaged | DropStaged
 
 
-class EngineCommand(msgspec.Struct, tag=True, frozen=True):
-    """A command, executed after all messages before it; the manager answers with a `CommandResult` of its number.
-
-    pause          launch no further step; the answer follows once no step is in flight
-    retract        preempt all running sequences: they compute their KV cache again after a resume. Only after a pause
-    resume         launch steps again
-    clear_cache    let no request that starts from now on share pages that are cached now
-    check_weights  answer with why `weights` cannot be loaded; nothing changes
-    load_weights   load `weights` into the parameters, and clear the cache. A failure ends the replica
-    transfer       let all workers execute `task`
-
-    weights  directory of a checkpoint; None: the weights of the replica's start
-    """
-
-    number: int
-    action: CommandAction
-    weights: str | None = None
-    task: TransferTask | None = None
-
-
 class CommandResult(msgspec.Struct, tag=True, frozen=True):
     """A command was executed. `error` says why not; "": it was."""
 
@@ -127,7 +110,42 @@ class WeightsTask(msgspec.Struct, tag=True, frozen=True):
     write: bool
 
 
-class WeightsResult(msgspec.Struct, tag=True, frozen=True):
-    """One worker is done with a WeightsTask or TransferTask. `error`: why it could not; "": it could."""
+class MemoryTask(msgspec.Struct, tag=True, frozen=True):
+    """Release the memory of `tags`, or restore it. `keep`: keep a copy of released weights in the host's memory."""
+
+    action: Literal["sleep", "wake_up"]
+    tags: tuple[MemoryTag, ...]
+    keep: bool
+
+
+WorkerTask = WeightsTask | TransferTask | MemoryTask
+
+
+class EngineCommand(msgspec.Struct, tag=True, frozen=True):
+    """A command, executed after all messages before it; the manager answers with a `CommandResult` of its number.
+
+    pause          launch no further step; the answer follows once no step is in flight
+    retract        preempt all running sequences: they compute their KV cache again after a resume. Only after a pause
+    resume         launch steps again
+    clear_cache    let no request that starts from now on share pages that are cached now
+    check_weights  answer with why `weights` cannot be loaded; nothing changes
+    load_weights   load `weights` into the parameters, and clear the cache. A failure ends the replica
+    transfer       let all workers execute `task`
+    sleep          launch no further step until all is woken up, and release the memory of `tags`. Sequences that run
+                   wait again if their KV cache is released, and no page stays cached
+    wake_up        restore the memory of `tags`; on an error that of no tag
+
+    weights  directory of a checkpoint; None: the weights of the replica's start
+    task     of the actions "transfer", "sleep" and "wake_up"
+    """
+
+    number: int
+    action: CommandAction
+    weights: str | None = None
+    task: WorkerTask | None = None
+
+
+class TaskResult(msgspec.Struct, tag=True, frozen=True):
+    """One worker is done with a WorkerTask. `error`: why it cannot be executed; "": it is."""
 
     error: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tok_core.config import EngineConfig, RankCoordinates
-from tok_core.messages.commands import CommandResult, TransferTask, WeightsResult, WeightsTask
+from tok_core.messages.commands import CommandResult, TaskResult, WorkerTask
 from tok_core.messages.requests import Progress
 from tok_core.messages.steps import StepInput, StepOutput
 
@@ -113,5 +113,5 @@ class ProcessLaunch(msgspec.Struct):
 
 ToEngine = Progress | CommandResult | EngineInfo | Failed | Silence
 FromProcess = Progress | CommandResult | EngineInfo | Failed | Beat
-ToWorker = StepInput | WeightsTask | TransferTask
-FromWorker = StepOutput | EngineInfo | WeightsResult
+ToWorker = StepInput | WorkerTask
+FromWorker = StepOutput | EngineInfo | TaskResult

@@ -7,7 +7,7 @@ V vocabulary, L positions. With tensor parallelism F, H, K and V count only the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,17 @@ if TYPE_CHECKING:
     from tok_core.parallel import TensorParallel, TPLayout
 
 
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Allocates a tensor of a shape and dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Build options of a module: backend, device, dtype, shard plan, weight formats and name.
 
     tensor        connects the ranks of a stage; None: the stage has one
     quantization  weight format of each linear layer
+    allocate      allocates parameters; None: PyTorch does, on `device`
     prefix        start of the names of the module's tensors in a checkpoint ("model.layers.3.mlp.")
     """
 
@@ -39,6 +44,7 @@ class Placement:
     shard_plan: ShardPlan
     tensor: TensorParallel | None = None
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    allocate: Allocate | None = None
     prefix: str = ""
 
     def within(self, name: str) -> Placement:
@@ -47,7 +53,12 @@ class Placement:
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return an uninitialised parameter without gradient, of `dtype` or else of the model's dtype."""
-        empty = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+        dtype = dtype or self.dtype
+        empty = (
+            torch.empty(shape, device=self.device, dtype=dtype)
+            if self.allocate is None
+            else self.allocate(shape, dtype)
+        )
         return nn.Parameter(empty, requires_grad=False)
 
 

@@ -11,7 +11,7 @@ from tok_core.config import RankCoordinates
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
-from tok_core.models.layers import Placement
+from tok_core.models.layers import Allocate, Placement
 from tok_core.models.llama import LlamaForCausalLM
 from tok_core.models.mistral import MistralForCausalLM
 from tok_core.models.qwen2 import Qwen2ForCausalLM
@@ -33,17 +33,19 @@ def build(
     coordinates: RankCoordinates = RankCoordinates(),
     tensor: TensorParallel | None = None,
     quantization: QuantizationConfig = QuantizationConfig(),
+    allocate: Allocate | None = None,
 ) -> CausalLM:
     """Build the model of `config`, or the shard of the worker at `coordinates`, with uninitialised parameters.
 
     `tensor` connects the ranks of a stage and is required if there are several. `quantization` chooses the weight
-    format of each linear layer. Raises ModelError for an unknown architecture, or for a stacked layer whose matrices
-    have several formats, and InvalidField for a model that cannot be sharded in this way.
+    format of each linear layer. `allocate` allocates parameters; None: PyTorch does. Raises ModelError for an unknown
+    architecture, or for a stacked layer whose matrices have several formats, and InvalidField for a model that cannot
+    be sharded in this way.
     """
     if config.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
-    placement = Placement(backend, device, dtype, ShardPlan.of(config, coordinates), tensor, quantization)
+    placement = Placement(backend, device, dtype, ShardPlan.of(config, coordinates), tensor, quantization, allocate)
     return ARCHITECTURES[config.architecture](config, placement).eval()
 
 

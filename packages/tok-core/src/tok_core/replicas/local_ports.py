@@ -14,11 +14,10 @@ from tok_core.messages import (
     Progress,
     StepInput,
     StepOutput,
+    TaskResult,
     ToEngine,
     ToManager,
-    TransferTask,
-    WeightsResult,
-    WeightsTask,
+    WorkerTask,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class LocalPorts:
         self._inbox: queue.SimpleQueue[ToManager | None] = queue.SimpleQueue()
         self._arrived: list[ToManager] = []
         self._launched: deque[Launched] = deque()
-        self._weights_results: list[WeightsResult] = []
+        self._task_results: list[TaskResult] = []
         self._idle = False
         self.computing = False  # whether the worker is running, not the manager; stays True if the worker raises
 
@@ -77,14 +76,14 @@ class LocalPorts:
     def answer(self, result: CommandResult) -> None:
         self._report(result)
 
-    def send_weights(self, task: WeightsTask | TransferTask) -> int:
+    def send_task(self, task: WorkerTask) -> int:
         self.computing = True
-        self._weights_results.append(self._runner.change_weights(task))
+        self._task_results.append(self._runner.execute(task))
         self.computing = False
         return 1
 
-    def weights_results(self) -> list[WeightsResult]:
-        arrived, self._weights_results = self._weights_results, []
+    def task_results(self) -> list[TaskResult]:
+        arrived, self._task_results = self._task_results, []
         return arrived
 
     def wait(self, seconds: float) -> None:

@@ -87,6 +87,7 @@ class DecodeGraphs:
         self._coordinates = coordinates
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []
+        self._suspended = self._stale = False
         self._graphs: dict[tuple[int, GraphKey], DecodeGraph] = {}
 
     def __len__(self) -> int:
@@ -116,10 +117,19 @@ class DecodeGraphs:
         self._sizes = sorted({size for size, _ in self._graphs})
 
     def capture_again(self) -> None:
-        """Capture all graphs again, after parameters of the model were replaced by others."""
+        """Capture all graphs again, once parameters of the model were replaced and no memory is released."""
+        self._stale = self._suspended
+        if self._stale:
+            return
         sizes, self._sizes, self._graphs = self._sizes, [], {}
         if sizes:
             self.capture(sizes)
+
+    def suspend(self, suspended: bool) -> None:
+        """Take note whether weights or KV cache have no memory now, so that no graph can be captured."""
+        self._suspended = suspended
+        if self._stale:
+            self.capture_again()
 
     def _capture(self, size: int, grouped: bool, max_kv: int, recorder: _Recorder) -> DecodeGraph:
         HEARTBEAT.turned()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.messages import PromptValues, StepInput, StepOutput, TransferTask, WeightsResult, WeightsTask
+from tok_core.messages import MemoryTask, PromptValues, StepInput, StepOutput, TaskResult, WorkerTask
 from tok_core.model_config import short_prompt
 from tok_core.models import CausalLM
 from tok_core.parallel import PendingTokens, Pipeline
@@ -19,6 +19,7 @@ from tok_core.runtime import HEARTBEAT
 from tok_core.worker import prompt_values, step_tensors
 from tok_core.worker.cuda_graphs import NO_SAMPLED_TOKENS, DecodeGraph, DecodeGraphs
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
+from tok_core.worker.sleep import SleepingMemory
 from tok_core.worker.staging import OutputStaging, Staging
 from tok_core.worker.state import WorkerState, changes
 from tok_core.worker.transfer import WeightReceiver
@@ -87,7 +88,7 @@ class Runner:
     Decode steps replay a CUDA graph if one of their size was captured; all others are launched kernel by kernel.
     At most MAX_STEPS_AHEAD steps may be in flight. A `tracer` is called before every step; `pipeline` connects the
     worker to the neighbouring stages, if there are any. `start_weights` fills the model as at the start; without it the
-    weights cannot be changed.
+    weights cannot be changed. `memory` holds weights and KV cache of an engine that may sleep.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Runner:
         tracer: Tracer | None = None,
         pipeline: Pipeline | None = None,
         start_weights: FillModel | None = None,
+        memory: SleepingMemory | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -111,6 +113,7 @@ class Runner:
         self._tracer = tracer
         self._start_weights = start_weights
         self._receiver = WeightReceiver(model, pipeline.coordinates.number)
+        self._memory = memory
 
     @property
     def max_len(self) -> int:
@@ -158,8 +161,11 @@ class Runner:
         if self.host_lengths is not None:
             self.host_lengths.reset()
 
-    def change_weights(self, task: WeightsTask | TransferTask) -> WeightsResult:
-        """Check or receive other weights, or load them into the model's parameters; see `tok_core.worker.weights`."""
+    def execute(self, task: WorkerTask) -> TaskResult:
+        """Change the weights, or release or restore memory, while no step is in flight."""
+        if isinstance(task, MemoryTask):
+            assert self._memory is not None
+            return self._memory.execute(task, self.graphs)
         assert self._start_weights is not None
         return change_weights(task, self.model, self.graphs, self._start_weights, self._receiver)
 

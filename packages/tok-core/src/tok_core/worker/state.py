@@ -15,6 +15,7 @@ from torch import Tensor
 from tok_core.messages import NewSlots, StepInput
 from tok_core.model_config import ModelConfig
 from tok_core.sampling_params import DEVICE_COLUMNS
+from tok_core.worker.memory_region import MemoryRegion
 from tok_kernels import LayerCache, SlotColumns
 
 MAX_COPY_BYTES = 32 << 20  # gathered at once to copy pages, but at least one position of each page
@@ -36,7 +37,7 @@ class WorkerState:
     `columns` have S = `slots` + 1 entries: the last slot never holds a sequence and stands for padding rows. Likewise
     no sequence owns the last page of the cache: padding rows and ended slots write there. `scales` are those of cached
     keys and values, float32 `[layers, 2, K]`; None: the cache holds them as they are. `processed_logprobs` is
-    `SamplingBatch.processed` of every step.
+    `SamplingBatch.processed` of every step. `memory` is that of the KV cache; None: PyTorch's.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WorkerState:
         pages_per_slot: int,
         scales: Tensor | None = None,
         processed_logprobs: bool = False,
+        memory: MemoryRegion | None = None,
     ) -> None:
         self.device = device
         self.processed_logprobs = processed_logprobs
@@ -58,7 +60,7 @@ class WorkerState:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (model.num_layers, 2, num_pages + 1, page_size, model.num_kv_heads, model.head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device) if memory is None else memory.zeros(shape, dtype)
         of_layers = [(None, None)] * model.num_layers if scales is None else scales
         self.caches = [LayerCache(*kv, *of_layer) for kv, of_layer in zip(self.kv, of_layers, strict=True)]
         self.columns = SlotColumns(

@@ -15,8 +15,8 @@ from tok_core.messages import (
     JoinGroup,
     LeaveGroup,
     ReceiveTensors,
+    TaskResult,
     TransferTask,
-    WeightsResult,
     WeightsTask,
 )
 from tok_core.models import CausalLM, check, load
@@ -34,7 +34,7 @@ def change_weights(
     graphs: DecodeGraphs,
     start_weights: FillModel,
     receiver: WeightReceiver,
-) -> WeightsResult:
+) -> TaskResult:
     """Execute the task. All workers of the replica call this, while no step is in flight.
 
     Weights that cannot be loaded are the result's error when they are checked or received. When they are written, an
@@ -49,8 +49,8 @@ def change_weights(
             try:
                 _prepare(task, model, receiver)
             except ModelError as error:
-                return WeightsResult(str(error))
-    return WeightsResult()
+                return TaskResult(str(error))
+    return TaskResult()
 
 
 def _prepare(task: WeightsTask | TransferTask, model: CausalLM, receiver: WeightReceiver) -> None:

@@ -20,10 +20,9 @@ from tok_core.messages import (
     Sender,
     StepInput,
     StepOutput,
+    TaskResult,
     ToManager,
-    TransferTask,
-    WeightsResult,
-    WeightsTask,
+    WorkerTask,
     encode,
 )
 from tok_core.runtime import settle
@@ -44,7 +43,7 @@ class SocketPorts:
         self._outputs = outputs
         self._steps = [Sender(context, address) for address in launch.steps]
         self._reports = Sender(context, launch.reports)
-        self._weights_results: list[WeightsResult] = []
+        self._task_results: list[TaskResult] = []
         self._poller = zmq.Poller()
         self._poller.register(self._requests.socket, zmq.POLLIN)
         self._poller.register(self._outputs.socket, zmq.POLLIN)
@@ -66,7 +65,7 @@ class SocketPorts:
         arrived = self._outputs.all()
         outputs = [output for output in arrived if isinstance(output, StepOutput)]
         if len(outputs) < len(arrived):
-            self._weights_results += [one for one in arrived if isinstance(one, WeightsResult)]
+            self._task_results += [one for one in arrived if isinstance(one, TaskResult)]
         return outputs
 
     def send(self, step: StepInput) -> None:
@@ -80,13 +79,13 @@ class SocketPorts:
     def answer(self, result: CommandResult) -> None:
         self._reports.send(result)
 
-    def send_weights(self, task: WeightsTask | TransferTask) -> int:
+    def send_task(self, task: WorkerTask) -> int:
         for worker in self._steps:
             worker.send(task)
         return len(self._steps)
 
-    def weights_results(self) -> list[WeightsResult]:
-        arrived, self._weights_results = self._weights_results, []
+    def task_results(self) -> list[TaskResult]:
+        arrived, self._task_results = self._task_results, []
         return arrived
 
     def wait(self, seconds: float) -> None:

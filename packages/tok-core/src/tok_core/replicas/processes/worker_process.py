@@ -42,7 +42,7 @@ def run_worker(
         if isinstance(step, StepInput):
             launched.put(runner.launch(step))
         elif step is not None:
-            results.send(runner.change_weights(step))
+            results.send(runner.execute(step))
 
 
 def leave_one_core(cores: int, workers: int = 1) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from tok_core.quantization import QuantizationConfig, ScaledMethod, read_quantiz
 from tok_core.runtime import HEARTBEAT
 from tok_core.sampling_params import SamplingParams
 from tok_core.worker.runner import Runner
+from tok_core.worker.sleep import SleepingMemory
 from tok_core.worker.startup.backend import (
     FLOAT8_CAPABILITY,
     attention_shape,
@@ -84,7 +87,8 @@ def set_up(
     with HEARTBEAT.coarse():  # compilers may run for minutes
         backend = choose_backend(config, device, shape)
     clock.done("choice of kernels")
-    model = _load_model(config, path, model_config, backend, peers, dtype, quantization)
+    memory = sleeping_memory(device) if config.enable_sleep_mode else None
+    model = _load_model(config, path, model_config, backend, peers, dtype, quantization, memory)
     clock.done("weights")
     default_running, default_step_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
     max_running = config.max_running or min(default_running, config.max_step_tokens or default_running)
@@ -115,9 +119,9 @@ def set_up(
     tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
-    state = _state(config, local, device, cache_dtype, scales, max_running, num_pages, max_model_len)
+    state = _state(config, local, device, cache_dtype, scales, max_running, num_pages, max_model_len, memory)
     tracer = _tracer(config, coordinates, device) if replica == 0 else None
-    runner = Runner(model, backend, state, tracer, pipeline, partial(fill_model, config, path))
+    runner = Runner(model, backend, state, tracer, pipeline, partial(fill_model, config, path), memory)
     clock.done("cache")
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens, words)
@@ -147,6 +151,15 @@ def set_up(
     return runner, info
 
 
+def sleeping_memory(device: torch.device) -> SleepingMemory:
+    """Return the memory of a worker that may sleep. Raise InvalidField if it cannot be released on this system."""
+    if sys.platform != "linux":
+        raise InvalidField("enable_sleep_mode", True, "false (memory is given back on Linux only)")
+    if device.type == "cuda" and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):
+        raise InvalidField("enable_sleep_mode", True, "false (the package cuda-bindings is not installed)")
+    return SleepingMemory(device)
+
+
 def _model_config(config: EngineConfig, path: Path) -> ModelConfig:
     """Return the directory's config, untied if its checkpoint is, without windows of `max_model_len` or longer."""
     model = read_config(path, config.ignore_config_keys or ())
@@ -168,6 +181,7 @@ def _load_model(
     peers: ProcessGroups,
     dtype: torch.dtype,
     quantization: QuantizationConfig,
+    memory: SleepingMemory | None,
 ) -> CausalLM:
     tensor = None
     if peers.tensor is not None:
@@ -178,8 +192,9 @@ def _load_model(
         log.info("linear layers are %s", quantization)
         report_missing_float8(quantization, peers.device)
     try:
-        model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor, quantization)
-    except torch.OutOfMemoryError as error:
+        allocate = None if memory is None else memory.weights.zeros
+        model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor, quantization, allocate)
+    except (torch.OutOfMemoryError, EngineError) as error:
         raise EngineError(f"the weights of {config.model} do not fit on {peers.device}: {error}") from None
     fill_model(config, path, model)
     return model
@@ -305,6 +320,7 @@ def _state(
     slots: int,
     num_pages: int,
     max_model_len: int,
+    memory: SleepingMemory | None,
 ) -> WorkerState:
     try:
         return WorkerState(
@@ -317,8 +333,9 @@ def _state(
             pages_per_slot=-(-max_model_len // config.page_size),
             scales=scales,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            memory=None if memory is None else memory.kv_cache,
         )
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except (torch.OutOfMemoryError, RuntimeError, EngineError) as error:
         tokens = num_pages * config.page_size
         raise EngineError(f"a KV cache of {tokens} tokens does not fit: lower kv_cache_tokens ({error})") from None
 

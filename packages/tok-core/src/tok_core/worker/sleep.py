@@ -1,0 +1,64 @@
+"""SleepingMemory: memory of a worker that is released while the engine sleeps."""
+
+from __future__ import annotations
+
+import torch
+
+from tok_core.errors import EngineError
+from tok_core.messages import MemoryTask, TaskResult
+from tok_core.runtime import HEARTBEAT
+from tok_core.worker.cuda_graphs import DecodeGraphs
+from tok_core.worker.memory_region import MemoryRegion
+
+
+class SleepingMemory:
+    """Weights and KV cache of a worker, and with the cache what PyTorch's allocator keeps for activations.
+
+    Memory of the CUDA graphs, of communicators and of tables per slot stays.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.weights = MemoryRegion(device)
+        self.kv_cache = MemoryRegion(device)
+        self._device = device
+        self._step_bytes = 0  # released from PyTorch's allocator
+
+    def execute(self, task: MemoryTask, graphs: DecodeGraphs) -> TaskResult:
+        """Release or restore memory while no step is in flight.
+
+        After an error some of the tags may be done: the engine then takes the whole operation back, at all workers.
+        """
+        try:
+            with HEARTBEAT.coarse():  # to lock host memory takes seconds
+                if task.action == "sleep":
+                    self._release(task)
+                else:
+                    self._restore(task)
+                graphs.suspend(self.weights.released or self.kv_cache.released)
+        except (EngineError, torch.OutOfMemoryError) as error:
+            return TaskResult(f"{task.action}: {error}")
+        return TaskResult()
+
+    def _release(self, task: MemoryTask) -> None:
+        if "weights" in task.tags:
+            self.weights.release(keep=task.keep)
+        if "kv_cache" in task.tags and not self.kv_cache.released:
+            self.kv_cache.release(keep=False)
+            self._step_bytes = self._empty_cache()
+
+    def _restore(self, task: MemoryTask) -> None:
+        self._empty_cache()
+        if "weights" in task.tags:
+            self.weights.restore()
+        if "kv_cache" in task.tags and self.kv_cache.released:
+            self.kv_cache.restore()
+            if self._step_bytes:  # allocate one block and free it, as the warm-up does
+                torch.empty(self._step_bytes, dtype=torch.uint8, device=self._device)
+
+    def _empty_cache(self) -> int:
+        """Return unused memory of PyTorch's allocator to the driver; return how many bytes."""
+        if self._device.type != "cuda":
+            return 0
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self._device)
