@@ -55,6 +55,7 @@ SERVE_FLAGS = {
     "--no-prefix-groups": True,
     "--admission": "forecast",
     "--no-cuda-graphs": True,
+    "--enable-sleep-mode": False,
     "--run-ahead": EngineConfig(model="m").run_ahead,
     "--seed": 0,
     "--step-timeout": 600.0,
@@ -157,6 +158,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "one,two",
         "--share-prefixes",
         "--enable-rl",
+        "--enable-sleep-mode",
         "--served-model-name",
         "a",
         "b",
@@ -167,7 +169,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     for flag, value in given.items():
         name = flag[2:].replace("-", "_")
         assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
-    assert (config.prefix_groups, config.cuda_graphs) == (False, False)
+    assert (config.prefix_groups, config.cuda_graphs, config.enable_sleep_mode) == (False, False, True)
     assert (settings.share_prefixes, settings.enable_rl) == (True, True)
     assert config.ignore_config_keys == ("one", "two")
     assert (settings.model_name, settings.model_names) == ("a", ("a", "b"))
@@ -176,6 +178,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--served-model-name",
         "--share-prefixes",
         "--enable-rl",
+        "--enable-sleep-mode",
         "--log-level",
         "--log-format",
         "--no-batches",

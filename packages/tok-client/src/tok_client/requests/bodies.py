@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -40,12 +40,15 @@ def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
         raise _surrogate_error(name) from None
 
 
-def query_of(**params: str | int | None) -> str:
-    """Return the query of a URL with the parameters that are not None, or "". ValueError: one has a lone surrogate."""
+def query_of(**params: str | int | Sequence[str] | None) -> str:
+    """Return the query of a URL with the parameters that are not None, or "". ValueError: one has a lone surrogate.
+
+    A parameter that is a sequence is given once for each of its values.
+    """
     from urllib.parse import urlencode
 
     try:
-        query = urlencode({name: value for name, value in params.items() if value is not None})
+        query = urlencode({name: value for name, value in params.items() if value is not None}, doseq=True)
     except UnicodeEncodeError:
         raise _surrogate_error(_invalid_param(params)) from None
     return f"?{query}" if query else ""

@@ -47,6 +47,7 @@ from tok_client.types import (
     RerankResponse,
     ScoreRequest,
     ScoreResponse,
+    SleepReport,
     TokenGeneration,
     TokenGenerationRequest,
     TokenizeRequest,
@@ -217,6 +218,21 @@ def resume() -> Call[EngineStatus]:
 def paused() -> Call[PausedReport]:
     """Return the call of `GET /is_paused`."""
     return Call(method="GET", path="/is_paused", kind=PausedReport, at_root=True)
+
+
+def sleep(level: int, mode: str) -> Call[EngineStatus]:
+    """Return the call of `POST /sleep`."""
+    return Call(method="POST", path=f"/sleep{query_of(level=level, mode=mode)}", kind=EngineStatus, at_root=True)
+
+
+def wake_up(tags: Sequence[str] | None) -> Call[EngineStatus]:
+    """Return the call of `POST /wake_up`."""
+    return Call(method="POST", path=f"/wake_up{query_of(tags=tags)}", kind=EngineStatus, at_root=True)
+
+
+def sleeping() -> Call[SleepReport]:
+    """Return the call of `GET /is_sleeping`."""
+    return Call(method="GET", path="/is_sleeping", kind=SleepReport, at_root=True)
 
 
 def weights_update(

@@ -1,4 +1,4 @@
-"""Endpoints for trainers, which a server serves with --enable-rl: generate, pause, resume, load other weights."""
+"""Endpoints for trainers, which a server serves with --enable-rl: generate, pause, sleep, load other weights."""
 
 from __future__ import annotations
 
@@ -36,6 +36,26 @@ class AsyncRL:
     async def is_paused(self, *, timeout: float | None = None) -> bool:
         """Return whether the engine is paused."""
         return (await self._transport.fetch(calls.paused(), timeout)).is_paused
+
+    async def sleep(
+        self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort", timeout: float | None = None
+    ) -> EngineStatus:
+        """Let the server give the memory of weights and KV cache back. It needs --enable-sleep-mode.
+
+        level  of the weights. 1: keep a copy in the host's memory; 2: drop them
+        mode   of open requests, as for `pause`
+        """
+        return await self._transport.fetch(calls.sleep(level, mode), timeout)
+
+    async def wake_up(
+        self, tags: Sequence[Literal["weights", "kv_cache"]] | None = None, *, timeout: float | None = None
+    ) -> EngineStatus:
+        """Let the server take memory again; None: all of it."""
+        return await self._transport.fetch(calls.wake_up(tags), timeout)
+
+    async def is_sleeping(self, *, timeout: float | None = None) -> bool:
+        """Return whether any of the server's memory is given back."""
+        return (await self._transport.fetch(calls.sleeping(), timeout)).is_sleeping
 
     async def update_weights(
         self,
@@ -127,6 +147,26 @@ class RL:
     def is_paused(self, *, timeout: float | None = None) -> bool:
         """Return whether the engine is paused."""
         return (self._transport.fetch(calls.paused(), timeout)).is_paused
+
+    def sleep(
+        self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort", timeout: float | None = None
+    ) -> EngineStatus:
+        """Let the server give the memory of weights and KV cache back. It needs --enable-sleep-mode.
+
+        level  of the weights. 1: keep a copy in the host's memory; 2: drop them
+        mode   of open requests, as for `pause`
+        """
+        return self._transport.fetch(calls.sleep(level, mode), timeout)
+
+    def wake_up(
+        self, tags: Sequence[Literal["weights", "kv_cache"]] | None = None, *, timeout: float | None = None
+    ) -> EngineStatus:
+        """Let the server take memory again; None: all of it."""
+        return self._transport.fetch(calls.wake_up(tags), timeout)
+
+    def is_sleeping(self, *, timeout: float | None = None) -> bool:
+        """Return whether any of the server's memory is given back."""
+        return (self._transport.fetch(calls.sleeping(), timeout)).is_sleeping
 
     def update_weights(
         self,

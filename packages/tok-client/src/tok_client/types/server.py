@@ -131,7 +131,7 @@ class VersionReport(Wire, frozen=True, kw_only=True):
 
 
 class EngineStatus(Wire, frozen=True, kw_only=True):
-    """Response of `POST /pause`, `/resume` and `/update_weights`: "paused", "resumed" or "ok"."""
+    """Response of the endpoints for trainers: "paused", "resumed", "asleep", "awake" or "ok"."""
 
     status: str
 
@@ -140,6 +140,12 @@ class PausedReport(Wire, frozen=True, kw_only=True):
     """Response of `GET /is_paused`."""
 
     is_paused: bool
+
+
+class SleepReport(Wire, frozen=True, kw_only=True):
+    """Response of `GET /is_sleeping`."""
+
+    is_sleeping: bool
 
 
 class IpcMemory(Wire, frozen=True, kw_only=True):

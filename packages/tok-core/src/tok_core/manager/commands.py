@@ -12,6 +12,7 @@ from tok_core.messages import (
     ApplyStaged,
     CommandResult,
     EngineCommand,
+    MemoryTag,
     MemoryTask,
     TaskResult,
     WeightsTask,
@@ -114,7 +115,7 @@ class CommandExecutor:
     def _sleep(self, task: MemoryTask) -> str | None:
         """Release memory. After an error, nothing is computed either until `wake_up`, as at the other replicas."""
         if not self._output_processor.in_flight and not self._workers and "kv_cache" in task.tags:
-            self._scheduler.reclaimer.preempt_for_slots(self._scheduler.table.active().tolist())
+            self._retract()
             self._clear_cache()
         error = self._run_task(task)
         if error is not None:

@@ -210,10 +210,10 @@ def _free(driver: Any, device: torch.device, address: int, size: int, handles: l
 
 
 class HostMemory:
-    """Page-locked memory of the host, `bytes`, from and to which a GPU copies at full speed.
+    """Page-locked memory of the host, `bytes`, from and to which a GPU copies directly.
 
     Unlike `torch.empty(…, pin_memory=True)` it takes no more than `count` bytes, where PyTorch rounds them up to a
-    power of two, and all threads fill the pages, which is most of the time that locking takes.
+    power of two, and all threads fill its pages.
     """
 
     def __init__(self, count: int) -> None:

@@ -92,6 +92,7 @@ ENGINE_TEXTS = {
     "prefix_groups": ("", "disable cascade attention: each sequence reads its shared prefix separately"),
     "admission": ("", "admit waiting samples by predicted page use (forecast) or by pages free now (watermark)"),
     "cuda_graphs": ("", "launch kernels one by one instead of replaying decode steps as CUDA graphs"),
+    "enable_sleep_mode": ("", "allow /sleep: weights and KV cache live in memory that can be given back to the system"),
     "run_ahead": ("N", "maximum number of steps queued at the worker (default: enough to keep it busy)"),
     "seed": ("N", "seed of the random weights of --load-format dummy"),
     "eos_probability": (

@@ -120,8 +120,7 @@ def add_field_flags(
 ) -> None:
     """Add a flag for each field of `config` in `texts`: its metavar and its help, to which a number's default is added.
 
-    A field that holds one of several words becomes a flag with choices, a bool a flag without a
-    value: --no-… if it is true by default.
+    A field that holds one of several words becomes a flag with choices, a bool a flag that changes it (--no-… if true).
     """
     fields = {field.name: field for field in msgspec.structs.fields(config)}
     for name, (metavar, text) in texts.items():

@@ -1,4 +1,6 @@
-"""Endpoints that trainers call: generate from token ids, pause, resume, load weights, as vLLM and SGLang have them.
+"""Endpoints that trainers call, as vLLM and SGLang have them.
+
+Generate from token ids, pause and resume, load weights, sleep and wake up.
 
 Served only with --enable-rl.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 from tok_server.rl.sglang_endpoints import SGLANG_OPERATIONS
 from tok_server.rl.sglang_generation import SGLANG_GENERATION
 from tok_server.rl.sglang_transfer import SGLANG_TRANSFER_OPERATIONS
+from tok_server.rl.sleep_endpoints import SLEEP_OPERATIONS
 from tok_server.rl.vllm_endpoints import VLLM_OPERATIONS
 from tok_server.rl.vllm_generation import VLLM_GENERATION
 from tok_server.rl.vllm_transfer import VLLM_TRANSFER_OPERATIONS
@@ -19,6 +22,7 @@ RL_OPERATIONS = (
     *VLLM_TRANSFER_OPERATIONS,
     *SGLANG_OPERATIONS,
     *SGLANG_TRANSFER_OPERATIONS,
+    *SLEEP_OPERATIONS,
 )
 
 __all__ = ["RL_OPERATIONS"]

@@ -158,13 +158,13 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """Generate a token to see whether the engine works; a paused engine is healthy without."""
+    """Generate a token to see whether the engine works; a paused or sleeping engine is healthy without."""
     context = trainer_context(request)
     engine = context.engine
     health = engine.health()
     if context.draining or not health.ok:
         raise unavailable(f"the server is {context.state}", "engine_unavailable")
-    if not engine.is_paused:
+    if not (engine.is_paused or engine.is_sleeping):
         stream = engine.generate([0], SamplingParams(max_tokens=1), stream=False)
         try:
             async with asyncio.timeout(HEALTH_SECONDS):

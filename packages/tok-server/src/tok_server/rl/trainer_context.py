@@ -9,10 +9,10 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from tok_core import ModelError
+from tok_core import InvalidField, ModelError
 from tok_server.http import CONTEXT, Context, read_body
 from tok_server.openai import UnsupportedFields, ignored_header, parse_request
-from tok_server.wire import ApiError, invalid
+from tok_server.wire import ApiError, invalid, invalid_field
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -50,6 +50,8 @@ async def load_weights(context: Context, field: str, directory: str, version: st
         raise invalid("weight_version", "weight_version is ''; allowed: at least one character")
     try:
         await context.engine.update_weights(str(Path(directory).resolve()), version=version)
+    except InvalidField as error:
+        raise invalid_field(error, field) from error
     except ModelError as error:
         raise invalid(field, f"{field}: {error}", "weights_refused") from error
 

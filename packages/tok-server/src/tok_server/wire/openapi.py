@@ -18,7 +18,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TypeVar
+from typing import TypeVar, get_origin
 
 import msgspec
 from aiohttp import web
@@ -183,13 +183,20 @@ def _query_parameters(operation: Operation) -> Iterator[Json]:
 
 
 def read_query(request: web.Request, kind: type[Q]) -> Q:
-    """Return the query as a `kind`. Errors: ApiError 400 naming the parameter."""
-    values = dict(request.query)
-    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    """Return the query as a `kind`, of whose fields lists may be given several times.
+
+    Errors: ApiError 400 naming the parameter.
+    """
+    values: dict[str, object] = dict(request.query)
+    fields = msgspec.structs.fields(kind)
+    known = [field.encode_name for field in fields]
+    lists = {field.encode_name for field in fields if get_origin(field.type) is list}
     for name in values:
         if name not in known:
             raise invalid(name[:80], f"{name[:80]!r} is not a parameter of this URL; allowed: {', '.join(known)}")
-        if len(request.query.getall(name)) > 1:
+        if name in lists:
+            values[name] = request.query.getall(name)
+        elif len(request.query.getall(name)) > 1:
             raise invalid(name, f"{name} is given twice; allowed: once")
     decoder(kind)  # prepares the type under a lock: the conversion is then safe in any thread
     try:
