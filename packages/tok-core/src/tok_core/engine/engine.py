@@ -204,7 +204,7 @@ class Engine(_Base):
 
         level  1: weights are copied to the host's memory (on a CPU they stay where they are). 2: they are dropped, and
                come back by `update_weights`; without an update, the last `wake_up` reads their directory again
-        mode   of open requests, as for `pause`: those kept are computed again after the sleep. Requests that arrive wait
+        mode   of open requests, as for `pause`: those kept are computed again after the sleep. Later requests wait
         tags   "weights", "kv_cache"; None: both. The engine computes nothing while either is released
 
         Raises InvalidField without `enable_sleep_mode`, EngineError if there is no host memory for the copy.
