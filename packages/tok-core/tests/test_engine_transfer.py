@@ -354,3 +354,24 @@ def test_only_nccls_id_is_unpickled() -> None:
             read_unique_id(pickle.dumps(other))
     with pytest.raises(pickle.UnpicklingError):
         read_unique_id(b"no pickle")
+
+
+def test_dropped_tensors_of_a_trainer_come_back_by_an_update_of_all(old: Path, new: Path) -> None:
+    port = free_port()
+    with cpu_engine(old, enable_sleep_mode=True) as engine, trainer(port, 2, new, new) as process:
+        transfer = engine.weight_transfer
+        transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
+        assert hear(process) == "joined"
+        say(process)
+        transfer.receive(**announce(new))
+        engine.sleep(1)
+        engine.wake_up()
+        assert tokens(engine) == expected(new)
+        engine.sleep(2)
+        with pytest.raises(InvalidField, match=r"a trainer sent the weights, and they were dropped"):
+            engine.wake_up()
+        engine.wake_up(["weights"])
+        say(process)
+        transfer.receive(**announce(new))
+        engine.wake_up()
+        assert tokens(engine) == expected(new)
