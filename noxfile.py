@@ -29,7 +29,7 @@ TEST_ENVIRONMENT = {
 # Whole servers first and small files last, so that no core is left alone with the longest of them at the end.
 SUITE = ("tests", *(f"packages/{package}" for package in ("tok-core", "tok-kernels", "tok-server", "tok-client")))
 WORKERS = min(4, (os.cpu_count() or 1) + 1)  # one more than there are cores: tests of servers often wait
-PYTEST = ("-m", "pytest", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
+PYTEST = ("-m", "pytest", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder", "--maxfail", "10")
 SLOWEST = ("--durations", "10")  # said at the end: which ten tests cost most
 
 # Files of tests that start no process and build no engine, by the words after `test_` in their names.

@@ -11,6 +11,7 @@ before the broadcast number STALL. The second shares a model's tensors by CUDA I
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -65,6 +66,7 @@ def run(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
         yield process
