@@ -265,6 +265,7 @@ def test_a_launch_search_without_a_working_launch_is_an_error(tmp_path: Path) ->
 def test_launch_alternatives_begin_with_the_table_entry_and_are_distinct(size: int, dtype: torch.dtype) -> None:
     for name, of_table in (
         ("decode", replace(config.decode_launch(size, 1, dtype, dtype), rows=16)),
+        ("split", replace(config.decode_launch(size, 1, dtype, dtype, split=True), rows=16)),
         ("tile", config.tile_launch(size, dtype)),
     ):
         found = config.alternatives(Kernel(name, size, dtype.itemsize))  # type: ignore[arg-type]

@@ -74,8 +74,8 @@ def _measurement(values: Mapping[str, object]) -> Measurement:
 
 def _launch(values: list[object]) -> tuple[Kernel, AttentionLaunch]:
     name, head, size, launch = values
-    if name not in ("decode", "tile"):
-        raise ValueError(f"a kernel is {name!r}; allowed: decode, tile")
+    if name not in ("decode", "split", "tile"):
+        raise ValueError(f"a kernel is {name!r}; allowed: decode, split, tile")
     numbers = {key: _count(value) for key, value in _mapping(launch).items() if value is not None}
     return Kernel(name, _count(head), _count(size)), AttentionLaunch(**numbers)
 

@@ -11,11 +11,12 @@ import torch
 from tok_kernels import launch_config as config
 from tok_kernels.attention.interface import AttentionShape, PhaseKernel
 from tok_kernels.attention.triton.attention import triton_decode_kernel, triton_prefill_kernel
-from tok_kernels.launch_config import AttentionLaunch, Kernel
+from tok_kernels.launch_config import AttentionLaunch, Kernel, KernelName
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep
 from tok_kernels.measure.timing import TimedWork, Timer
 
 _ROWS = (AttentionStep(rows=1024, own=640), AttentionStep(rows=64, own=2048))
+_FEW_ROWS = (AttentionStep(rows=32, own=640), AttentionStep(rows=4, own=2048))
 _TILES = (AttentionStep(chunks=((512, 0),) * 16), AttentionStep(rows=2048, own=16, groups=16, prefix=704))
 
 
@@ -61,5 +62,7 @@ def searches(shape: AttentionShape, device: torch.device) -> list[Search]:
     if device.type != "cuda" or config.MEASURED_ON in torch.cuda.get_device_name(device):
         return []
     padded, size = max(16, config.power_of_two(shape.head_dim)), shape.dtype.itemsize
-    decode, tile = Kernel("decode", padded, size), Kernel("tile", padded, size)
-    return [Search(decode, config.alternatives(decode), _ROWS), Search(tile, config.alternatives(tile), _TILES)]
+    steps: tuple[tuple[KernelName, Sequence[AttentionStep]], ...]
+    steps = (("decode", _ROWS), ("split", _FEW_ROWS), ("tile", _TILES))
+    kernels = [(Kernel(name, padded, size), sample) for name, sample in steps]
+    return [Search(kernel, config.alternatives(kernel), sample) for kernel, sample in kernels]

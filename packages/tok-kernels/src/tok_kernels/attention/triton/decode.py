@@ -137,7 +137,8 @@ def _decode_attention_kernel(
 
 def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | None:
     """Return the plan that splits the rows' own keys, made from host bounds; None: no split."""
-    return plan_split_kv(batch.num_decode, _programs(operands), operands.max_visible_keys(batch.max_kv))
+    whole, split = (_programs(operands, _launch(operands, split=split)) for split in (False, True))
+    return plan_split_kv(batch.num_decode, whole, split, operands.max_visible_keys(batch.max_kv))
 
 
 def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: SplitKVPartials, *, prior: bool) -> None:
@@ -149,7 +150,8 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
     """
     pdl_options = config.pdl_options(operands.q.device) if prior else {"PDL": False}
     programs = batch.num_decode * operands.kv_heads
-    _run(operands, batch, out_THD, parts, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **pdl_options)
+    launch = _launch(operands, split=False)
+    _run(operands, batch, out_THD, parts, launch, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **pdl_options)
 
 
 def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
@@ -157,7 +159,8 @@ def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVP
     cut = (parts.splits * parts.rows, chunks.target_chunks, chunks.min_keys, chunks.max_chunks)
     programs = chunks.num_chunks * operands.kv_heads
     pdl_options = config.pdl_options(operands.q.device)
-    _run(operands, batch, parts.out, parts, programs, cut, CHUNKED=True, PRIOR=False, **pdl_options)
+    launch = _launch(operands, split=chunks.max_chunks > 1)
+    _run(operands, batch, parts.out, parts, launch, programs, cut, CHUNKED=True, PRIOR=False, **pdl_options)
 
 
 def _run(
@@ -165,11 +168,11 @@ def _run(
     batch: AttentionBatch,
     out: Tensor,
     parts: SplitKVPartials,
+    launch: config.AttentionLaunch,
     programs: int,
     cut: tuple[int, int, int, int],
     **options: bool,
 ) -> None:
-    launch = _launch(operands)
     _decode_attention_kernel[(programs,)](
         *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len),
         *(batch.num_decode, *cut),
@@ -184,11 +187,11 @@ def _run(
     )
 
 
-def _programs(operands: Operands) -> int:
+def _programs(operands: Operands, launch: config.AttentionLaunch) -> int:
     """Return the number of programs for each key/value head that keeps the GPU busy."""
-    launch = _launch(operands)
     return max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
 
 
-def _launch(operands: Operands) -> config.AttentionLaunch:
-    return config.decode_launch(operands.padded_head, operands.group, operands.q.dtype, operands.cache.k.dtype)
+def _launch(operands: Operands, *, split: bool) -> config.AttentionLaunch:
+    dtypes = (operands.q.dtype, operands.cache.k.dtype)
+    return config.decode_launch(operands.padded_head, operands.group, *dtypes, split=split)

@@ -41,14 +41,15 @@ class SplitKVPlan:
     max_chunks: int
 
 
-def plan_split_kv(rows: int, target_chunks: int, max_kv: int) -> SplitKVPlan | None:
+def plan_split_kv(rows: int, busy_rows: int, target_chunks: int, max_kv: int) -> SplitKVPlan | None:
     """Return the plan that splits `rows` rows of up to `max_kv` keys into about `target_chunks` chunks; None: no split.
 
-    A split pays if `rows` is at most half of `target_chunks`. It also pays for up to 512 rows of which one may be long.
+    A split pays if `rows` is at most half of `busy_rows`, the rows that keep the GPU busy without a split. It also pays
+    for up to 512 rows of which one may be long.
     """
     min_keys = config.MIN_DECODE_SPLIT_KEYS
     max_chunks = min(-(-max_kv // min_keys), config.MAX_SPLITS)
-    few = 2 * rows <= target_chunks or (max_kv >= _LONG_ROW_KEYS and rows <= _MAX_COUNTED_ROWS)
+    few = 2 * rows <= busy_rows or (max_kv >= _LONG_ROW_KEYS and rows <= _MAX_COUNTED_ROWS)
     if max_chunks < 2 or not few:
         return None
     return SplitKVPlan(min(rows + target_chunks, rows * max_chunks), target_chunks, min_keys, max_chunks)
