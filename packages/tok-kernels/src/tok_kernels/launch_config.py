@@ -61,7 +61,7 @@ MEASURED_ON = "H200"
 _DECODE_16_BIT = ((128, AttentionLaunch(16, 32, 1, 2, 16)), (256, AttentionLaunch(16, 32, 2, 2, 4)))
 _DECODE_32_BIT = ((64, AttentionLaunch(16, 32, 2, 2, 8)), (256, AttentionLaunch(16, 16, 4, 2, 4)))
 # Few rows: more of each program's keys are on their way at a time. In a graph of 24 layers, 32 rows of 544 keys took
-# 28.1 µs a layer instead of 33.0, one row 8.3 instead of 11.7 (8 heads of 128 elements).
+# 28.4 µs a layer instead of 32.9, one row 8.2 instead of 11.6 (8 heads of 128 elements).
 _SPLIT_16_BIT = (
     (64, AttentionLaunch(16, 64, 2, 3, 8)),
     (128, AttentionLaunch(16, 64, 2, 3, 4)),
