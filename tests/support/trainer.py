@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from tok_core.worker.transfer import export_tensors
 
 NEVER = 1 << 30
+TIMEOUT = timedelta(minutes=1)
 
 
 def weights(model: Path) -> dict[str, Tensor]:
@@ -88,35 +88,44 @@ def hear(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def main(port: str, world_size: str, group: str, bucket_bytes: str, stall: str, *models: str) -> None:
-    """Run the trainer."""
-    size, limit = int(world_size), int(bucket_bytes)
-    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, size, timeout=timedelta(minutes=1)))
+def join(port: int, world_size: int, group: str) -> dist.ProcessGroup:
+    """Serve a store at `port`, and return the group of gloo once all workers have joined it; leave one of its name."""
+    for old in [one for one, name in dist.distributed_c10d._world.pg_names.items() if name == group]:
+        dist.destroy_process_group(old)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=TIMEOUT))
     pg, _ = _new_process_group_helper(
-        size,
+        world_size,
         0,
         [],
         Backend("gloo"),
         PrefixStore(group, store),
         group_name=GroupName(group),
-        timeout=timedelta(minutes=1),
+        timeout=TIMEOUT,
     )
-    dist.distributed_c10d._world.pg_group_ranks[pg] = {rank: rank for rank in range(size)}
+    dist.distributed_c10d._world.pg_group_ranks[pg] = {rank: rank for rank in range(world_size)}
+    return pg
+
+
+def main(port: str, world_size: str, group: str, bucket_bytes: str, stall: str, *models: str) -> None:
+    """Run the trainer."""
+    limit = int(bucket_bytes)
+    pg = join(int(port), int(world_size), group)
     print("joined", flush=True)
     sent = 0
     for model in models:
         sys.stdin.readline()
-        for data in _broadcasts(list(weights(Path(model)).values()), limit):
+        for data in broadcasts(list(weights(Path(model)).values()), limit):
             if sent == int(stall):
                 print("stalled", flush=True)
-                time.sleep(3600)
+                sys.stdin.read()  # until this process is killed, or the test's
             dist.broadcast(data, 0, group=pg)
             sent += 1
         print("sent", flush=True)
     sys.stdin.readline()
 
 
-def _broadcasts(tensors: list[Tensor], bucket_bytes: int) -> Iterator[Tensor]:
+def broadcasts(tensors: list[Tensor], bucket_bytes: int) -> Iterator[Tensor]:
+    """Yield what is broadcast: each tensor, or the bytes of several until they exceed a bucket."""
     if not bucket_bytes:
         yield from tensors
         return
