@@ -20,6 +20,7 @@ from tok_client.requests.params import (
     ResponseCreateParams,
     ResponseParams,
     ScoreParams,
+    TokenGenerationParams,
     TokenizeParams,
 )
 
@@ -44,5 +45,6 @@ __all__ = [
     "ResponseCreateParams",
     "ResponseParams",
     "ScoreParams",
+    "TokenGenerationParams",
     "TokenizeParams",
 ]

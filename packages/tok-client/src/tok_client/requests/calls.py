@@ -292,9 +292,13 @@ def token_generation(
     request_id: str | None,
     cache_salt: str | None,
     priority: int | None,
+    *,
+    stream: bool = False,
+    stream_options: Mapping[str, object] | None = None,
 ) -> Call[TokenGeneration]:
     """Return the call of `POST /inference/v1/generate`."""
-    named = {"request_id": request_id, "cache_salt": cache_salt, "priority": priority}
+    named: dict[str, object] = {"request_id": request_id, "cache_salt": cache_salt, "priority": priority}
+    named |= {"stream": stream or None, "stream_options": stream_options}
     given = {name: value for name, value in named.items() if value is not None}
     fields = {"token_ids": list(token_ids), "sampling_params": dict(sampling_params), **given}
     body = body_of(TokenGenerationRequest, fields)

@@ -257,3 +257,13 @@ class BatchParams(TypedDict, total=False):
     completion_window: str
     metadata: Maybe[Mapping[str, str]]
     output_expires_after: Maybe[ExpiresAfter | Object]
+
+
+class TokenGenerationParams(TypedDict, total=False):
+    """Keyword parameters of `rl.generate` beside `stream`; see `tok_client.types.TokenGenerationRequest`."""
+
+    request_id: str | None
+    cache_salt: str | None
+    priority: int | None
+    stream_options: Mapping[str, object] | None
+    timeout: float | None

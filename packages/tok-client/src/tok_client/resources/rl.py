@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Literal
+from typing import Literal, Unpack, overload
 
-from tok_client.requests import calls
-from tok_client.transport import BlockingTransport, Transport
+from tok_client.requests import TokenGenerationParams, calls
+from tok_client.transport import AsyncStream, BlockingTransport, Stream, Transport
 from tok_client.types import CacheReset, EngineStatus, TokenGeneration
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -100,23 +100,68 @@ class AsyncRL:
         """Forget cached prefixes; running requests keep theirs."""
         return await self._transport.fetch(calls.cache_reset(), timeout)
 
+    @overload
     async def generate(
         self,
         token_ids: Sequence[int],
         sampling_params: Mapping[str, object],
         *,
+        stream: Literal[False] = False,
+        **params: Unpack[TokenGenerationParams],
+    ) -> TokenGeneration: ...
+
+    @overload
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        stream: Literal[True],
+        **params: Unpack[TokenGenerationParams],
+    ) -> AsyncStream[TokenGeneration]: ...
+
+    @overload
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        stream: bool,
+        **params: Unpack[TokenGenerationParams],
+    ) -> TokenGeneration | AsyncStream[TokenGeneration]: ...
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        stream: bool = False,
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int | None = None,
+        stream_options: Mapping[str, object] | None = None,
         timeout: float | None = None,
-    ) -> TokenGeneration:
+    ) -> TokenGeneration | AsyncStream[TokenGeneration]:
         """Return samples of a prompt of token ids, as token ids with the version of the weights.
+
+        With `stream`, return an iterator over chunks, which hold new tokens.
 
         sampling_params  fields of `completions.create` that say how to sample, when to stop and what to report
         request_id       names the request in the answer, and for `abort_requests`
         cache_salt       requests share cached prefixes only if they have the same, such as a version of the weights
+        stream_options   see `StreamOptions`: with `include_usage`, the last chunk has no choices but the usage
         """
-        call = calls.token_generation(token_ids, sampling_params, request_id, cache_salt, priority)
+        call = calls.token_generation(
+            token_ids,
+            sampling_params,
+            request_id,
+            cache_salt,
+            priority,
+            stream=stream,
+            stream_options=stream_options,
+        )
+        if stream:
+            return await self._transport.stream(call, timeout)
         return await self._transport.fetch(call, timeout)
 
     async def abort_requests(self, request_ids: Sequence[str], *, timeout: float | None = None) -> None:
@@ -207,23 +252,68 @@ class RL:
         """Forget cached prefixes; running requests keep theirs."""
         return self._transport.fetch(calls.cache_reset(), timeout)
 
+    @overload
     def generate(
         self,
         token_ids: Sequence[int],
         sampling_params: Mapping[str, object],
         *,
+        stream: Literal[False] = False,
+        **params: Unpack[TokenGenerationParams],
+    ) -> TokenGeneration: ...
+
+    @overload
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        stream: Literal[True],
+        **params: Unpack[TokenGenerationParams],
+    ) -> Stream[TokenGeneration]: ...
+
+    @overload
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        stream: bool,
+        **params: Unpack[TokenGenerationParams],
+    ) -> TokenGeneration | Stream[TokenGeneration]: ...
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        stream: bool = False,
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int | None = None,
+        stream_options: Mapping[str, object] | None = None,
         timeout: float | None = None,
-    ) -> TokenGeneration:
+    ) -> TokenGeneration | Stream[TokenGeneration]:
         """Return samples of a prompt of token ids, as token ids with the version of the weights.
+
+        With `stream`, return an iterator over chunks, which hold new tokens.
 
         sampling_params  fields of `completions.create` that say how to sample, when to stop and what to report
         request_id       names the request in the answer, and for `abort_requests`
         cache_salt       requests share cached prefixes only if they have the same, such as a version of the weights
+        stream_options   see `StreamOptions`: with `include_usage`, the last chunk has no choices but the usage
         """
-        call = calls.token_generation(token_ids, sampling_params, request_id, cache_salt, priority)
+        call = calls.token_generation(
+            token_ids,
+            sampling_params,
+            request_id,
+            cache_salt,
+            priority,
+            stream=stream,
+            stream_options=stream_options,
+        )
+        if stream:
+            return self._transport.stream(call, timeout)
         return self._transport.fetch(call, timeout)
 
     def abort_requests(self, request_ids: Sequence[str], *, timeout: float | None = None) -> None:

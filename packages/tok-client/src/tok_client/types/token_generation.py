@@ -3,13 +3,16 @@
 A server with --enable-rl has both endpoints. A sample that was aborted has the finish reason "abort" and the tokens so
 far, so that a client can go on from them. `weight_version` is that of the last token. `weight_spans`, if weights
 changed before the last token, are `[[version, index of its first token], …]`.
+
+With `stream`, the answers are server-sent events, of which the last is `[DONE]`. vLLM's chunks hold new tokens;
+SGLang's hold all tokens so far.
 """
 
 from __future__ import annotations
 
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
 from tok_client.types.chat import ChatLogprobs
-from tok_client.types.generation import PromptLogprobs, Usage
+from tok_client.types.generation import PromptLogprobs, StreamOptions, Usage
 
 WeightSpans = list[tuple[str, int]]
 TokenTuple = tuple[float | None, int, str | None]
@@ -21,19 +24,26 @@ class TokenGenerationRequest(Wire, frozen=True, kw_only=True):
 
     token_ids        the prompt
     sampling_params  fields of `POST /v1/completions` that say how to sample, when to stop and what to report
+                     `max_tokens` is by default what the model's length leaves
     request_id       names the request in the answer, and in `POST /abort_requests`
+    stream           answer with server-sent events, each a `TokenGeneration`
     """
 
     token_ids: list[int]
     sampling_params: JSONObject
     request_id: Maybe[str] = UNSET
     model: Maybe[str] = UNSET
+    stream: Maybe[bool] = UNSET
+    stream_options: Maybe[StreamOptions] = UNSET
     cache_salt: Maybe[str] = UNSET
     priority: Maybe[int] = UNSET
 
 
 class TokenChoice(Wire, frozen=True, kw_only=True):
-    """One sample of `TokenGeneration`. In `logprobs`, tokens have names such as "token_id:42"."""
+    """One sample of `TokenGeneration`. In `logprobs`, tokens have names such as "token_id:42".
+
+    In a stream, `token_ids` and `logprobs` are those of new tokens; a sample's last chunk has the other fields.
+    """
 
     index: int
     logprobs: ChatLogprobs | None = None
@@ -44,7 +54,7 @@ class TokenChoice(Wire, frozen=True, kw_only=True):
 
 
 class TokenGeneration(Wire, frozen=True, kw_only=True):
-    """Answer of `POST /inference/v1/generate`."""
+    """Answer of `POST /inference/v1/generate`, or a chunk of it."""
 
     request_id: str
     choices: list[TokenChoice]
@@ -69,6 +79,7 @@ class SGLangRequest(Wire, frozen=True, kw_only=True):
     logprob_start_len  position from which on the prompt's are reported; -1: none
     top_logprobs_num   number of most likely tokens reported at each position
     extra_key, cache_salt  requests share cached prefixes only if they have the same
+    stream             answer with server-sent events, each an `SGLangGeneration` of one sample so far
     """
 
     text: Maybe[str | list[str]] = UNSET
@@ -80,6 +91,7 @@ class SGLangRequest(Wire, frozen=True, kw_only=True):
     top_logprobs_num: Maybe[int | list[int]] = UNSET
     extra_key: Maybe[str | list[str]] = UNSET
     cache_salt: Maybe[str | list[str]] = UNSET
+    stream: Maybe[bool] = UNSET
 
 
 class SGLangSamplingParams(Wire, frozen=True, kw_only=True):
@@ -122,10 +134,13 @@ class SGLangFinishReason(Wire, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SGLangMetaInfo(Wire, frozen=True, kw_only=True, omit_defaults=True):
-    """Part of `SGLangGeneration`. Log-probabilities are there if requested, those of the prompt from a position on."""
+    """Part of `SGLangGeneration`. Log-probabilities are there if requested, those of the prompt from a position on.
+
+    finish_reason  null in a stream until the sample has ended
+    """
 
     id: str
-    finish_reason: SGLangFinishReason
+    finish_reason: SGLangFinishReason | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -139,8 +154,12 @@ class SGLangMetaInfo(Wire, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SGLangGeneration(Wire, frozen=True, kw_only=True):
-    """Answer of `POST /generate`, for one sample of one prompt. Of several, the answer is a list, prompt by prompt."""
+    """Answer of `POST /generate`, for one sample of one prompt. Of several, the answer is a list, prompt by prompt.
+
+    index  in a stream of several samples: position in that list
+    """
 
     text: str
     output_ids: list[int]
     meta_info: SGLangMetaInfo
+    index: Maybe[int] = UNSET

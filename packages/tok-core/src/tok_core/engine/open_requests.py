@@ -206,12 +206,13 @@ class OpenRequest(ABC):
     def tokens_so_far(self, index: int) -> int | None:
         """Return the number of tokens of a sample that has not ended; None if it has."""
 
-    def _weights_of(self, index: int) -> tuple[str, list[tuple[str, int]] | None]:
-        """Return `weight_version` and `weight_spans` of a sample that ends now."""
-        spans = self._weight_spans.get(index)
-        if spans is None:
-            return self.weight_version, None
-        return spans[-1][0], spans if len(spans) > 1 else None
+    def weights_of(self, index: int) -> tuple[str, list[tuple[str, int]] | None]:
+        """Return `weight_version` and `weight_spans` of a sample, as if it ended now or when it has ended."""
+        with self.lock:
+            spans = self._weight_spans.get(index)
+            if spans is None:
+                return self.weight_version, None
+            return spans[-1][0], list(spans) if len(spans) > 1 else None
 
     def _forget_weights(self, samples: range) -> None:
         """Note that samples are computed again."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -18,27 +20,31 @@ from tok_client.types import (
     SGLangMetaInfo,
     SGLangRequest,
     SGLangSamplingParams,
+    StopWhenResult,
     TokenTuple,
+    Usage,
 )
-from tok_core import Completion, RequestOutput, TokenLogprob
+from tok_core import Completion, Delta, RequestOutput, RequestStream, Timings, TokenLogprob
 from tok_server.http import Context
 from tok_server.openai import (
+    DONE,
+    MAX_RESPONSE_LOGPROBS,
     GenerationJob,
     UnsupportedFields,
     clamp_logprob,
+    event,
     parse_request,
     tokenise_prompts,
     value_or_none,
 )
-from tok_server.rl.token_jobs import answer, job_of, run_jobs, spans_of
+from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs
 from tok_server.rl.trainer_context import read_fields, trainer_context
-from tok_server.wire import Operation, invalid, json_of, new_id
+from tok_server.wire import ApiError, Operation, encode, fill_lists, invalid, json_of, json_or_events, new_id
 
 MAX_CHOICES = 65_536  # prompts × samples of a request
 OFF = (None, False)
 _ABSENT = "is not supported"
 UNSUPPORTED = (
-    UnsupportedFields({"stream": OFF}, "is not supported: answers are whole"),
     UnsupportedFields({"priority": (None, 0)}, "is not supported: use priority of /inference/v1/generate"),
     UnsupportedFields(
         {"image_data": (None, []), "video_data": (None, []), "audio_data": (None, []), "input_embeds": (None,)},
@@ -67,6 +73,8 @@ GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> th
 ERROR_NAMES = {ours: theirs for theirs, ours in COMPLETION_NAMES.items()}
 ERROR_NAMES |= {f"structured_outputs.{ours}": theirs for theirs, ours in GRAMMARS.items()}
 ERROR_NAMES |= {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
+LISTS = ("output_ids", "input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
+"""Lists of an answer, in the order of its JSON."""
 
 
 class _Prompt(msgspec.Struct):
@@ -78,14 +86,19 @@ class _Prompt(msgspec.Struct):
     top: int
 
 
-async def generate(request: web.Request) -> web.Response:
-    """Return samples of one prompt or of several, with token ids and log-probabilities."""
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Return samples of one prompt or of several, with token ids and log-probabilities, whole or as they come."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, SGLangRequest, UNSUPPORTED)
     prompts, batch = await context.run_in_thread(partial(_parse, fields, context))
-    outputs = await run_jobs(request, context, [one.job for one in prompts])
+    jobs = [one.job for one in prompts]
+    if value_or_none(fields.stream):
+        jobs = [msgspec.structs.replace(job, stream=True) for job in jobs]
+        events = partial(_Events, prompts, batch)
+        return await stream_jobs(request, context, jobs, events, headers, MAX_RESPONSE_LOGPROBS)
+    outputs = await run_jobs(request, context, jobs)
     body = await context.run_in_thread(partial(_encode, prompts, outputs, batch))
-    return answer(context, body, [one.job for one in prompts], headers)
+    return answer(context, body, jobs, headers)
 
 
 def _parse(fields: SGLangRequest, context: Context) -> tuple[list[_Prompt], bool]:
@@ -180,31 +193,63 @@ def _encode(prompts: Sequence[_Prompt], outputs: Sequence[RequestOutput], batch:
     return msgspec.json.encode(answers if batch else answers[0])
 
 
+class _Request(Protocol):
+    """A finished or streaming request."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def timings(self) -> Timings: ...
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None: ...
+
+
 def _generation(prompt: _Prompt, output: RequestOutput, sample: Completion) -> SGLangGeneration:
-    timings = output.timings
-    info = SGLangMetaInfo(
-        id=prompt.rid,
-        finish_reason=_finish_reason(sample),
-        prompt_tokens=len(output.prompt_token_ids),
-        completion_tokens=len(sample.token_ids),
-        cached_tokens=output.cached_tokens,
-        weight_version=sample.weight_version,
-        e2e_latency=(timings.finished or timings.submitted) - timings.submitted,
-        weight_spans=spans_of(sample),
-    )
+    reason = _finish_reason(sample.finish_reason, sample.stop_reason, len(sample.token_ids), sample.token_ids[-1:])
+    weights = sample.weight_version, sample.weight_spans
+    info = _meta_info(prompt, output, reason, len(sample.token_ids), weights)
     if sample.logprobs is not None:
-        before = (output.prompt_logprobs or [])[prompt.first :] if prompt.first is not None else []
-        ids = output.prompt_token_ids[len(output.prompt_token_ids) - len(before) :]
+        of_prompt, top_of_prompt = _prompt_logprobs(prompt, output)
         info = msgspec.structs.replace(
             info,
-            input_token_logprobs=[_token(one, token) for one, token in zip(before, ids, strict=True)],
+            input_token_logprobs=of_prompt,
             output_token_logprobs=[_token(one, one.token_id) for one in sample.logprobs],
-            input_top_logprobs=[None if one is None else _top(one, prompt.top) for one in before]
-            if prompt.top
-            else UNSET,
+            input_top_logprobs=top_of_prompt,
             output_top_logprobs=[_top(one, prompt.top) for one in sample.logprobs] if prompt.top else UNSET,
         )
     return SGLangGeneration(text=sample.text, output_ids=sample.token_ids, meta_info=info)
+
+
+def _meta_info(
+    prompt: _Prompt,
+    request: _Request,
+    finish_reason: SGLangFinishReason | None,
+    tokens: int,
+    weights: tuple[str, list[tuple[str, int]] | None],
+) -> SGLangMetaInfo:
+    timings, (version, spans) = request.timings, weights
+    return SGLangMetaInfo(
+        id=prompt.rid,
+        finish_reason=finish_reason,
+        prompt_tokens=len(request.prompt_token_ids),
+        completion_tokens=tokens,
+        cached_tokens=request.cached_tokens,
+        weight_version=version,
+        e2e_latency=(timings.finished or time.monotonic()) - timings.submitted,
+        weight_spans=UNSET if spans is None else spans,
+    )
+
+
+def _prompt_logprobs(
+    prompt: _Prompt, request: _Request
+) -> tuple[list[TokenTuple], list[list[TokenTuple] | None] | msgspec.UnsetType]:
+    """Return the prompt's log-probabilities from the requested position on, and the most likely tokens there."""
+    entries = (request.prompt_logprobs or [])[prompt.first :] if prompt.first is not None else []
+    ids = request.prompt_token_ids[len(request.prompt_token_ids) - len(entries) :]
+    tokens = [_token(one, token) for one, token in zip(entries, ids, strict=True)]
+    return tokens, [None if one is None else _top(one, prompt.top) for one in entries] if prompt.top else UNSET
 
 
 def _token(entry: TokenLogprob | None, token: int) -> TokenTuple:
@@ -215,15 +260,100 @@ def _top(entry: TokenLogprob, count: int) -> list[TokenTuple]:
     return [(clamp_logprob(logprob), token, None) for token, logprob in entry.top[:count]]
 
 
-def _finish_reason(sample: Completion) -> SGLangFinishReason:
-    match sample.finish_reason:
+def _finish_reason(reason: str, stop_reason: int | str | None, tokens: int, last: Sequence[int]) -> SGLangFinishReason:
+    """Return why a sample ended. `last`: its last tokens."""
+    match reason:
         case "length":
-            return SGLangFinishReason(type="length", length=len(sample.token_ids))
+            return SGLangFinishReason(type="length", length=tokens)
         case "abort":
             return SGLangFinishReason(type="abort", message="the request was aborted")
         case _:
-            matched = sample.stop_reason if sample.stop_reason is not None else sample.token_ids[-1]
-            return SGLangFinishReason(type="stop", matched=matched)
+            return SGLangFinishReason(type="stop", matched=stop_reason if stop_reason is not None else last[-1])
+
+
+class _SampleJson:
+    """A streamed sample so far. Lists are kept as JSON, which every event repeats."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens = 0
+        self.last: list[int] = []  # its latest tokens
+        self.lists: dict[str, bytearray] = {}
+
+    def extend(self, name: str, values: Sequence[object]) -> None:
+        """Append values to a list."""
+        if values:
+            elements = self.lists.setdefault(name, bytearray())
+            elements += (b"," if elements else b"") + encode(values)[1:-1]
+
+
+class _Events:
+    """Writer of a stream's events: each holds all of one sample so far."""
+
+    max_logprobs: int | None = MAX_RESPONSE_LOGPROBS
+
+    def __init__(self, prompts: Sequence[_Prompt], batch: bool, streams: Sequence[RequestStream]) -> None:
+        self._prompts = prompts
+        self._streams = streams
+        self._samples: dict[int, _SampleJson] = {}
+        firsts = [0, *accumulate(one.job.params.n for one in prompts)]
+        self._indices: Sequence[int] | None = firsts if batch else None  # of each prompt's first sample
+
+    def encode_opening(self) -> bytes:
+        """Return no events: samples begin with their first token."""
+        return b""
+
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
+        """Encode a sample with what it gains."""
+        one, request = self._prompts[prompt], self._streams[prompt]
+        index = delta.index if self._indices is None else self._indices[prompt] + delta.index
+        if (sample := self._samples.get(index)) is None:
+            sample = self._samples[index] = self._begun(one, request)
+        sample.text += delta.text
+        sample.tokens += len(delta.token_ids)
+        sample.last = delta.token_ids or sample.last
+        sample.extend("output_ids", delta.token_ids)
+        if delta.logprobs is not None:
+            sample.extend("output_token_logprobs", [_token(entry, entry.token_id) for entry in delta.logprobs])
+            if one.top:
+                sample.extend("output_top_logprobs", [_top(entry, one.top) for entry in delta.logprobs])
+        reason = None
+        if delta.finish_reason is not None:
+            reason = _finish_reason(delta.finish_reason, delta.stop_reason, sample.tokens, sample.last)
+            del self._samples[index]
+        elif not (delta.text or delta.token_ids):
+            return b""
+        info = _meta_info(one, request, reason, sample.tokens, request.weights_of(delta.index))
+        if one.job.params.logprobs is not None:
+            empty: Maybe[list[object]] = [] if one.top else UNSET
+            info = msgspec.structs.replace(
+                info,
+                input_token_logprobs=[],
+                output_token_logprobs=[],
+                input_top_logprobs=empty,
+                output_top_logprobs=empty,
+            )
+        shown = UNSET if self._indices is None else index
+        envelope = encode(SGLangGeneration(text=sample.text, output_ids=[], meta_info=info, index=shown))
+        lists = [(name, (bytes(sample.lists[name]),)) for name in LISTS if name in sample.lists]
+        return event(b"".join(fill_lists(envelope, lists)))
+
+    def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """Encode the end mark."""
+        return DONE
+
+    def encode_failure(self, failure: ApiError) -> bytes:
+        """Encode the error in place of a sample, and the end mark."""
+        return event(failure.body()) + DONE
+
+    def _begun(self, prompt: _Prompt, request: RequestStream) -> _SampleJson:
+        """Return a sample without tokens; its prompt's log-probabilities, if requested."""
+        sample = _SampleJson()
+        if prompt.job.params.logprobs is not None:
+            of_prompt, top_of_prompt = _prompt_logprobs(prompt, request)
+            sample.extend("input_token_logprobs", of_prompt)
+            sample.extend("input_top_logprobs", top_of_prompt or ())
+        return sample
 
 
 SGLANG_GENERATION = (
@@ -232,6 +362,6 @@ SGLANG_GENERATION = (
         "/generate",
         generate,
         request=json_of(SGLangRequest),
-        answers={200: json_of(SGLangGeneration | list[SGLangGeneration])},
+        answers={200: json_or_events(SGLangGeneration | list[SGLangGeneration])},
     ),
 )

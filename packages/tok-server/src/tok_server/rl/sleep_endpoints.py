@@ -14,7 +14,7 @@ from tok_core import EngineError, InvalidField, ModelError
 from tok_server.http import Context
 from tok_server.openai import ignored_header
 from tok_server.rl.trainer_context import check_choice, read_fields, trainer_context
-from tok_server.wire import ApiError, Operation, invalid, json_of, json_response, raw, read_query, unavailable
+from tok_server.wire import ApiError, Operation, invalid, json_of, json_response, read_query, unavailable
 
 MemoryTag = Literal["weights", "kv_cache"]
 SleepMode = Literal["abort", "wait", "keep"]
@@ -82,7 +82,7 @@ async def release_memory_occupation(request: web.Request) -> web.Response:
         message = f"{engine.open_requests} requests are open; abort them, wait for them or pause the engine before"
         raise ApiError(400, message, code="requests_open")
     await _sleep(context, 2, "keep", tags)
-    return web.Response(headers=headers)
+    return _null(headers)
 
 
 async def resume_memory_occupation(request: web.Request) -> web.Response:
@@ -90,7 +90,12 @@ async def resume_memory_occupation(request: web.Request) -> web.Response:
     context = trainer_context(request)
     tags, headers = await _memory_tags(request, context)
     await _wake_up(context, tags)
-    return web.Response(headers=headers)
+    return _null(headers)
+
+
+def _null(headers: dict[str, str]) -> web.Response:
+    """Return the JSON null, as SGLang does: its clients decode the body."""
+    return web.json_response(None, headers=headers)
 
 
 async def _memory_tags(request: web.Request, context: Context) -> tuple[Sequence[MemoryTag] | None, dict[str, str]]:
@@ -141,13 +146,13 @@ SLEEP_OPERATIONS = (
         "/release_memory_occupation",
         release_memory_occupation,
         request=json_of(MemoryOccupationRequest),
-        answers={200: raw("text/plain")},
+        answers={200: json_of(None)},
     ),
     Operation(
         "POST",
         "/resume_memory_occupation",
         resume_memory_occupation,
         request=json_of(MemoryOccupationRequest),
-        answers={200: raw("text/plain")},
+        answers={200: json_of(None)},
     ),
 )

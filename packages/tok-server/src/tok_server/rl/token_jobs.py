@@ -1,19 +1,20 @@
-"""Run the requests of trainers' generation endpoints: one job for each prompt, answered once all have ended."""
+"""Run the requests of trainers' generation endpoints: one job for each prompt, answered whole or as events."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 from aiohttp import web
 
-from tok_core import AsyncEngine, Completion, RequestOutput
+from tok_core import AsyncEngine, RequestOutput, RequestStream
 from tok_server.http import Context
 from tok_server.observability import COUNTS
 from tok_server.openai import (
     MAX_GRAMMAR_CHECKS,
     MAX_LOGPROBS,
+    EventSerializer,
     GenerationJob,
     SubmittedStreams,
     check_echo_size,
@@ -22,6 +23,7 @@ from tok_server.openai import (
     ignored_header,
     parse_completion,
     request_deadline,
+    send_events,
 )
 from tok_server.wire import ApiError
 
@@ -55,9 +57,40 @@ async def run_jobs(request: web.Request, context: Context, jobs: Sequence[Genera
 
     Errors: ApiError, EngineError. An exception or a cancellation aborts all jobs.
     """
+    async with _submitted(request, context, jobs, MAX_LOGPROBS) as streams:
+        with request_deadline(request, context):
+            outputs = [await stream.output() for stream in streams]
+    if first := [one.timings.first_token for one in outputs if one.timings.first_token is not None]:
+        context.metrics.began(min(first) - request[COUNTS].started)
+    return outputs
+
+
+async def stream_jobs(
+    request: web.Request,
+    context: Context,
+    jobs: Sequence[GenerationJob],
+    serializer_of: Callable[[Sequence[RequestStream]], EventSerializer],
+    headers: Mapping[str, str],
+    max_logprobs: int | None = None,
+) -> web.StreamResponse:
+    """Run streaming jobs of one prompt each, and answer with events as `serializer_of` their streams encodes them.
+
+    max_logprobs  largest number of log-probabilities of a job; None: any
+    """
+    async with _submitted(request, context, jobs, max_logprobs) as streams:
+        first = next((job for job in jobs if job.params.logprobs is not None), jobs[0])
+        all_headers = dict(headers) | _ignored(context, jobs, headers)
+        return await send_events(request, context, first, serializer_of(streams), streams, all_headers)
+
+
+@asynccontextmanager
+async def _submitted(
+    request: web.Request, context: Context, jobs: Sequence[GenerationJob], max_logprobs: int | None
+) -> AsyncIterator[list[RequestStream]]:
+    """Check and submit jobs, and yield their streams."""
     counts, settings, engine = request[COUNTS], context.settings, context.engine
     for job in jobs:
-        check_limits(job, settings.max_n, settings.min_client_priority, engine.info.max_model_len, MAX_LOGPROBS)
+        check_limits(job, settings.max_n, settings.min_client_priority, engine.info.max_model_len, max_logprobs)
         check_echo_size(job)
     context.admit(counts.tenant)
     with request_deadline(request, context):
@@ -69,22 +102,17 @@ async def run_jobs(request: web.Request, context: Context, jobs: Sequence[Genera
             for job in jobs:
                 submitted = SubmittedStreams(engine, job, counts, counts.tenant, share_prefixes=settings.share_prefixes)
                 streams += await stack.enter_async_context(submitted)
-            with request_deadline(request, context):
-                outputs = [await stream.output() for stream in streams]
-    if first := [one.timings.first_token for one in outputs if one.timings.first_token is not None]:
-        context.metrics.began(min(first) - counts.started)
-    return outputs
+            yield streams
 
 
 def answer(context: Context, body: bytes, jobs: Sequence[GenerationJob], headers: Mapping[str, str]) -> web.Response:
     """Return the answer; a header also names the sampling parameters of the jobs that have no effect."""
-    response = web.Response(body=body, content_type="application/json", headers=headers)
+    all_headers = dict(headers) | _ignored(context, jobs, headers)
+    return web.Response(body=body, content_type="application/json", headers=all_headers)
+
+
+def _ignored(context: Context, jobs: Sequence[GenerationJob], headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the header that names fields without effect: those that `headers` names, and those of the jobs."""
     ignored = dict.fromkeys(f"sampling_params.{name}" for job in jobs for name in job.ignored)
-    for name, value in ignored_header(context, list(ignored)[:MAX_LISTED_FIELDS]).items():
-        response.headers[name] = ",".join((*filter(None, [headers.get(name)]), value))
-    return response
-
-
-def spans_of(sample: Completion) -> list[tuple[str, int]] | msgspec.UnsetType:
-    """Return the weight spans of a sample that more than one version computed."""
-    return msgspec.UNSET if sample.weight_spans is None else sample.weight_spans
+    found = ignored_header(context, list(ignored)[:MAX_LISTED_FIELDS])
+    return {name: ",".join((*filter(None, [headers.get(name)]), value)) for name, value in found.items()}

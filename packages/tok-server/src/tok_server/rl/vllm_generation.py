@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from tok_client.types import AbortRequests, TokenChoice, TokenGeneration, TokenGenerationRequest
-from tok_core import Completion, RequestOutput
+from tok_client.types import (
+    UNSET,
+    AbortRequests,
+    Maybe,
+    StopWhenResult,
+    TokenChoice,
+    TokenGeneration,
+    TokenGenerationRequest,
+    Usage,
+)
+from tok_core import Completion, Delta, RequestOutput, RequestStream
 from tok_server.http import Context
 from tok_server.openai import (
+    DONE,
     GenerationJob,
     TokenTexts,
     UnsupportedFields,
     chat_logprobs,
     check_model,
+    event,
     prompt_logprobs,
+    running_usage,
     total_usage,
     value_or_none,
 )
-from tok_server.rl.token_jobs import answer, job_of, run_jobs, spans_of
+from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs
 from tok_server.rl.trainer_context import read_fields, trainer_context
-from tok_server.wire import Operation, invalid, json_of, new_id
+from tok_server.wire import ApiError, Operation, encode, invalid, json_of, json_or_events, new_id
 
 ID_PREFIX = "generate-tokens-"  # of request ids in answers, as in vLLM
-FIELDS = frozenset({"prompt", "prompts", "model", "stream", "echo", "best_of", "stop_when", "cache_salt", "priority"})
+FIELDS = frozenset(
+    {"prompt", "prompts", "model", "stream", "stream_options", "echo", "best_of", "stop_when", "cache_salt", "priority"}
+)
 """Fields of /v1/completions that are not sampling parameters."""
 UNSUPPORTED = (
-    UnsupportedFields({"stream": (None, False)}, "is not supported: answers are whole"),
     UnsupportedFields({"features": (None,)}, "is not supported: the server takes text only"),
     UnsupportedFields({"kv_transfer_params": (None,)}, "is not supported: one engine prefills and decodes"),
 )
 
 
-async def generate(request: web.Request) -> web.Response:
-    """Return samples of a prompt of token ids, as token ids."""
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Return samples of a prompt of token ids, as token ids, whole or as they come."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, TokenGenerationRequest, UNSUPPORTED)
     job = await context.run_in_thread(partial(_job, fields, context))
+    if job.stream:
+        return await stream_jobs(request, context, [job], partial(_Chunks, job, context), headers)
     (output,) = await run_jobs(request, context, [job])
     body = await context.run_in_thread(partial(_encode, job, output, context))
     return answer(context, body, [job], headers)
@@ -48,10 +64,14 @@ def _job(fields: TokenGenerationRequest, context: Context) -> GenerationJob:
     check_model(value_or_none(fields.model), context.settings.model_names)
     for name in FIELDS & fields.sampling_params.keys():
         raise invalid(f"sampling_params.{name}", f"sampling_params.{name} is no sampling parameter", "unknown_field")
-    own = {"cache_salt": value_or_none(fields.cache_salt), "priority": value_or_none(fields.priority)}
+    own = {
+        name: value_or_none(getattr(fields, name)) for name in ("cache_salt", "priority", "stream", "stream_options")
+    }
+    max_tokens = {"max_tokens": context.engine.info.max_model_len}
     given = {name: value for name, value in {**fields.sampling_params, **own}.items() if value is not None}
-    job = job_of(given, fields.token_ids, "token_ids", context.engine, {})
-    return msgspec.structs.replace(job, id=value_or_none(fields.request_id) or new_id("gen"))
+    job = job_of(max_tokens | given, fields.token_ids, "token_ids", context.engine, {})
+    id = value_or_none(fields.request_id) or new_id("gen")
+    return msgspec.structs.replace(job, id=id, default_max_tokens="max_tokens" not in given)
 
 
 def _encode(job: GenerationJob, output: RequestOutput, context: Context) -> bytes:
@@ -74,8 +94,52 @@ def _choice(sample: Completion, texts: TokenTexts) -> TokenChoice:
         finish_reason=sample.finish_reason,
         token_ids=sample.token_ids,
         weight_version=sample.weight_version,
-        weight_spans=spans_of(sample),
+        weight_spans=UNSET if sample.weight_spans is None else sample.weight_spans,
     )
+
+
+class _Chunks:
+    """Writer of a stream's events: each holds new tokens of one sample."""
+
+    max_logprobs: int | None = None
+
+    def __init__(self, job: GenerationJob, context: Context, streams: Sequence[RequestStream]) -> None:
+        self._job = job
+        self._texts = TokenTexts.of(context.engine.tokenizer, job)
+        self._stream = streams[0]
+        self._tokens = 0
+
+    def encode_opening(self) -> bytes:
+        """Return no events: samples begin with their first token."""
+        return b""
+
+    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
+        """Encode the chunk by which a sample gains tokens, or ends."""
+        if not delta.token_ids and delta.finish_reason is None:
+            return b""
+        self._tokens += len(delta.token_ids)
+        choice = TokenChoice(
+            index=delta.index,
+            logprobs=None if delta.logprobs is None else chat_logprobs(delta.logprobs, self._texts),
+            finish_reason=delta.finish_reason,
+            token_ids=delta.token_ids,
+        )
+        if delta.finish_reason is not None:
+            version, spans = self._stream.weights_of(delta.index)
+            choice = msgspec.structs.replace(choice, weight_version=version, weight_spans=spans or UNSET)
+        usage = running_usage(self._job.prompts, self._tokens) if self._job.continuous_usage else UNSET
+        return event(self._chunk([choice], usage))
+
+    def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
+        """Encode the usage, if requested, and the end mark."""
+        return (event(self._chunk([], token_usage)) if self._job.include_usage else b"") + DONE
+
+    def encode_failure(self, failure: ApiError) -> bytes:
+        """Encode the error in place of a chunk, and the end mark."""
+        return event(failure.body()) + DONE
+
+    def _chunk(self, choices: list[TokenChoice], usage: Maybe[Usage]) -> bytes:
+        return encode(TokenGeneration(request_id=ID_PREFIX + self._job.id, choices=choices, usage=usage))
 
 
 async def abort_requests(request: web.Request) -> web.Response:
@@ -93,7 +157,7 @@ VLLM_GENERATION = (
         "/inference/v1/generate",
         generate,
         request=json_of(TokenGenerationRequest),
-        answers={200: json_of(TokenGeneration)},
+        answers={200: json_or_events(TokenGeneration)},
         errors=(404,),
     ),
     Operation(

@@ -10,6 +10,7 @@ from tok_server.openai.generation.answers import (
     estimate_bytes,
     ignored_header,
     request_deadline,
+    send_events,
     write_pieces,
 )
 from tok_server.openai.generation.job import (
@@ -48,12 +49,22 @@ from tok_server.openai.generation.request_fields import (
     common_fields,
     parse_request,
 )
-from tok_server.openai.generation.serializer import AnswerSerializer, ChunkSerializer, TokenTexts, event, total_usage
+from tok_server.openai.generation.serializer import (
+    DONE,
+    AnswerSerializer,
+    ChunkSerializer,
+    EventSerializer,
+    TokenTexts,
+    event,
+    running_usage,
+    total_usage,
+)
 from tok_server.openai.generation.stop_when import parse_stop_when, stop_when_result, wait_for_output
 
 __all__ = [
     "CHAT",
     "COMPLETION",
+    "DONE",
     "MAX_GRAMMAR_CHECKS",
     "MAX_KEPT_LOGPROBS",
     "MAX_LOGPROBS",
@@ -64,6 +75,7 @@ __all__ = [
     "STREAM_HEADERS",
     "AnswerSerializer",
     "ChunkSerializer",
+    "EventSerializer",
     "GenerationJob",
     "NeutralValues",
     "Parse",
@@ -93,7 +105,9 @@ __all__ = [
     "prompt_logprobs",
     "request_deadline",
     "requested_format",
+    "running_usage",
     "sampling_params",
+    "send_events",
     "stop_when_result",
     "tokenise_prompts",
     "total_usage",

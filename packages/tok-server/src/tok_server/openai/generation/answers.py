@@ -25,7 +25,7 @@ from tok_server.openai.generation.job import (
     check_limits,
     merge_streams,
 )
-from tok_server.openai.generation.serializer import AnswerSerializer, total_usage
+from tok_server.openai.generation.serializer import AnswerSerializer, EventSerializer, total_usage
 from tok_server.openai.generation.stop_when import StopWhenEvaluator, evaluate_stream, wait_for_output
 from tok_server.settings import Formats
 from tok_server.wire import from_exception, next_piece, slices
@@ -41,7 +41,8 @@ MAX_WARNED_FIELDS = 1000  # names of unknown fields after which the log mentions
 MAX_DELTAS_PER_WRITE = 256  # deltas whose events are encoded and written together: other requests run in between
 MAX_CHOICES_AT_ONCE = 32  # choices without log-probabilities up to which the event loop encodes an answer itself
 MAX_LOOP_BYTES = 1 << 16  # estimated bytes up to which the event loop encodes an answer itself
-SHOWING_ABORTS = frozenset({"/v1/completions", "/v1/chat/completions"})  # their finish_reason may be "abort"
+SHOWING_ABORTS = frozenset({"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate"})
+"""Endpoints whose finish_reason may be "abort"."""
 MIN_PIECEWISE_BYTES = 1 << 20  # estimated bytes beyond which an answer is written in pieces
 TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 8, 64, 64  # estimated bytes of each in an answer
 
@@ -78,7 +79,7 @@ async def answer(
     with context.track_prompts(counts.tenant, len(job.prompts)):
         async with submission as streams:
             if job.stream:
-                return await _StreamedAnswer(request, context, job, serializer, streams).send(headers)
+                return await send_events(request, context, job, serializer, streams, headers)
             with request_deadline(request, context):
                 outputs = [await wait_for_output(stream, job.stop_when) for stream in streams]
     for output in outputs:
@@ -93,6 +94,18 @@ async def answer(
     encode = partial(serializer.encode_answer, outputs)
     body = encode() if is_short and job.params.logprobs is None else await context.run_in_thread(encode)
     return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+async def send_events(
+    request: web.Request,
+    context: Context,
+    job: GenerationJob,
+    serializer: EventSerializer,
+    streams: list[RequestStream],
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    """Answer with server-sent events as the engine generates. An error ends the stream with an event."""
+    return await _StreamedAnswer(request, context, job, serializer, streams).send(headers)
 
 
 def request_deadline(request: web.Request, context: Context) -> Deadline:
@@ -176,7 +189,7 @@ class _StreamedAnswer:
     request: web.Request
     context: Context
     job: GenerationJob
-    serializer: AnswerSerializer
+    serializer: EventSerializer
     streams: list[RequestStream]
     tokens: int = 0
     latest: dict[int, float] = field(default_factory=dict)

@@ -104,15 +104,10 @@ def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts, t
 
 
 def _ranked(entry: TokenLogprob, texts: TokenTexts, top_logprobs: int) -> dict[int, PromptLogprob]:
-    result: dict[int, PromptLogprob] = {}
-    for rank, (token, logprob) in enumerate(entry.top, 1):
-        if rank <= top_logprobs or token == entry.token_id:
-            result[token] = PromptLogprob(
-                logprob=clamp_logprob(logprob), rank=rank, decoded_token=texts.text(token, "bytes:")
-            )
-    if entry.token_id not in result:
-        decoded = texts.text(entry.token_id, "bytes:")
-        result[entry.token_id] = PromptLogprob(
-            logprob=clamp_logprob(entry.logprob), rank=entry.rank, decoded_token=decoded
-        )
-    return result
+    own = (entry.rank, entry.token_id, entry.logprob)
+    top = [(rank, token, logprob) for rank, (token, logprob) in enumerate(entry.top, 1)]
+    own = next((one for one in top if one[1] == entry.token_id), own)
+    return {  # trainers read the first one as the prompt's own token
+        token: PromptLogprob(logprob=clamp_logprob(logprob), rank=rank, decoded_token=texts.text(token, "bytes:"))
+        for rank, token, logprob in (own, *top[:top_logprobs])
+    }

@@ -22,19 +22,13 @@ PLACEHOLDER = "\0text\0"  # stands for the text; names of models and ids do not 
 QUOTED_PLACEHOLDER = encode(PLACEHOLDER)
 
 
-class AnswerSerializer(Protocol):
-    """Writer of one endpoint's JSON for one request.
+class EventSerializer(Protocol):
+    """Writer of one endpoint's server-sent events for one request.
 
     max_logprobs  limit of an answer's log-probabilities, streamed or not; None: `MAX_LOGPROBS`; streams unlimited
     """
 
     max_logprobs: int | None
-
-    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
-        """Encode the whole answer. Called in a thread unless the answer is short."""
-
-    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """Yield the same answer in pieces that are quick to make. Called in a thread. May consume `outputs`."""
 
     def encode_delta(self, prompt: int, delta: Delta) -> bytes:
         """Encode the gain of a sample of prompt number `prompt` as server-sent events; b"" if there is none.
@@ -50,6 +44,16 @@ class AnswerSerializer(Protocol):
 
     def encode_failure(self, failure: ApiError) -> bytes:
         """Encode the last server-sent events of a stream that failed."""
+
+
+class AnswerSerializer(EventSerializer, Protocol):
+    """Writer of one endpoint's JSON for one request, whole or as events."""
+
+    def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
+        """Encode the whole answer. Called in a thread unless the answer is short."""
+
+    def encode_pieces(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """Yield the same answer in pieces that are quick to make. Called in a thread. May consume `outputs`."""
 
 
 def event(data: bytes) -> bytes:
