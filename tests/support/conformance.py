@@ -1,6 +1,6 @@
 """Run `tok serve` of the demo model for unmodified clients, with batches.
 
-`python -m support.conformance DIR` serves it until a line is entered, for clients with an environment of their own.
+`python -m support.conformance DIR FLAGS` serves it until a line is entered, for clients with environments of their own.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def served(directory: Path, *more: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    with served(Path(sys.argv[1])) as address:
+    with served(Path(sys.argv[1]), *sys.argv[2:]) as address:
         input(f"{address} serves {NAME}; press Enter to stop\n")

@@ -91,6 +91,37 @@ def test_sglang_streams_batches_by_index(rl_server: Server) -> None:
     assert [last[index] for index in range(3)] == whole
 
 
+def test_sglang_shows_texts_beside_logprobs(rl_server: Server) -> None:
+    prompt, params = "two words", {**SGLANG_GREEDY, "max_new_tokens": 3}
+    fields = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1, "return_text_in_logprobs": True}
+    body = {"text": prompt, "sampling_params": params, **fields}
+    (last,) = rl_server.call("POST", "/generate", body | {"stream": True}).chunks()[-1:]
+    whole: Any = rl_server.call("POST", "/generate", body).json()
+    for info in (last["meta_info"], whole["meta_info"]):
+        read: Any = info
+        assert "".join(text for _, _, text in read["input_token_logprobs"]).endswith(prompt)
+        assert all(isinstance(one[0][2], str) for one in read["output_top_logprobs"])
+
+
+def test_sglang_only_caches_a_prompt(rl_server: Server) -> None:
+    prompt = list(range(100, 164))
+    found: Any = generate(rl_server, input_ids=prompt, sampling_params={"max_new_tokens": 0}).json()
+    assert (found["output_ids"], found["meta_info"]["finish_reason"]["type"]) == ([], "length")
+    assert "input_token_logprobs" not in found["meta_info"]
+    again: Any = generate(rl_server, input_ids=prompt).json()
+    assert again["meta_info"]["cached_tokens"] == 48
+    (event,) = generate(rl_server, input_ids=prompt, sampling_params={"max_new_tokens": 0}, stream=True).chunks()
+    assert event["output_ids"] == []
+
+
+def test_sglang_tells_about_the_model(rl_server: Server) -> None:
+    for path in ("/model_info", "/get_model_info"):
+        found: Any = rl_server.call("GET", path).json()
+        assert (found["served_model_name"], found["is_generation"]) == ("tiny", True)
+        assert found["weight_version"] == "default"
+    assert rl_server.call("GET", "/get_server_info").json() == rl_server.call("GET", "/server_info").json()
+
+
 def test_vllm_streams_new_tokens_and_the_usage(rl_server: Server) -> None:
     params = {"n": 2, "seed": 5, "max_tokens": 12, "logprobs": 1, "stop": ["zz"]}
     inference(rl_server, sampling_params=params)

@@ -78,6 +78,7 @@ class SGLangRequest(Wire, frozen=True, kw_only=True):
     return_logprob     report log-probabilities
     logprob_start_len  position from which on the prompt's are reported; -1: none
     top_logprobs_num   number of most likely tokens reported at each position
+    return_text_in_logprobs  report tokens' texts beside their log-probabilities
     extra_key, cache_salt  requests share cached prefixes only if they have the same
     stream             answer with server-sent events, each an `SGLangGeneration` of one sample so far
     """
@@ -89,6 +90,7 @@ class SGLangRequest(Wire, frozen=True, kw_only=True):
     return_logprob: Maybe[bool | list[bool]] = UNSET
     logprob_start_len: Maybe[int | list[int]] = UNSET
     top_logprobs_num: Maybe[int | list[int]] = UNSET
+    return_text_in_logprobs: Maybe[bool] = UNSET
     extra_key: Maybe[str | list[str]] = UNSET
     cache_salt: Maybe[str | list[str]] = UNSET
     stream: Maybe[bool] = UNSET

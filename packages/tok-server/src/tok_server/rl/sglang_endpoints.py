@@ -68,6 +68,17 @@ class AbortRequest(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
+class ServedModelInfo(msgspec.Struct, frozen=True):
+    """Answer of `GET /model_info`."""
+
+    model_path: str
+    served_model_name: str
+    weight_version: str
+    is_generation: bool = True
+    has_image_understanding: bool = False
+    has_audio_understanding: bool = False
+
+
 class ReplicaLoads(msgspec.Struct, frozen=True):
     """Part of `Loads`: one replica. Requests count once, whatever their `n`; `token_usage` is a fraction."""
 
@@ -136,6 +147,13 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 async def get_weight_version(request: web.Request) -> web.Response:
     """Return the version of the weights."""
     return json_response(WeightVersion(weight_version=trainer_context(request).engine.weight_version))
+
+
+async def model_info(request: web.Request) -> web.Response:
+    """Return the model's name and the version of its weights."""
+    context = trainer_context(request)
+    engine, (name, *_) = context.engine, context.settings.model_names
+    return json_response(ServedModelInfo(engine.info.model_id, name, engine.weight_version))
 
 
 async def flush_cache(request: web.Request) -> web.Response:
@@ -213,6 +231,8 @@ SGLANG_OPERATIONS = (
         answers={200: json_of(WeightsUpdate), 400: (Media(JSON, schema={"type": "object"}),)},
     ),
     Operation("GET", "/get_weight_version", get_weight_version, answers={200: json_of(WeightVersion)}),
+    Operation("GET", "/model_info", model_info, answers={200: json_of(ServedModelInfo)}),
+    Operation("GET", "/get_model_info", model_info, answers={200: json_of(ServedModelInfo)}),
     Operation("GET", "/flush_cache", flush_cache, answers={200: raw("text/plain")}),
     Operation("POST", "/flush_cache", flush_cache, answers={200: raw("text/plain")}),
     Operation(

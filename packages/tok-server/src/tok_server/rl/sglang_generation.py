@@ -30,6 +30,7 @@ from tok_server.openai import (
     DONE,
     MAX_RESPONSE_LOGPROBS,
     GenerationJob,
+    TokenTexts,
     UnsupportedFields,
     clamp_logprob,
     event,
@@ -51,7 +52,7 @@ UNSUPPORTED = (
         "is not supported: use text or input_ids",
     ),
     UnsupportedFields({"lora_path": (None,), "lora_id": (None,)}, "is not supported: the server has no adapters"),
-    UnsupportedFields({"token_ids_logprob": (None, []), "return_text_in_logprobs": OFF}, _ABSENT),
+    UnsupportedFields({"token_ids_logprob": (None, [])}, _ABSENT),
     UnsupportedFields({"return_hidden_states": OFF, "return_routed_experts": OFF, "return_entropy": OFF}, _ABSENT),
     UnsupportedFields({"return_sampling_mask": OFF, "return_flat_raw_top_logprobs": OFF}, _ABSENT),
     UnsupportedFields({"session_params": (None,), "custom_logit_processor": (None,)}, _ABSENT),
@@ -78,12 +79,30 @@ LISTS = ("output_ids", "input_token_logprobs", "output_token_logprobs", "input_t
 
 
 class _Prompt(msgspec.Struct):
-    """One prompt of a request: its job, and the position from which on its log-probabilities are reported."""
+    """One prompt of a request.
+
+    first  position from which on its log-probabilities are reported; None: they are not
+    top    number of most likely tokens reported at each position
+    texts  texts of tokens, if log-probabilities show them
+    """
 
     rid: str
     job: GenerationJob
     first: int | None
     top: int
+    texts: TokenTexts | None = None
+
+    def token(self, entry: TokenLogprob | None, token: int) -> TokenTuple:
+        """Return a token with its log-probability."""
+        return self._tuple(None if entry is None else entry.logprob, token)
+
+    def top_tokens(self, entry: TokenLogprob) -> list[TokenTuple]:
+        """Return the most likely tokens of a position."""
+        return [self._tuple(logprob, token) for token, logprob in entry.top[: self.top]]
+
+    def _tuple(self, logprob: float | None, token: int) -> TokenTuple:
+        text = None if self.texts is None else self.texts.piece(token).decode(errors="replace")
+        return (None if logprob is None else clamp_logprob(logprob), token, text)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -140,11 +159,14 @@ def _parse(fields: SGLangRequest, context: Context) -> tuple[list[_Prompt], bool
             own["logprobs"] = top
         if first is not None:
             own["prompt_logprobs"] = top
+        elif own["max_tokens"] == 0:  # only to cache the prompt: the engine takes such requests with scores of it
+            own["prompt_logprobs"] = 0
         if key is not None or salt is not None:
             own["cache_salt"] = "\n".join(one for one in (salt, key) if one is not None)
         job = job_of(own, prompt, name, engine, ERROR_NAMES)
         job = msgspec.structs.replace(job, id=one_rid, default_max_tokens=True, ignored=ignored)
-        prompts.append(_Prompt(one_rid, job, first, top if reports else 0))
+        texts = TokenTexts.of(engine.tokenizer, job) if value_or_none(fields.return_text_in_logprobs) else None
+        prompts.append(_Prompt(one_rid, job, first, top if reports else 0, texts))
     if sum(one.job.params.n for one in prompts) > MAX_CHOICES:
         raise invalid("n", f"n: prompts × n; allowed: at most {MAX_CHOICES} in all")
     return prompts, batch or any(one.job.params.n > 1 for one in prompts)
@@ -215,9 +237,9 @@ def _generation(prompt: _Prompt, output: RequestOutput, sample: Completion) -> S
         info = msgspec.structs.replace(
             info,
             input_token_logprobs=of_prompt,
-            output_token_logprobs=[_token(one, one.token_id) for one in sample.logprobs],
+            output_token_logprobs=[prompt.token(one, one.token_id) for one in sample.logprobs],
             input_top_logprobs=top_of_prompt,
-            output_top_logprobs=[_top(one, prompt.top) for one in sample.logprobs] if prompt.top else UNSET,
+            output_top_logprobs=[prompt.top_tokens(one) for one in sample.logprobs] if prompt.top else UNSET,
         )
     return SGLangGeneration(text=sample.text, output_ids=sample.token_ids, meta_info=info)
 
@@ -248,16 +270,8 @@ def _prompt_logprobs(
     """Return the prompt's log-probabilities from the requested position on, and the most likely tokens there."""
     entries = (request.prompt_logprobs or [])[prompt.first :] if prompt.first is not None else []
     ids = request.prompt_token_ids[len(request.prompt_token_ids) - len(entries) :]
-    tokens = [_token(one, token) for one, token in zip(entries, ids, strict=True)]
-    return tokens, [None if one is None else _top(one, prompt.top) for one in entries] if prompt.top else UNSET
-
-
-def _token(entry: TokenLogprob | None, token: int) -> TokenTuple:
-    return (None if entry is None else clamp_logprob(entry.logprob), token, None)
-
-
-def _top(entry: TokenLogprob, count: int) -> list[TokenTuple]:
-    return [(clamp_logprob(logprob), token, None) for token, logprob in entry.top[:count]]
+    tokens = [prompt.token(one, token) for one, token in zip(entries, ids, strict=True)]
+    return tokens, [None if one is None else prompt.top_tokens(one) for one in entries] if prompt.top else UNSET
 
 
 def _finish_reason(reason: str, stop_reason: int | str | None, tokens: int, last: Sequence[int]) -> SGLangFinishReason:
@@ -314,9 +328,9 @@ class _Events:
         sample.last = delta.token_ids or sample.last
         sample.extend("output_ids", delta.token_ids)
         if delta.logprobs is not None:
-            sample.extend("output_token_logprobs", [_token(entry, entry.token_id) for entry in delta.logprobs])
+            sample.extend("output_token_logprobs", [one.token(entry, entry.token_id) for entry in delta.logprobs])
             if one.top:
-                sample.extend("output_top_logprobs", [_top(entry, one.top) for entry in delta.logprobs])
+                sample.extend("output_top_logprobs", [one.top_tokens(entry) for entry in delta.logprobs])
         reason = None
         if delta.finish_reason is not None:
             reason = _finish_reason(delta.finish_reason, delta.stop_reason, sample.tokens, sample.last)

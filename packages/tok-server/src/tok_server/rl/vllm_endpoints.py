@@ -211,11 +211,8 @@ VLLM_OPERATIONS = (
         query=WorldSizeQuery,
         answers={200: json_of(WorldSize)},
     ),
-    Operation(
-        "GET",
-        "/server_info",
-        server_info,
-        query=ServerInfoQuery,
-        answers={200: json_of(ServerInfo)},
+    *(
+        Operation("GET", path, server_info, query=ServerInfoQuery, answers={200: json_of(ServerInfo)})
+        for path in ("/server_info", "/get_server_info")
     ),
 )
