@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import urllib.request
 import warnings
 from collections.abc import Iterator
@@ -95,7 +96,9 @@ def test_trl_async_grpo_pauses_and_generates_turns(url: str) -> None:
     assert all(one <= 0 for one in logprobs)
 
 
-def test_prime_rl_updates_from_a_directory_and_salts_the_cache_with_the_policy_version(url: str) -> None:
+def test_prime_rl_updates_from_a_directory_and_salts_the_cache_with_the_policy_version(
+    url: str, tmp_path: Path
+) -> None:
     get(url, "/health")
     (model,) = get(url, "/v1/models")["data"]
     assert (model["id"], model["max_model_len"]) == (NAME, 1024)
@@ -117,8 +120,11 @@ def test_prime_rl_updates_from_a_directory_and_salts_the_cache_with_the_policy_v
         return post(url, "/inference/v1/generate", body)
 
     first = generate(0)
+    directory = tmp_path / "step_1"
+    shutil.copytree(MODEL_DIR, directory)
     post(url, "/pause?mode=keep&clear_cache=false")
-    post(url, "/update_weights", {"weight_dir": str(MODEL_DIR)})
+    (directory / "NCCL_READY").touch()  # for its other kind of broadcast
+    post(url, "/update_weights", {"weight_dir": directory.as_posix()})
     post(url, "/resume")
     second = generate(1)
     for answer in (first, second):
@@ -127,6 +133,12 @@ def test_prime_rl_updates_from_a_directory_and_salts_the_cache_with_the_policy_v
         assert choice["finish_reason"] in ("stop", "length")
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert generate(1)["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+    # A teacher's scores: it takes the first entry of each position for the prompt's own token.
+    params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+    body = {"model": NAME, "token_ids": PROMPT, "sampling_params": params}
+    leading, *scores = post(url, "/inference/v1/generate", body)["prompt_logprobs"]
+    assert leading is None
+    assert [int(next(iter(one))) for one in scores] == PROMPT[1:]
 
 
 def test_slime_generates_aborts_and_updates_from_disk(url: str) -> None:

@@ -14,14 +14,14 @@ from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. How much does he spend in all?"
 
 
-@sglang.function
+@sglang.function  # type: ignore[untyped-decorator]
 def solve(s: Any) -> None:
     """Answer the question as the model's chat template asks it."""
     s += sglang.user(QUESTION)
     s += sglang.assistant(sglang.gen("answer", temperature=0, max_tokens=100))
 
 
-@sglang.function
+@sglang.function  # type: ignore[untyped-decorator]
 def choose(s: Any) -> None:
     """Choose one of several continuations, and generate what a regular expression allows."""
     s += "Tom buys 4 books for 12 dollars each. The books cost 4 * 12 ="

@@ -74,6 +74,24 @@ def test_trl_joins_starts_updates_and_finishes(restored: Server, new_model: Path
     assert tokens(server) == expected(new_model) != expected(tiny_model)
 
 
+def test_skyrl_calls_the_methods_of_its_worker_extension(restored: Server, new_model: Path, tiny_model: Path) -> None:
+    server, port = restored, free_port()
+
+    def call(method: str, **kwargs: object) -> None:
+        answer = post(server, "/collective_rpc", {"method": method, "kwargs": kwargs})
+        assert (answer.status, answer.json()) == (200, {"results": [None]})
+
+    with trainer(port, 2, new_model, bucket_bytes=1 << 30) as process:
+        assert post(server, "/init_weight_transfer_engine", {"init_info": group(port)}).status == 200
+        assert post(server, "/pause?mode=keep&clear_cache=false").status == 200
+        call("skyrl_start_weight_update", is_checkpoint_format=True)
+        say(process)
+        call("update_weights_nccl", update_info=update_info(weights(new_model)) | {"packed": True})
+        call("skyrl_finish_weight_update")
+        assert post(server, "/resume").status == 200
+    assert tokens(server) == expected(new_model) != expected(tiny_model)
+
+
 async def test_the_client_sends_tensors(restored: Server, new_model: Path, tiny_model: Path) -> None:
     info, port = update_info(weights(new_model)), free_port()
     with Client(restored.url) as client, trainer(port, 2, new_model) as process:
@@ -178,6 +196,17 @@ INFO = {"names": [DOWN], "dtype_names": ["float32"], "shapes": [[64, 128]]}
         ),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format", "allowed: true"),
         ("/finish_weight_update", {}, "finish", "no open update"),
+        ("/collective_rpc", {}, "method", "method"),
+        ("/collective_rpc", {"method": "save_tensorized_model"}, "method", "update_weights_nccl"),
+        ("/collective_rpc", {"method": "update_weights_ipc", "kwargs": {"update_info": {}}}, "method", "allowed"),
+        ("/collective_rpc", {"method": "update_weights_nccl"}, "kwargs.update_info", "object"),
+        ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"x": 1}}, "kwargs", "update_info"),
+        (
+            "/collective_rpc",
+            {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": False}},
+            "is_checkpoint_format",
+            "allowed: true",
+        ),
         ("/init_weights_update_group", group(5, backend="nccl"), "backend", "gloo"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["x"]}, "serialized_named_tensors", "pickles"),
     ],

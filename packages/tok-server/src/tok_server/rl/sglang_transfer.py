@@ -109,7 +109,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
         version=fields.weight_version or None,
         hold=True,
     )
-    return await _answer(receive, "names", "the tensors are received", headers)
+    return await _answer(receive, "names", "the tensors are received", headers, {"tensors": "names"})
 
 
 async def update_weights_from_tensor(request: web.Request) -> web.Response:

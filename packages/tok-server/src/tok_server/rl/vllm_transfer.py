@@ -8,12 +8,18 @@ from types import MappingProxyType
 import msgspec
 from aiohttp import web
 
-from tok_client.types import EngineStatus, FinishWeightUpdateRequest, InitWeightTransferRequest, UpdateInfo
+from tok_client.types import (
+    EngineStatus,
+    FinishWeightUpdateRequest,
+    InitWeightTransferRequest,
+    JSONObject,
+    UpdateInfo,
+)
 from tok_core import AsyncEngine
 from tok_core.messages import IpcHandle
 from tok_server.openai import value_or_none
 from tok_server.rl.tensor_updates import torch_dtype, transfer
-from tok_server.rl.trainer_context import read_fields, trainer_context
+from tok_server.rl.trainer_context import check_choice, read_fields, trainer_context
 from tok_server.wire import Operation, invalid, json_of, json_response
 
 PACKED_BYTES = 1 << 30  # of a bucket, as in vLLM
@@ -24,8 +30,15 @@ FIELDS = MappingProxyType(
         "shapes": "update_info.shapes",
         "handles": "update_info.ipc_handles",
         "group_name": "update_info",
+        "tensors": "update_info",
     }
 )
+METHODS = {
+    "skyrl_start_weight_update": "is_checkpoint_format",
+    "update_weights_nccl": "update_info",
+    "skyrl_finish_weight_update": "",
+}
+"""Methods of /collective_rpc, and the argument of each."""
 GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size")
 
 
@@ -33,6 +46,23 @@ class StartWeightUpdateRequest(msgspec.Struct, frozen=True):
     """Body of `POST /start_weight_update`. `is_checkpoint_format`: tensors are those of a checkpoint."""
 
     is_checkpoint_format: bool = True
+
+
+class CollectiveRpcRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /collective_rpc`.
+
+    method  "skyrl_start_weight_update", "update_weights_nccl" or "skyrl_finish_weight_update", as SkyRL sends them
+    kwargs  {"is_checkpoint_format": true}, {"update_info": …} or {}
+    """
+
+    method: str
+    kwargs: JSONObject = {}
+
+
+class CollectiveRpcResults(msgspec.Struct, frozen=True):
+    """Answer of `POST /collective_rpc`: one null for each worker."""
+
+    results: list[None]
 
 
 async def init_weight_transfer_engine(request: web.Request) -> web.Response:
@@ -69,10 +99,7 @@ async def start_weight_update(request: web.Request) -> web.Response:
     """Open an update: tensors that arrive from now on are applied together, when it is finished."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, StartWeightUpdateRequest)
-    if not fields.is_checkpoint_format:
-        message = "is_checkpoint_format is false; allowed: true (names and shapes of a checkpoint)"
-        raise invalid("is_checkpoint_format", message, "unsupported_parameter")
-    await transfer(context.engine.weight_transfer.start, "is_checkpoint_format")
+    await _start(context.engine, fields.is_checkpoint_format)
     response = json_response(EngineStatus(status="Weight update started"))
     response.headers.update(headers)
     return response
@@ -82,11 +109,45 @@ async def finish_weight_update(request: web.Request) -> web.Response:
     """Apply the tensors of an update, in all workers or none."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, FinishWeightUpdateRequest)
-    finish = context.engine.weight_transfer.finish
-    await transfer(lambda: finish(value_or_none(fields.weight_version)), "update_info")
+    await _finish(context.engine, value_or_none(fields.weight_version))
     response = json_response(EngineStatus(status="Weight update finished"))
     response.headers.update(headers)
     return response
+
+
+async def collective_rpc(request: web.Request) -> web.Response:
+    """Start, fill or finish an update by the names of SkyRL's worker extension for vLLM. No other method is called."""
+    context = trainer_context(request)
+    fields, headers = await read_fields(request, context, CollectiveRpcRequest)
+    engine, kwargs = context.engine, fields.kwargs
+    check_choice("method", fields.method, METHODS)
+    if unknown := kwargs.keys() - {METHODS[fields.method]}:
+        raise invalid("kwargs", f"kwargs: {min(unknown)!r}; allowed: {METHODS[fields.method] or 'none'}")
+    match fields.method:
+        case "skyrl_start_weight_update":
+            await _start(engine, kwargs.get("is_checkpoint_format", True) is True)
+        case "update_weights_nccl":
+            try:
+                info = msgspec.convert(kwargs.get("update_info"), UpdateInfo)
+            except msgspec.ValidationError as error:
+                raise invalid("kwargs.update_info", f"kwargs.update_info: {error}") from error
+            await receive_update(engine, info, None)
+        case _:
+            await _finish(engine, None)
+    response = json_response(CollectiveRpcResults([None] * (engine.info.tp * engine.info.pp)))
+    response.headers.update(headers)
+    return response
+
+
+async def _start(engine: AsyncEngine, is_checkpoint_format: bool) -> None:
+    if not is_checkpoint_format:
+        message = "is_checkpoint_format is false; allowed: true (names and shapes of a checkpoint)"
+        raise invalid("is_checkpoint_format", message, "unsupported_parameter")
+    await transfer(engine.weight_transfer.start, "is_checkpoint_format")
+
+
+async def _finish(engine: AsyncEngine, version: str | None) -> None:
+    await transfer(lambda: engine.weight_transfer.finish(version), "update_info", FIELDS)
 
 
 async def receive_update(engine: AsyncEngine, info: UpdateInfo, version: str | None) -> None:
@@ -137,5 +198,12 @@ VLLM_TRANSFER_OPERATIONS = (
         finish_weight_update,
         request=json_of(FinishWeightUpdateRequest),
         answers={200: json_of(EngineStatus)},
+    ),
+    Operation(
+        "POST",
+        "/collective_rpc",
+        collective_rpc,
+        request=json_of(CollectiveRpcRequest),
+        answers={200: json_of(CollectiveRpcResults)},
     ),
 )
