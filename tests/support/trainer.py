@@ -93,6 +93,7 @@ def join(port: int, world_size: int, group: str) -> dist.ProcessGroup:
     for old in [one for one, name in dist.distributed_c10d._world.pg_names.items() if name == group]:
         dist.destroy_process_group(old)
     store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=TIMEOUT))
+    pg: dist.ProcessGroup
     pg, _ = _new_process_group_helper(
         world_size,
         0,

@@ -57,7 +57,8 @@ def test_vllm_generates_token_ids(rl_server: Server, tiny_model: Path) -> None:
     assert (answer.status, found["request_id"]) == (200, "generate-tokens-a")
     (choice,) = found["choices"]
     assert choice["token_ids"] == expected(tiny_model)
-    assert (choice["finish_reason"], choice["weight_version"]) == ("length", "default")
+    assert (choice["finish_reason"], choice["stop_reason"], choice["weight_version"]) == ("length", None, "default")
+    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": 8}]
     content = choice["logprobs"]["content"]
     assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
     exact = reference_logprobs(tiny_model, PROMPT + choice["token_ids"])
@@ -157,6 +158,8 @@ def test_sglang_names_what_ended_a_sample(rl_server: Server, tiny_model: Path) -
     token = expected(tiny_model)[3]
     found: Any = generate(rl_server, sampling_params={**SGLANG_GREEDY, "stop_token_ids": [token]}).json()
     assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+    other: Any = inference(rl_server, sampling_params={**GREEDY, "stop_token_ids": [token]}).json()
+    assert other["choices"][0]["stop_reason"] == token
     longest: Any = generate(rl_server, sampling_params={**SGLANG_GREEDY, "max_new_tokens": 10**6}).json()
     total = longest["meta_info"]["prompt_tokens"] + longest["meta_info"]["completion_tokens"]
     assert total == rl_server.engine.info.max_model_len
@@ -215,6 +218,8 @@ def test_answers_say_which_weights_made_which_tokens(rl_server: Server, tiny_mod
             (old, start), (latest, change) = one["weight_spans"]
             assert (old, start, latest) == ("default", 0, "7")
             assert 0 < change < 500
+            spans = [("default", 0, change), ("7", change, 500)]
+            assert [tuple(span.values()) for span in one["weight_versions"]] == spans
     finally:
         body = {"weight_dir": str(tiny_model), "weight_version": "default"}
         assert rl_server.call("POST", "/update_weights", body).status == 200

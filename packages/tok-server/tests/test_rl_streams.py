@@ -138,7 +138,7 @@ def test_vllm_streams_new_tokens_and_the_usage(rl_server: Server) -> None:
         found = [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]]
         assert found == expected_choice["logprobs"]["content"]
         assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
-        for name in ("finish_reason", "weight_version"):
+        for name in ("finish_reason", "stop_reason", "weight_version", "weight_versions"):
             assert choices[-1][name] == expected_choice[name]
     plain = inference(rl_server, sampling_params=params, stream=True).chunks()
     assert all(chunk["choices"] and "usage" not in chunk for chunk in plain)
@@ -182,6 +182,8 @@ def test_streams_say_which_weights_made_which_tokens(rl_server: Server, tiny_mod
             (old, start), (latest, change) = one["weight_spans"]
             assert (old, start, latest) == ("default", 0, "7")
             assert 0 < change < 500
+            spans = [("default", 0, change), ("7", change, 500)]
+            assert [tuple(span.values()) for span in one["weight_versions"]] == spans
     finally:
         body = {"weight_dir": str(tiny_model), "weight_version": "default"}
         assert rl_server.call("POST", "/update_weights", body).status == 200

@@ -196,6 +196,7 @@ from tok_client.types.token_generation import (
     TokenGenerationRequest,
     TokenTuple,
     WeightSpans,
+    WeightVersionSpan,
 )
 
 __all__ = [
@@ -377,6 +378,7 @@ __all__ = [
     "VersionReport",
     "WeightSpans",
     "WeightVersion",
+    "WeightVersionSpan",
     "WorldSize",
     "known_fields",
 ]

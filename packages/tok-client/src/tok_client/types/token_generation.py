@@ -2,7 +2,8 @@
 
 A server with --enable-rl has both endpoints. A sample that was aborted has the finish reason "abort" and the tokens so
 far, so that a client can go on from them. `weight_version` is that of the last token. `weight_spans`, if weights
-changed before the last token, are `[[version, index of its first token], …]`.
+changed before the last token, are `[[version, index of its first token], …]`. `weight_versions` say the same
+for every sample, in the form of vLLM and SGLang.
 
 With `stream`, the answers are server-sent events, of which the last is `[DONE]`. vLLM's chunks hold new tokens;
 SGLang's hold all tokens so far.
@@ -17,6 +18,14 @@ from tok_client.types.generation import PromptLogprobs, StreamOptions, Usage
 WeightSpans = list[tuple[str, int]]
 TokenTuple = tuple[float | None, int, str | None]
 """Log-probability (None: of a prompt's first token), id and text (None: not given) of a token."""
+
+
+class WeightVersionSpan(Wire, frozen=True, kw_only=True):
+    """Tokens `start` to `end - 1` of a sample, which weights of one version computed."""
+
+    version: str
+    start: int
+    end: int
 
 
 class TokenGenerationRequest(Wire, frozen=True, kw_only=True):
@@ -42,15 +51,19 @@ class TokenGenerationRequest(Wire, frozen=True, kw_only=True):
 class TokenChoice(Wire, frozen=True, kw_only=True):
     """One sample of `TokenGeneration`. In `logprobs`, tokens have names such as "token_id:42".
 
+    stop_reason  the stop id or stop string that ended the sample; null for the model's own end id
+
     In a stream, `token_ids` and `logprobs` are those of new tokens; a sample's last chunk has the other fields.
     """
 
     index: int
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int]
     weight_version: Maybe[str] = UNSET
     weight_spans: Maybe[WeightSpans] = UNSET
+    weight_versions: Maybe[list[WeightVersionSpan]] = UNSET
 
 
 class TokenGeneration(Wire, frozen=True, kw_only=True):
@@ -149,6 +162,7 @@ class SGLangMetaInfo(Wire, frozen=True, kw_only=True, omit_defaults=True):
     weight_version: str
     e2e_latency: float
     weight_spans: Maybe[WeightSpans] = UNSET
+    weight_versions: Maybe[list[WeightVersionSpan]] = UNSET
     input_token_logprobs: Maybe[list[TokenTuple]] = UNSET
     output_token_logprobs: Maybe[list[TokenTuple]] = UNSET
     input_top_logprobs: Maybe[list[list[TokenTuple] | None]] = UNSET

@@ -38,7 +38,7 @@ from tok_server.openai import (
     tokenise_prompts,
     value_or_none,
 )
-from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs
+from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs, weight_fields
 from tok_server.rl.trainer_context import read_fields, trainer_context
 from tok_server.wire import ApiError, Operation, encode, fill_lists, invalid, json_of, json_or_events, new_id
 
@@ -251,16 +251,15 @@ def _meta_info(
     tokens: int,
     weights: tuple[str, list[tuple[str, int]] | None],
 ) -> SGLangMetaInfo:
-    timings, (version, spans) = request.timings, weights
+    timings = request.timings
     return SGLangMetaInfo(
         id=prompt.rid,
         finish_reason=finish_reason,
         prompt_tokens=len(request.prompt_token_ids),
         completion_tokens=tokens,
         cached_tokens=request.cached_tokens,
-        weight_version=version,
         e2e_latency=(timings.finished or time.monotonic()) - timings.submitted,
-        weight_spans=UNSET if spans is None else spans,
+        **weight_fields(weights, tokens),
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from tok_client.types import UNSET, WeightVersionSpan
 from tok_core import AsyncEngine, RequestOutput, RequestStream
 from tok_server.http import Context
 from tok_server.observability import COUNTS
@@ -109,6 +111,19 @@ def answer(context: Context, body: bytes, jobs: Sequence[GenerationJob], headers
     """Return the answer; a header also names the sampling parameters of the jobs that have no effect."""
     all_headers = dict(headers) | _ignored(context, jobs, headers)
     return web.Response(body=body, content_type="application/json", headers=all_headers)
+
+
+def weight_fields(weights: tuple[str, list[tuple[str, int]] | None], tokens: int) -> dict[str, Any]:
+    """Return the fields of an answer about the weights that computed a sample: (`weight_version`, `weight_spans`)."""
+    version, spans = weights
+    starts = spans or [(version, 0)]
+    ends = [*(start for _, start in starts[1:]), tokens]
+    versions = [
+        WeightVersionSpan(version=name, start=start, end=end)
+        for (name, start), end in zip(starts, ends, strict=True)
+        if start < end or start == 0
+    ]
+    return {"weight_version": version, "weight_spans": UNSET if spans is None else spans, "weight_versions": versions}
 
 
 def _ignored(context: Context, jobs: Sequence[GenerationJob], headers: Mapping[str, str]) -> dict[str, str]:

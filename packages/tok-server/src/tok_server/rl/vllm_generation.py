@@ -33,7 +33,7 @@ from tok_server.openai import (
     total_usage,
     value_or_none,
 )
-from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs
+from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs, weight_fields
 from tok_server.rl.trainer_context import read_fields, trainer_context
 from tok_server.wire import ApiError, Operation, encode, invalid, json_of, json_or_events, new_id
 
@@ -92,9 +92,9 @@ def _choice(sample: Completion, texts: TokenTexts) -> TokenChoice:
         index=sample.index,
         logprobs=None if sample.logprobs is None else chat_logprobs(sample.logprobs, texts),
         finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
         token_ids=sample.token_ids,
-        weight_version=sample.weight_version,
-        weight_spans=UNSET if sample.weight_spans is None else sample.weight_spans,
+        **weight_fields((sample.weight_version, sample.weight_spans), len(sample.token_ids)),
     )
 
 
@@ -107,7 +107,7 @@ class _Chunks:
         self._job = job
         self._texts = TokenTexts.of(context.engine.tokenizer, job)
         self._stream = streams[0]
-        self._tokens = 0
+        self._tokens = [0] * job.params.n
 
     def encode_opening(self) -> bytes:
         """Return no events: samples begin with their first token."""
@@ -117,17 +117,18 @@ class _Chunks:
         """Encode the chunk by which a sample gains tokens, or ends."""
         if not delta.token_ids and delta.finish_reason is None:
             return b""
-        self._tokens += len(delta.token_ids)
+        self._tokens[delta.index] += len(delta.token_ids)
         choice = TokenChoice(
             index=delta.index,
             logprobs=None if delta.logprobs is None else chat_logprobs(delta.logprobs, self._texts),
             finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
             token_ids=delta.token_ids,
         )
         if delta.finish_reason is not None:
-            version, spans = self._stream.weights_of(delta.index)
-            choice = msgspec.structs.replace(choice, weight_version=version, weight_spans=spans or UNSET)
-        usage = running_usage(self._job.prompts, self._tokens) if self._job.continuous_usage else UNSET
+            weights = weight_fields(self._stream.weights_of(delta.index), self._tokens[delta.index])
+            choice = msgspec.structs.replace(choice, **weights)
+        usage = running_usage(self._job.prompts, sum(self._tokens)) if self._job.continuous_usage else UNSET
         return event(self._chunk([choice], usage))
 
     def encode_closing(self, token_usage: Usage, stop_when: StopWhenResult | None) -> bytes:
