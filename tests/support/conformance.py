@@ -29,15 +29,22 @@ def served(directory: Path, *more: str) -> Iterator[str]:
     flags = ["--port", "0", "--device", "cpu", "--log-level", "error", "--data-dir", str(directory / "data"), *more]
     command = [sys.executable, "-m", "tok_server.cli", "serve", str(model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as popen:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as popen,
+        # Ends the server also if this process is killed.
+        subprocess.Popen(["sh", "-c", f"read line; kill {popen.pid}"], stdin=subprocess.PIPE) as lifeline,
+    ):
         try:
             assert popen.stdout is not None
             found = re.search(r"http://127\.0\.0\.1:\d+", popen.stdout.readline())
             assert found is not None
             yield found[0]
         finally:
-            popen.terminate()
-            assert popen.wait(PATIENCE) == 0
+            lifeline.communicate()
+            try:
+                assert popen.wait(PATIENCE / 3) == 0
+            finally:
+                popen.kill()
 
 
 if __name__ == "__main__":
