@@ -12,10 +12,12 @@ from support.grouping import group_eagerly
 from support.prefix_trees import check_tree
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
+from tok_core.config import Speculate
 from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import State
-from tok_core.messages import EngineInfo, Submit, ToManager
+from tok_core.manager.speculation.ngram_index import NO_TOKEN
+from tok_core.messages import EngineInfo, Int32, Int64, Submit, ToManager
 
 VOCAB = 50
 EOS = 7
@@ -47,6 +49,7 @@ def make_manager(
     groups: bool = True,
     pp: int = 1,
     clock: Callable[[], float] = lambda: 0.0,
+    speculate: Speculate = "off",
 ) -> tuple[Manager, SimulatedPorts]:
     """Return a manager and the ports of its simulated worker, or pipeline of `pp` stages.
 
@@ -54,7 +57,7 @@ def make_manager(
     waits for too long.
     """
     ports = SimulatedPorts(info, delay=run_ahead - 1)
-    config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp)
+    config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp, speculate=speculate)
     manager = Manager(config, info, ports, None, clock)
     manager.scheduler.microbatches.fewest = 1
     manager.paging.min_shared_entries = 8
@@ -126,6 +129,28 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
 
     setattr(reclaimer, "preempt_for_pages", checked)  # noqa: B010
     return victims
+
+
+def propose_expected(manager: Manager, accuracy: float, seed: int = 0) -> None:
+    """Draft the tokens that the simulated worker will sample; each is right with probability `accuracy`.
+
+    Drafts have random lengths, and go on with right tokens after a wrong one.
+    """
+    assert manager.speculator is not None
+    table, rng = manager.table, np.random.default_rng(seed)
+
+    def propose(slots: Int64, count: int) -> Int32:
+        drafts = np.full((len(slots), count), NO_TOKEN, np.int32)
+        for draft, slot in zip(drafts, slots.tolist(), strict=True):
+            context = table.tokens[slot, : table.known[slot]].tolist()
+            for i in range(rng.integers(0, count + 1)):
+                draft[i] = next_token(np.array(context), int(table.sample[slot]), VOCAB)
+                context.append(draft[i])
+                if rng.random() >= accuracy:
+                    draft[i] = (draft[i] + 1) % VOCAB
+        return drafts
+
+    setattr(manager.speculator, "propose", propose)  # noqa: B010
 
 
 def kept(manager: Manager) -> list[RetainedPrompt]:

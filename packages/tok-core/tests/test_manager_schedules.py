@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +16,14 @@ from support.schedules import (
     engine_info,
     expected,
     make_manager,
+    propose_expected,
     submit,
     watch_preemptions,
 )
 from support.simulated_worker import collect
 from tok_core import SamplingParams
-from tok_core.messages import Cancel, EngineInfo, ToManager
+from tok_core.config import Speculate
+from tok_core.messages import Cancel, EngineInfo, StepInput, StepOutput, ToManager
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Scenario:
     run_ahead: int
     groups: bool
     pp: int
+    speculate: Speculate
+    accuracy: float
 
 
 @st.composite
@@ -81,7 +86,10 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
     run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
-    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), pp)
+    drafts: list[Speculate] = ["off", 1, 3, 8] if pp == 1 else ["off"]
+    speculate = draw(st.sampled_from(drafts))
+    accuracy = draw(st.sampled_from([0.0, 0.7, 0.95, 1.0]))
+    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), pp, speculate, accuracy)
 
 
 def test_prompt_continuing_past_a_cached_eos_reads_only_computed_pages() -> None:
@@ -99,10 +107,34 @@ def test_prompt_continuing_past_a_cached_eos_reads_only_computed_pages() -> None
         assert tokens[rid, 0] == expected([*prompt, 9], 0, further)
 
 
+def test_draft_row_whose_logits_are_not_finite_is_computed_again() -> None:
+    manager, ports = make_manager(engine_info(max_running=16), groups=False, speculate=3)
+    propose_expected(manager, accuracy=1)
+    run, broken = ports.worker.run, list[int]()
+
+    def run_broken(step: StepInput) -> StepOutput:
+        output = run(step)
+        if len(step.decode_slot) > 1 and step.step % 2:
+            output.logprob[-1] = np.nan  # draft rows come last
+            broken.append(step.step)
+        return output
+
+    setattr(ports.worker, "run", run_broken)  # noqa: B010
+    prompt, params = [1, 2, 3], SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+    drive(manager, ports, {0: [submit(0, prompt, params)]})
+    tokens, _ = collect(ports.reports)
+    assert tokens[0, 0] == expected(prompt, 0, params)
+    assert len(broken) > 3
+
+
 @settings(max_examples=30)
 @given(scenarios())
 def test_random_schedules_give_right_tokens_and_free_all_resources(scenario: Scenario) -> None:
-    manager, ports = make_manager(scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp)
+    manager, ports = make_manager(
+        scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp, speculate=scenario.speculate
+    )
+    if scenario.speculate != "off":
+        propose_expected(manager, scenario.accuracy)
     watch_preemptions(manager)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):

@@ -57,6 +57,7 @@ SERVE_FLAGS = {
     "--no-cuda-graphs": True,
     "--enable-sleep-mode": False,
     "--run-ahead": EngineConfig(model="m").run_ahead,
+    "--speculate": "off",
     "--seed": 0,
     "--step-timeout": 600.0,
     "--start-timeout": 600.0,
@@ -183,6 +184,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--log-format",
         "--no-batches",
         "--batch-invariant",
+        "--speculate",
         "--no-prefix-groups",
         "--no-cuda-graphs",
     }  # asserted above or in other tests
@@ -196,6 +198,14 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--trust-request-chat-template",
     }
     assert given.keys() | left | elsewhere | LIMIT_FLAGS == SERVE_FLAGS.keys()
+
+
+def test_speculate_is_a_word_or_a_number() -> None:
+    parse = make_parser().parse_args
+    for text, value in (("off", "off"), ("4", 4)):
+        assert engine_config(parse(["serve", "m", "--speculate", text])).speculate == value
+    with pytest.raises(SystemExit):
+        parse(["serve", "m", "--speculate", "on"])
 
 
 def test_batch_invariant_is_a_flag_without_a_value() -> None:
@@ -267,6 +277,7 @@ def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str
         (["--max-running", "0"], "--max-running is 0; allowed: integers from 1"),
         (["--run-ahead", "0"], "--run-ahead is 0; allowed: integers from 1"),
         (["--step-timeout", "0"], "--step-timeout is 0.0; allowed: seconds above 0"),
+        (["--speculate", "17"], "--speculate is 17; allowed: off, or integers from 1 to 16"),
         (["--dp", "65"], "--dp is 65; allowed: integers from 1 to 64"),
         (["--api-key", " "], "--api-key is"),
     ],

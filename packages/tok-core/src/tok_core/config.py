@@ -18,6 +18,7 @@ LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8", "int8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq"]
 GenerationConfig = Literal["auto", "none"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+Speculate = Literal["off"] | int
 AdmissionName = Literal["forecast", "watermark"]
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 
@@ -25,6 +26,7 @@ EOS_TEMPERATURE = 0.6
 TRACE_WARM_UP = 10
 TRACE_STEPS = 20
 MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
+MAX_DRAFT_TOKENS = 16  # limit of `speculate`
 MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp
 _HOST_AND_PORT = re.compile(r"[^\s:/]+:\d{1,5}")
 
@@ -77,6 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
                          the pages needed now leave 1 % of the cache free
     run_ahead            steps queued at the worker before their tokens return; None: two, or more if steps are short
+    speculate            most tokens to draft for a sample in a step, by its prompt and by samples of the same prompt;
+                         off: none. The step verifies the drafts, so that samples stay as they are without them
     step_timeout         seconds without a returned step, or without a turn of a process's main loop, after which the
                          replica counts as hung: it is killed and restarted
     start_timeout        seconds without progress (no tensor loaded, no kernel measured, no graph captured, by any
@@ -123,6 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_groups: bool = True
     admission: AdmissionName = "forecast"
     run_ahead: int | None = None
+    speculate: Speculate = "off"
     step_timeout: float = 600.0
     start_timeout: float = 600.0
     max_restarts: int = 3
@@ -178,6 +183,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidField("async_tp_threshold", self.async_tp_threshold, "only if tp is above 1")
         if self.run_ahead is not None:
             _between("run_ahead", self.run_ahead, 1, MAX_STEPS_AHEAD)
+        self._check_speculate()
         _at_least("max_restarts", self.max_restarts, 0)
         _at_least("seed", self.seed, 0)
         if self.seed and self.load_format != "dummy":
@@ -204,6 +210,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("backend", self.backend, "auto or reference with batch_invariant")
         if self.async_tp_threshold:
             raise InvalidField("async_tp_threshold", self.async_tp_threshold, "0 with batch_invariant")
+
+    def _check_speculate(self) -> None:
+        if self.speculate == "off":
+            return
+        if type(self.speculate) is not int or not 1 <= self.speculate <= MAX_DRAFT_TOKENS:
+            raise InvalidField("speculate", self.speculate, f"off, or integers from 1 to {MAX_DRAFT_TOKENS}")
+        if self.pp > 1:
+            raise InvalidField("speculate", self.speculate, "off if pp is above 1")
 
     def _check_eos(self) -> None:
         probability, temperature = self.eos_probability, self.eos_temperature

@@ -17,8 +17,9 @@ from tok_core.manager.intake import RequestIntake
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.output_processor import OutputProcessor, Reported
 from tok_core.manager.reports import PATIENCE, Reporter
-from tok_core.manager.scheduling import RunAhead, Scheduler
+from tok_core.manager.scheduling import MIN_QUEUED_STEPS, RunAhead, Scheduler
 from tok_core.manager.sequences import SequenceTable
+from tok_core.manager.speculation import Speculator
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineCommand, EngineInfo, Progress, Stats, StepInput, StepOutput, ToManager
 from tok_core.runtime import HEARTBEAT, TURN
@@ -77,18 +78,23 @@ class Manager:
         words = config.tokenizer or config.model
         workers = workers or LocalWorkers(loader(words, info.vocab_size, info.eos_token_ids, tokenizer))
         self.grammars = GrammarManager(self.table, workers, info.vocab_size, self.faults, clock)
+        self.speculator = None if config.speculate == "off" else Speculator(self.paging, config.speculate)
         self.scheduler = Scheduler(
             *(info, self.paging, self.lengths, self.stops, self.grammars, self.faults),
             groups=config.prefix_groups,
             admission=config.admission,
             stages=config.pp,
+            speculator=self.speculator,
             clock=clock,
         )
         self.reclaimer = self.scheduler.reclaimer
         self.output_processor = OutputProcessor(
-            self.table, self.reclaimer, self.stops, self.lengths, self.grammars, self.faults, info.dtype
+            *(self.table, self.reclaimer, self.stops, self.lengths, self.grammars, self.faults, info.dtype),
+            self.speculator,
         )
-        self.run_ahead = RunAhead(config.run_ahead, config.pp)
+        # A draft waits for the tokens of all steps in flight, so that few are queued.
+        run_ahead = config.run_ahead if self.speculator is None else config.run_ahead or MIN_QUEUED_STEPS
+        self.run_ahead = RunAhead(run_ahead, config.pp)
         self.intake = RequestIntake(info, self.scheduler, self.stops, self.grammars, self.faults)
         self.requests = self.intake.requests
         self.commands = CommandExecutor(self.scheduler, self.output_processor, self.intake, command_ports)
@@ -119,6 +125,8 @@ class Manager:
         for output in outputs:
             self._take_output(output)
         advanced = [] if outputs else self.output_processor.jump_forward()
+        if self.speculator is not None and (outputs or advanced):
+            self.speculator.learn(len(self.output_processor.in_flight))
         self.intake.submit_compiled()
         if advanced or self.faults:
             self._report(advanced)
@@ -134,12 +142,14 @@ class Manager:
     def _take_output(self, output: StepOutput) -> None:
         began = time.thread_time()
         self.scheduler.step_returned(output.step)
-        self._report([self.output_processor.take(output), *self.output_processor.jump_forward()])
+        processor = self.output_processor
+        self._report([processor.take(output), *processor.accept_drafts(), *processor.jump_forward()])
         self.run_ahead.observe(output.device_seconds)
         self.reporter.add_output(output, time.thread_time() - began)
 
     def _send_step(self) -> StepInput | None:
-        if self.commands.holds or len(self.output_processor.in_flight) >= self.run_ahead.steps:
+        waits = self.speculator is not None and self.speculator.waits
+        if self.commands.holds or waits or len(self.output_processor.in_flight) >= self.run_ahead.steps:
             self.reclaimer.settle()
             return None
         began = time.thread_time()

@@ -14,6 +14,7 @@ from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
 from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.speculation import Drafts, Speculator
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopSets, TokenRows
 from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
 
@@ -55,7 +56,9 @@ class OutputProcessor:
         grammars: GrammarManager,
         faults: Faults,
         dtype: str,
+        speculator: Speculator | None = None,
     ) -> None:
+        self.speculator = speculator
         self.table = table
         self.reclaimer = reclaimer
         self.stops = stops
@@ -68,6 +71,7 @@ class OutputProcessor:
         self.skipped_tokens = 0
         self.discarded_tokens = 0
         self.requests_finished = 0
+        self._verified: tuple[Drafts, np.ndarray, StepOutput] | None = None  # with the slots of the output's rows
         self._dtype = dtype
         self._broken_before = False  # whether logits that are not finite have been logged
 
@@ -81,12 +85,18 @@ class OutputProcessor:
     def take(self, output: StepOutput) -> Reported:
         """Store the step's tokens, end the sequences that they end, and return the report.
 
-        Requests with logits that are not finite fail; the report leaves them out.
+        Requests with logits that are not finite fail; the report leaves them out. Rows of drafts are left to
+        `accept_drafts`.
         """
         number, slots, epoch = self.in_flight.popleft()
         assert number == output.step, f"step {output.step} returned where {number} was expected"
         scores, embedded = ([], []) if output.prompts is None else self.prompts.take(output.prompts)
         live = self.table.epoch[slots] == epoch
+        drafted = 0
+        if self.speculator is not None and (drafts := self.speculator.returned(number)) is not None:
+            self._verified = drafts, slots, output
+            drafted = len(drafts.lent)
+            live &= ~np.isin(slots, drafts.lent)
         if broken := self._find_broken(output.logprob, slots, live, scores, embedded):
             self._fail_broken(broken)
             live &= ~np.isin(self.table.rid[slots], list(broken))
@@ -95,7 +105,7 @@ class OutputProcessor:
         done = self._end_without_output(slots, live)
         slots = slots[live].astype(np.int64)
         token = output.token[live]
-        self.discarded_tokens += len(live) - len(slots) - len(done)
+        self.discarded_tokens += len(live) - drafted - len(slots) - len(done)
         guided = self.table.guided[slots]
         epoch = self.table.epoch[slots]
         reported = self._append_tokens(
@@ -106,6 +116,35 @@ class OutputProcessor:
         if followed.any():
             self.grammars.follow(slots[followed], token[followed])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
+
+    def accept_drafts(self) -> list[Reported]:
+        """Append the tokens sampled after accepted drafts; return one report per round of tokens.
+
+        Call this after each `take`. A row of a draft counts if the token that it fed is the one sampled before it. A
+        row whose logits are not finite does not: the next step computes it again.
+        """
+        if self._verified is None:
+            return []
+        (drafts, slots, output), self._verified = self._verified, None
+        assert self.speculator is not None
+        table, reported = self.table, []
+        row_of = np.zeros(table.slots, np.int64)
+        row_of[slots] = np.arange(len(slots))
+        left, row = np.arange(len(drafts.parent)), row_of[drafts.parent]
+        for slot, token in zip(drafts.slot.T, drafts.token.T, strict=True):
+            parent = drafts.parent[left]
+            follows = (output.token[row] == token[left]) & np.isfinite(output.logprob[row_of[slot[left]]])
+            follows &= (table.epoch[parent] == drafts.epoch[left]) & (table.state[parent] == State.DECODE)
+            left = left[follows]
+            if not len(left):
+                break
+            parent, row = drafts.parent[left], row_of[slot[left]]
+            table.length[parent] += 1
+            table.announced[parent] = False  # the worker's length and last token are out of date
+            self.speculator.accepted_tokens += len(left)
+            columns = output.token, output.logprob, output.top_token, output.top_logprob
+            reported.append(self._append_tokens(parent, *(column[row] for column in columns)))
+        return reported
 
     def jump_forward(self) -> list[Reported]:
         """Append the forced tokens of guided sequences that are known by now; return one report per round of tokens.
@@ -167,6 +206,8 @@ class OutputProcessor:
         self.output_tokens += len(slots)
         table.tokens[slots, table.known[slots]] = token
         table.known[slots] += 1
+        if self.speculator is not None:
+            self.speculator.note(slots)
         rid, sample = table.rid[slots], table.sample[slots]
         finished = self._end_found(slots, token)
         return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, [], [])

@@ -73,7 +73,8 @@ class Reporter:
         """Return the counters since the start, and the gauges."""
         scheduler, outputs = self._scheduler, self._output_processor
         table, paging, starter = scheduler.table, scheduler.paging, scheduler.starter
-        requests_running = table.requests_running
+        requests_running, speculator = table.requests_running, scheduler.speculator
+        drafts = (0, 0, 0) if speculator is None else speculator.counters
         return Stats(
             requests_running=requests_running,
             requests_waiting=len(self._intake.requests) - requests_running,
@@ -85,6 +86,9 @@ class Reporter:
             output_tokens=outputs.output_tokens,
             skipped_tokens=outputs.skipped_tokens,
             discarded_tokens=outputs.discarded_tokens,
+            draft_steps=drafts[0],
+            drafted_tokens=drafts[1],
+            accepted_tokens=drafts[2],
             preemptions=scheduler.reclaimer.preemptions,
             pages_total=scheduler.info.num_pages,
             pages_used=paging.used,

@@ -48,6 +48,7 @@ class Request:
     grammar_state         state of its grammar
     parked_matchers       matcher states of samples that wait for a slot again, by sample
     tenant, salt, banned  as in `Submit`
+    family                number of the sequences that it learns drafts from; 0 without speculation
     allowed_set           number of its allowed tokens in `AllowedTokens`; −1: all tokens
     account               its caller's account
     queued_at             when it joined the queue, in seconds
@@ -56,8 +57,8 @@ class Request:
     """
 
     __slots__ = (
-        *("account", "allowed_set", "banned", "certain_length", "displaced", "grammar_state", "leader", "left"),
-        *("limit", "params"),
+        *("account", "allowed_set", "banned", "certain_length", "displaced", "family", "grammar_state", "leader"),
+        *("left", "limit", "params"),
         *("parked_matchers", "pooled", "pooling", "preempted", "prompt", "queued_at", "reported", "rid", "running"),
         *("salt", "samples", "serial", "slots", "stop_set", "tenant", "unsampled", "wants_prompt_outputs"),
     )
@@ -83,6 +84,7 @@ class Request:
         self.queued_at = 0.0
         self.running = 0
         self.salt = salt
+        self.family = 0
         self.prompt = prompt
         self.params = params
         self.serial = serial

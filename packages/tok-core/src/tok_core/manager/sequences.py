@@ -87,6 +87,7 @@ class SequenceTable:
     started_overdue    whether it was started because it had waited too long
     priority           class: the smallest number is the highest class, served first and preempted last
     preempted          whether the sample was preempted for lack of pages before
+    family             uint64, `Request.family`
     salt               salt of its request, by slot; kept until the slot has another owner
     """
 
@@ -109,6 +110,7 @@ class SequenceTable:
         self.started_overdue = np.zeros(slots, np.bool_)
         self.preempted = np.zeros(slots, np.bool_)
         self.rid = np.zeros(slots, np.int64)
+        self.family = np.zeros(slots, np.uint64)
         self.sample = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
         self.target = np.zeros(slots, np.int32)
@@ -197,6 +199,7 @@ class SequenceTable:
         self.priority[slots] = params.priority
         self.account[slots] = request.account.id
         self.rid[slots] = request.rid
+        self.family[slots] = request.family
         self.sample[slots] = samples
         self.length[slots] = 0
         self.target[slots] = self.known[slots] = len(tokens)
@@ -215,6 +218,23 @@ class SequenceTable:
         self.greedy[slots] = params.temperature == 0
         self.top_logprobs[slots] = params.logprobs or 0
         self.tokens[slots, : len(tokens)] = tokens
+
+    def lend(self, sources: Int64) -> Int64:
+        """Return a free slot for each of `sources`, filled for a decode row with the parameters of its sequence.
+
+        The slots remain free: they must be back before another is claimed. Their limit is never reached.
+        """
+        slots = np.array(self._free[-len(sources) :])
+        for column in (
+            *(self.rid, self.sample, self.length, self.prompt_len, self.unstopped_length, self.eos_from_position),
+            *(self.node, self.guided, self.allowed_set, self.filters, self.penalises, self.bias_until, self.greedy),
+            self.top_logprobs,
+        ):
+            column[slots] = column[sources]
+        self.limit[slots] = NEVER
+        for slot, source in zip(slots.tolist(), sources.tolist(), strict=True):
+            self.requests[slot] = self.requests[source]
+        return slots
 
     def end(self, slots: Int64) -> None:
         """Mark sequences as ended. Their slots are not free yet and keep their pages."""

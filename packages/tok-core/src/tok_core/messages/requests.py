@@ -80,6 +80,9 @@ class Stats(msgspec.Struct):
 
     skipped_tokens                  those of `output_tokens` that a grammar determined, so that no step sampled them
     discarded_tokens                tokens computed for sequences that had ended
+    draft_steps                     steps that verified drafted tokens
+    drafted_tokens                  tokens drafted
+    accepted_tokens                 those of them that were accepted: each saved its sample a step
     schedule_seconds                time of the manager's CPU to build steps
     output_seconds                  time of the manager's CPU to process returned tokens
     launch_seconds, device_seconds  as in StepOutput, summed
@@ -95,6 +98,9 @@ class Stats(msgspec.Struct):
     output_tokens: int = 0
     skipped_tokens: int = 0
     discarded_tokens: int = 0
+    draft_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     pages_total: int = 0
     pages_used: int = 0

@@ -139,6 +139,10 @@ def add_field_flags(
 def _parser_of(kind: object) -> Callable[[str], object]:
     """Return the function that parses a flag's value for a field of this type, which may be optional."""
     kinds = {kind, *get_args(kind)}
+    words = {word for one in kinds if get_origin(one) is Literal for word in get_args(one)}
+    if words:
+        number = next(one for one in (int, float) if one in kinds)
+        return lambda text: text if text in words else number(text)
     if tuple[str, ...] in kinds:
         return lambda text: tuple(text.split(","))
     return next(one for one in (int, float, str) if one in kinds)

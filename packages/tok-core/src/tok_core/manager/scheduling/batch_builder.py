@@ -62,7 +62,7 @@ class BatchBuilder:
     def chunk(self, slot: int, start: int, count: int) -> None:
         """Add a prefill chunk: `count` tokens of `slot` from position `start` on."""
         if not self.table.announced[slot]:
-            self._announce([slot], start)
+            self.announce([slot], [start])
         request = self.table.requests[slot]
         assert request is not None
         if request.wants_prompt_outputs and request.leader == slot:
@@ -72,19 +72,20 @@ class BatchBuilder:
     def add_sampling(self, slot: int, forks: Int64) -> None:
         """Let `slot` and its new `forks` sample their next tokens from the logits at the end of the last chunk."""
         if len(forks):
-            self._announce(forks.tolist(), int(self.table.length[slot]))
+            self.announce(forks.tolist(), [int(self.table.length[slot])] * len(forks))
         self.sampling_slots += [slot, *forks.tolist()]
         self.sampling_chunks += [len(self.chunks) - 1] * (1 + len(forks))
 
     def start(self, slots: Int64) -> None:
         """Add new `slots` of one request, which begin with a decode row."""
-        self._announce(slots.tolist(), int(self.table.length[slots[0]]))
+        self.announce(slots.tolist(), self.table.length[slots].tolist())
         self.starts.append(slots)
 
-    def _announce(self, slots: list[int], length: int) -> None:
+    def announce(self, slots: Sequence[int], length: Sequence[int]) -> None:
+        """Let the worker set these slots to their owner's parameters, positions in the cache, and last known token."""
         self.table.announced[slots] = True
         self.announced += slots
-        self.announced_length += [length] * len(slots)
+        self.announced_length += length
 
     def build(self, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         """Return the StepInput; the table's lengths must already be those after the step.
@@ -184,7 +185,7 @@ class BatchBuilder:
         return NewSlots(
             slot=slots,
             length=array(length),
-            last_token=table.tokens[slots, table.prompt_len[slots] - 1],
+            last_token=table.tokens[slots, table.known[slots] - 1],
             eos_from_position=table.eos_from_position[slots],
             prompt_len=table.prompt_len[slots],
             sample=table.sample[slots],

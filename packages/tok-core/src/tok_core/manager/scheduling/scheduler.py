@@ -20,6 +20,7 @@ from tok_core.manager.scheduling.prefill import ChunkedPrefill
 from tok_core.manager.scheduling.reclaimer import Reclaimer
 from tok_core.manager.scheduling.steps_in_flight import Microbatches, TokenBudget
 from tok_core.manager.sequences import State
+from tok_core.manager.speculation import Speculator
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
 
@@ -48,9 +49,11 @@ class Scheduler:
         groups: bool,
         admission: AdmissionName,
         stages: int,
+        speculator: Speculator | None,
         clock: Callable[[], float],
     ) -> None:
         self.info = info
+        self.speculator = speculator
         self.table = table = paging.table
         self.paging = paging
         self.grammars = grammars
@@ -84,6 +87,8 @@ class Scheduler:
         """
         self.fair_shares.open(request)
         join = self.waiting.append if request.grammar_state is None else self.waiting.put_back
+        if self.speculator is not None:
+            self.speculator.open(request)
         join(Pending(request, deque(request.samples), request.prompt))
 
     def withdraw(self, rids: set[int]) -> None:
@@ -126,6 +131,8 @@ class Scheduler:
         decode = decode[(table.state[decode] == State.DECODE) & (table.epoch[decode] == epoch)]
         if (over := min(rows_to_skip, len(decode) + builder.tokens - self.token_budget.tokens)) > 0:
             decode = self._without(decode, over)
+        if self.speculator is not None:
+            decode = self._add_drafts(self.speculator, builder, decode)
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
             return None
@@ -171,6 +178,15 @@ class Scheduler:
         if admitting and (shortages == self.reclaimer.shortages or self.fair_shares.overdue):
             budget = admitter.admit(builder, decode, budget, self.computed_tokens)
         return max(budget, 0), max(-budget, 0)
+
+    def _add_drafts(self, speculator: Speculator, builder: BatchBuilder, decode: Int64) -> Int64:
+        """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
+        table = self.table
+        room = self.token_budget.tokens - len(decode) - builder.tokens
+        rows = speculator.lend_rows(builder.step, decode, room)
+        for slots in (decode[~table.announced[decode]], rows):
+            builder.announce(slots.tolist(), table.length[slots].tolist())
+        return np.concatenate((decode, rows))
 
     def _build(self, builder: BatchBuilder, decode: Int64) -> StepInput:
         """Group the decode rows, advance each by one position, and return the step."""

@@ -1,0 +1,105 @@
+"""Learn which token follows which tokens, and draft how sequences go on.
+
+Legend: n sequences or tokens, W = MAX_CONTEXT tokens of a window, C lengths of contexts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tok_core.messages import Int32
+
+UInt64 = NDArray[np.uint64]
+
+CONTEXTS: Final = np.array((1, 2, 4, 8))  # lengths of contexts, in tokens
+MAX_CONTEXT: Final = 8
+# A context's count and the bonus of its length make its score. The context of the highest score predicts, if it reaches
+# MIN_SCORE; of equal scores the shorter one. Compared on Markov chains and on this repository's texts: lower values
+# draft more tokens that are rejected, and without a bonus a quarter fewer tokens of texts are accepted.
+BONUS: Final = np.array((0, 1, 2, 3))[:, None]
+MIN_SCORE: Final = 3
+MAX_COUNT: Final = 15
+ENTRY_BITS: Final = 22  # the table has 2 ** 22 entries: 36 MiB once all of them are in use
+NO_TOKEN: Final = -1
+
+_MULTIPLIER: Final = 0x9E3779B97F4A7C15  # 2 ** 64 / golden ratio, odd: multiplicative hashing (Knuth)
+_POWERS: Final = np.array([pow(_MULTIPLIER, i + 2, 1 << 64) for i in range(MAX_CONTEXT)], np.uint64)[:, None]
+_LENGTH_KEYS: Final = np.array([0xD1B54A32D192ED03 * int(i) % 2**64 for i in CONTEXTS], np.uint64)[:, None]
+
+
+class NgramIndex:
+    """Hash table from a context, the last 1, 2, 4 or 8 tokens of a sequence, to the token that mostly follows it.
+
+    Every sequence belongs to a family, a number. The sequences of a family, such as the samples of one prompt, learn
+    from each other, finished ones included, and from no other family.
+
+    An entry holds one context, the token predicted after it, and a count. The count rises when this token follows
+    again, and falls when another one does; where it would reach 0, the other token takes over with a count of 1. A new
+    context replaces the one in its entry: memory is bounded, and what is no longer used disappears. Two contexts are
+    mixed up if their hashes agree in all of 54 bits; drafts are verified, so that this costs time at most.
+
+    The tokens of one call of `add` do not see each other. Of those after equal contexts, the last one counts.
+    """
+
+    def __init__(self, entry_bits: int = ENTRY_BITS) -> None:
+        self._shift = np.uint64(64 - entry_bits)
+        self._fingerprint = np.zeros(1 << entry_bits, np.uint32)
+        self._token = np.zeros(1 << entry_bits, np.int32)
+        self._count = np.zeros(1 << entry_bits, np.uint8)  # 0: the entry is empty
+
+    def add(self, family_n: UInt64, window_Wn: Int32, token_n: Int32) -> None:
+        """Learn that each token follows the tokens of its window, the last of which comes first.
+
+        Windows that reach beyond the start of a sequence are padded by NO_TOKEN.
+        """
+        at, fingerprint = self._entries(family_n, window_Wn)
+        token, count = self._token[at], self._count[at]
+        count[self._fingerprint[at] != fingerprint] = 0
+        up, down = np.minimum(count + 1, MAX_COUNT), np.maximum(count, 1) - 1
+        count = np.where((token == token_n) & (count > 0), up, down)
+        replaced = count == 0
+        self._fingerprint[at] = fingerprint
+        self._token[at] = np.where(replaced, token_n, token)
+        self._count[at] = count + replaced
+
+    def add_text(self, family: int, tokens: Int32) -> None:
+        """Learn every token of a text."""
+        padded = np.concatenate((np.full(MAX_CONTEXT, NO_TOKEN, np.int32), tokens))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, MAX_CONTEXT)[1:-1, ::-1]
+        self.add(np.full(len(windows), family, np.uint64), np.ascontiguousarray(windows.T), tokens[1:])
+
+    def draft(self, family_n: UInt64, window_Wn: Int32, count: int) -> Int32:
+        """Return up to `count` tokens that may follow each window, int32 `[n, count]`, padded by NO_TOKEN."""
+        drafts = np.full((len(family_n), count), NO_TOKEN, np.int32)
+        rows = np.arange(len(family_n))
+        for i in range(count):
+            token = self._predict(family_n[rows], window_Wn)
+            found = token != NO_TOKEN
+            rows, token = rows[found], token[found]
+            if not len(rows):
+                break
+            drafts[rows, i] = token
+            window_Wn = np.concatenate((token[None], window_Wn[:-1, found]))
+        return drafts
+
+    def _predict(self, family_n: UInt64, window_Wn: Int32) -> Int32:
+        """Return the token that follows each window most probably; NO_TOKEN if no score is high enough."""
+        at, fingerprint = self._entries(family_n, window_Wn)
+        count = self._count[at]
+        score = np.where((self._fingerprint[at] == fingerprint) & (count > 0), count + BONUS, 0)
+        best, every = score.argmax(axis=0), np.arange(len(family_n))
+        token: Int32 = np.where(score[best, every] >= MIN_SCORE, self._token[at[best, every]], np.int32(NO_TOKEN))
+        return token
+
+    def _entries(self, family_n: UInt64, window_Wn: Int32) -> tuple[UInt64, NDArray[np.uint32]]:
+        """Return the entries of the contexts that end a window, and the fingerprints of these contexts, `[C, n]`."""
+        state = np.cumsum(window_Wn.astype(np.uint64) * _POWERS, axis=0)[CONTEXTS - 1]
+        state += family_n
+        for _ in range(2):
+            state ^= _LENGTH_KEYS
+            state *= np.uint64(_MULTIPLIER)
+            state ^= state >> np.uint64(32)
+        return state >> self._shift, state.astype(np.uint32)

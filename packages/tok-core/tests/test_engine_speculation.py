@@ -1,0 +1,170 @@
+"""Speculation changes no answer: with `batch_invariant`, tokens and log-probabilities are the same bits without it.
+
+A second answer to a prompt is drafted from the first one, so that many drafts are right; other temperatures and seeds
+make wrong ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.grouping import group_eagerly
+from support.tiny_models import make_model, reference_greedy
+from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, RequestOutput, SamplingParams
+from tok_core.sampling_params import Grammar
+
+NEW = 40
+STEM, *PARTS = random_prompts((33, 1, 15, 40), seed=5)
+PROMPTS = [STEM, STEM + PARTS[0], STEM + PARTS[1], PARTS[2]]
+PLAIN = SamplingParams(temperature=1.0, seed=3, max_tokens=NEW, ignore_eos=True, logprobs=0)
+WORDS = Grammar(kind="regex", value="(apples|baskets|dogs)( (apples|baskets|dogs)){3}")
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=2),
+    "plain": PLAIN,
+    "samples": SamplingParams(n=5, temperature=0.4, seed=1, max_tokens=NEW, ignore_eos=True, logprobs=0),
+    "filters": SamplingParams(n=2, temperature=0.8, seed=2, top_k=20, top_p=0.9, max_tokens=NEW, logprobs=3),
+    "penalties": SamplingParams(
+        n=2, temperature=0.7, seed=4, presence_penalty=0.6, repetition_penalty=1.2, max_tokens=NEW, ignore_eos=True
+    ),
+    "biases": SamplingParams(temperature=1.0, seed=5, logit_bias={5: 3.0, 9: 4.0}, max_tokens=NEW, logprobs=1),
+    "min_tokens": SamplingParams(n=3, temperature=1.2, seed=6, min_tokens=20, stop_token_ids=(9, 30), max_tokens=NEW),
+    "allowed": SamplingParams(temperature=1.0, seed=7, allowed_token_ids=tuple(range(3, 20)), max_tokens=NEW),
+    "bad_words": SamplingParams(temperature=0.5, seed=8, bad_words=("a", "the"), max_tokens=NEW, ignore_eos=True),
+    "grammar": SamplingParams(temperature=1.0, seed=9, grammar=WORDS, max_tokens=NEW),
+    "one_token": SamplingParams(temperature=0, max_tokens=1),
+    "two_tokens": SamplingParams(n=2, temperature=0, max_tokens=2),
+}
+Answer = list[tuple[list[int], object, str | None, object]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama3", tmp_path_factory.mktemp("speculation") / "tiny", max_positions=256)
+
+
+def answer(output: RequestOutput) -> Answer:
+    return [(one.token_ids, one.logprobs, one.finish_reason, one.stop_reason) for one in output.outputs]
+
+
+def answers(engine: Engine) -> list[Answer]:
+    """Return the answers to all prompts with all parameters, which run together."""
+    asked = [(prompt, params) for params in PARAMS.values() for prompt in PROMPTS]
+    prompts, params = zip(*asked, strict=True)
+    return [answer(output) for output in engine.generate(list(prompts), list(params))]
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[Answer]:
+    """Return the answers without speculation."""
+    with cpu_engine(path, batch_invariant=True) as engine:
+        return answers(engine)
+
+
+@pytest.mark.parametrize(
+    ("speculate", "options"),
+    [
+        (1, {"max_running": 256}),
+        (4, {"page_size": 4, "run_ahead": 4, "max_running": 256}),
+        (4, {"page_size": 4, "kv_cache_tokens": 640, "max_running": 32}),  # preempts
+        (16, {"page_size": 1, "max_step_tokens": 48, "max_running": 16, "run_ahead": 1}),
+        (8, {"prefix_groups": False, "max_running": 256}),
+    ],
+)
+def test_drafts_change_no_bit_of_any_answer(
+    path: Path, expected: list[Answer], speculate: int, options: dict[str, Any]
+) -> None:
+    with cpu_engine(path, batch_invariant=True, speculate=speculate, max_model_len=128, **options) as engine:
+        group_eagerly(manager_of(engine))
+        for _ in range(3):
+            assert answers(engine) == expected
+        stats = engine.stats()
+    assert stats["accepted_tokens"] > 10
+    assert stats["drafted_tokens"] > stats["accepted_tokens"]
+    assert stats["preemptions"] > 0 or "kv_cache_tokens" not in options
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    path = make_model(kind, tmp_path / kind)
+    wanted = reference_greedy(path, PROMPTS, NEW)
+    with cpu_engine(path, speculate=4) as engine:
+        for _ in range(3):
+            for output, (tokens, logprobs) in zip(engine.generate(PROMPTS, PARAMS["greedy"]), wanted, strict=True):
+                (sample,) = output.outputs
+                assert sample.token_ids == tokens
+                assert sample.logprobs is not None
+                np.testing.assert_allclose([one.logprob for one in sample.logprobs], logprobs, atol=1e-3)
+        assert engine.stats()["accepted_tokens"] > NEW * len(PROMPTS)
+
+
+def test_repeated_seeded_sample_takes_a_fifth_of_the_steps(path: Path) -> None:
+    with cpu_engine(path, speculate=7, run_ahead=2) as engine:
+        (first,) = engine.generate([STEM], PLAIN)
+        steps = engine.stats()["steps"]
+        (again,) = engine.generate([STEM], PLAIN)
+        assert [one.token_ids for one in again.outputs] == [one.token_ids for one in first.outputs]
+        assert engine.stats()["steps"] - steps <= steps / 5
+
+
+def test_samples_learn_from_each_other_but_not_across_salts(path: Path) -> None:
+    with cpu_engine(path, speculate=4) as engine:
+        accepted = [0.0]
+        for salt in ("a", "b", "b"):
+            engine.generate([STEM], PLAIN, cache_salt=salt)
+            accepted.append(engine.stats()["accepted_tokens"])
+    first, other, same = np.diff(accepted).tolist()
+    assert first == other < same
+
+
+@pytest.mark.parametrize("ending", ["stop", "stop_token_ids"])
+def test_sample_ends_at_a_stop_within_a_draft(path: Path, ending: str) -> None:
+    with cpu_engine(path, speculate=8) as engine:
+        for _ in range(2):
+            (whole,) = engine.generate([STEM], PLAIN)[0].outputs
+        text, tokens, half = whole.text, list(whole.token_ids), range(NEW // 2, NEW)
+        strings = [text[i : i + 2] for i in half if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i]
+        stop = strings[0] if ending == "stop" else next(tokens[i] for i in half if tokens[i] not in tokens[:i])
+        steps = engine.stats()["steps"]
+        (cut,) = engine.generate([STEM], msgspec.structs.replace(PLAIN, **{ending: (stop,)}))[0].outputs
+        assert engine.stats()["steps"] - steps < NEW / 4
+    assert cut.finish_reason == "stop"
+    assert cut.stop_reason == stop
+    assert list(cut.token_ids) == tokens[: len(cut.token_ids)]
+    if isinstance(stop, str):
+        assert cut.text == text[: text.index(stop)]
+    else:
+        assert tokens.index(stop) in (len(cut.token_ids), len(cut.token_ids) - 1)
+
+
+async def test_streamed_tokens_come_in_order(path: Path) -> None:
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu", kv_cache_tokens=4096, speculate=8)
+    engine = AsyncEngine(config, in_process=True)
+    await engine.start()
+    found = []
+    for _ in range(2):
+        streamed = list[int]()
+        async for delta in engine.generate(STEM, PLAIN):
+            streamed += delta.token_ids
+        found.append(streamed)
+    assert len(found[0]) == NEW
+    assert found[0] == found[1]
+    assert engine.stats()["accepted_tokens"] > NEW / 2
+    assert_all_given_back(manager_of(engine))
+    await engine.close()
+
+
+@pytest.mark.parametrize("wrong", [0, 17, -1, "auto", "on", None, True, 2.0])
+def test_speculate_is_off_or_a_number_of_tokens(wrong: object) -> None:
+    with pytest.raises(InvalidField, match=r"speculate is .*allowed: off, or integers from 1 to 16"):
+        EngineConfig(model="m", speculate=wrong)  # type: ignore[arg-type]
+
+
+def test_speculation_in_a_pipeline_is_refused_by_name() -> None:
+    with pytest.raises(InvalidField, match=r"speculate is 4.*off if pp is above 1"):
+        EngineConfig(model="m", speculate=4, pp=2)

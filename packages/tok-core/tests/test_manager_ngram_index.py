@@ -1,0 +1,117 @@
+"""The n-gram index predicts as a plain dictionary does that works through the same tokens one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex
+from tok_core.messages import Int32
+
+LENGTHS = (1, 2, 4, 8)
+MASK = (1 << 64) - 1
+Context = tuple[int, ...]
+
+
+class Oracle:
+    """The index in plain Python: entries `[context, token, count]` in a dictionary by number of the entry."""
+
+    def __init__(self, entry_bits: int) -> None:
+        self.bits = entry_bits
+        self.entries: dict[int, tuple[tuple[int, Context], int, int]] = {}
+
+    def number(self, family: int, context: Context) -> int:
+        """Return the entry of a context, whose last token comes first, by the hash function that the index defines."""
+        golden = 0x9E3779B97F4A7C15
+        state = family + sum(token % 2**64 * pow(golden, i + 2, 1 << 64) for i, token in enumerate(context))
+        for _ in range(2):
+            state = ((state & MASK) ^ (0xD1B54A32D192ED03 * len(context) & MASK)) * golden & MASK
+            state ^= state >> 32
+        return state >> (64 - self.bits)
+
+    def add(
+        self, family: int, window: Context, token: int, seen: dict[int, tuple[tuple[int, Context], int, int]]
+    ) -> None:
+        for length in LENGTHS:
+            context = window[:length]
+            at = self.number(family, context)
+            held, known, count = seen.get(at, ((0, ()), 0, 0))
+            if held != (family, context):
+                count = 0
+            if count and known == token:
+                self.entries[at] = ((family, context), token, min(count + 1, 15))
+            elif count > 1:
+                self.entries[at] = ((family, context), known, count - 1)
+            else:
+                self.entries[at] = ((family, context), token, 1)
+
+    def predict(self, family: int, window: Context) -> int:
+        best, found = 0, NO_TOKEN
+        for bonus, length in enumerate(LENGTHS):
+            held, token, count = self.entries.get(self.number(family, window[:length]), ((0, ()), 0, 0))
+            if count and held == (family, window[:length]) and count + bonus > best:
+                best, found = count + bonus, token
+        return found if best >= 3 else NO_TOKEN
+
+
+def window_of(tokens: list[int]) -> Context:
+    return tuple(([NO_TOKEN] * MAX_CONTEXT + tokens)[: -MAX_CONTEXT - 1 : -1])
+
+
+def columns(windows: list[Context]) -> Int32:
+    return np.array(windows, np.int32).reshape(-1, MAX_CONTEXT).T
+
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+
+
+@given(
+    bits=st.sampled_from([3, 6, 20]),
+    prompts=st.lists(texts, min_size=1, max_size=3),
+    rounds=st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=4), max_size=25),
+)
+def test_index_equals_a_dictionary(bits: int, prompts: list[list[int]], rounds: list[list[tuple[int, int]]]) -> None:
+    index, oracle = NgramIndex(bits), Oracle(bits)
+    sequences = [(family, list(prompt)) for family, prompt in enumerate(prompts, 2**63)]
+    for family, prompt in sequences:
+        index.add_text(family, np.array(prompt, np.int32))
+        seen = dict(oracle.entries)
+        for i in range(1, len(prompt)):
+            oracle.add(family, window_of(prompt[:i]), prompt[i], seen)
+    for one in rounds:
+        chosen = [(*sequences[number % len(sequences)], token) for number, token in one]
+        families = np.array([family for family, _, _ in chosen], np.uint64)
+        windows = [window_of(tokens) for _, tokens, _ in chosen]
+        index.add(families, columns(windows), np.array([token for _, _, token in chosen], np.int32))
+        seen = dict(oracle.entries)
+        for (family, _, token), window in zip(chosen, windows, strict=True):
+            oracle.add(family, window, token, seen)
+        for _, tokens, token in chosen:
+            tokens.append(token)
+    families = np.array([family for family, _ in sequences], np.uint64)
+    drafts = index.draft(families, columns([window_of(tokens) for _, tokens in sequences]), 5)
+    for draft, (family, tokens) in zip(drafts.tolist(), sequences, strict=True):
+        wanted = list[int]()
+        while len(wanted) < 5 and (token := oracle.predict(family, window_of(tokens + wanted))) != NO_TOKEN:
+            wanted.append(token)
+        assert draft == wanted + [NO_TOKEN] * (5 - len(wanted))
+    assert len(oracle.entries) <= 1 << bits
+
+
+def test_drafts_repeat_a_text_after_its_first_words() -> None:
+    index, text = NgramIndex(), np.arange(100, 140, dtype=np.int32)
+    index.add_text(7, text)
+    window = columns([window_of(text[:12].tolist())])
+    assert index.draft(np.array([7], np.uint64), window, 6).tolist() == [text[12:18].tolist()]
+    assert index.draft(np.array([8], np.uint64), window, 6).tolist() == [[NO_TOKEN] * 6]
+
+
+def test_short_context_predicts_what_follows_it_repeatedly() -> None:
+    index = NgramIndex()
+    index.add_text(7, np.array([1, 2, 9, 1, 2, 8, 1, 2, 7, 1], np.int32))
+    family, window = np.array([7], np.uint64), columns([window_of([5, 6, 1])])
+    assert index.draft(family, window, 1).tolist() == [[NO_TOKEN]], "equal contexts of one text count once"
+    for _ in range(2):
+        index.add(family, window, np.array([2], np.int32))
+    assert index.draft(family, window, 2).tolist() == [[2, NO_TOKEN]], "9, 8 and 7 have followed 2"
