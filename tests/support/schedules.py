@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from support.grouping import group_eagerly
 from support.prefix_trees import check_tree
@@ -150,7 +151,11 @@ def propose_expected(manager: Manager, accuracy: float, seed: int = 0) -> None:
                     draft[i] = (draft[i] + 1) % VOCAB
         return drafts
 
+    def accept_all(slots: Int64, count: int) -> NDArray[np.float64]:
+        return np.ones((len(slots), count))
+
     setattr(manager.speculator, "propose", propose)  # noqa: B010
+    setattr(manager.speculator, "acceptance", accept_all)  # noqa: B010
 
 
 def kept(manager: Manager) -> list[RetainedPrompt]:

@@ -112,6 +112,15 @@ def test_repeated_seeded_sample_takes_a_fifth_of_the_steps(path: Path) -> None:
         assert engine.stats()["steps"] - steps <= steps / 5
 
 
+def test_samples_that_cannot_be_predicted_are_hardly_drafted(path: Path) -> None:
+    params = msgspec.structs.replace(PLAIN, n=32, temperature=0.7, max_tokens=100)
+    with cpu_engine(path, speculate=8, max_running=256) as engine:
+        engine.generate([STEM], params)
+        stats = engine.stats()
+    assert stats["output_tokens"] == 3200
+    assert stats["drafted_tokens"] < 64
+
+
 def test_samples_learn_from_each_other_but_not_across_salts(path: Path) -> None:
     with cpu_engine(path, speculate=4) as engine:
         accepted = [0.0]

@@ -50,20 +50,21 @@ class NgramIndex:
         self._token = np.zeros(1 << entry_bits, np.int32)
         self._count = np.zeros(1 << entry_bits, np.uint8)  # 0: the entry is empty
 
-    def add(self, family_n: UInt64, window_Wn: Int32, token_n: Int32) -> None:
+    def add(self, family_n: UInt64, window_Wn: Int32, token_n: Int32) -> Int32:
         """Learn that each token follows the tokens of its window, the last of which comes first.
 
-        Windows that reach beyond the start of a sequence are padded by NO_TOKEN.
+        Windows that reach beyond the start of a sequence are padded by NO_TOKEN. Return what was predicted until now.
         """
         at, fingerprint = self._entries(family_n, window_Wn)
-        token, count = self._token[at], self._count[at]
-        count[self._fingerprint[at] != fingerprint] = 0
+        token, count = self._look_up(at, fingerprint)
+        predicted = _best(token, count)
         up, down = np.minimum(count + 1, MAX_COUNT), np.maximum(count, 1) - 1
         count = np.where((token == token_n) & (count > 0), up, down)
         replaced = count == 0
         self._fingerprint[at] = fingerprint
         self._token[at] = np.where(replaced, token_n, token)
         self._count[at] = count + replaced
+        return predicted
 
     def add_text(self, family: int, tokens: Int32) -> None:
         """Learn every token of a text."""
@@ -76,7 +77,7 @@ class NgramIndex:
         drafts = np.full((len(family_n), count), NO_TOKEN, np.int32)
         rows = np.arange(len(family_n))
         for i in range(count):
-            token = self._predict(family_n[rows], window_Wn)
+            token = _best(*self._look_up(*self._entries(family_n[rows], window_Wn)))
             found = token != NO_TOKEN
             rows, token = rows[found], token[found]
             if not len(rows):
@@ -85,14 +86,11 @@ class NgramIndex:
             window_Wn = np.concatenate((token[None], window_Wn[:-1, found]))
         return drafts
 
-    def _predict(self, family_n: UInt64, window_Wn: Int32) -> Int32:
-        """Return the token that follows each window most probably; NO_TOKEN if no score is high enough."""
-        at, fingerprint = self._entries(family_n, window_Wn)
+    def _look_up(self, at: UInt64, fingerprint: NDArray[np.uint32]) -> tuple[Int32, NDArray[np.uint8]]:
+        """Return tokens and counts of the entries; a count of 0 if an entry holds another context or none."""
         count = self._count[at]
-        score = np.where((self._fingerprint[at] == fingerprint) & (count > 0), count + BONUS, 0)
-        best, every = score.argmax(axis=0), np.arange(len(family_n))
-        token: Int32 = np.where(score[best, every] >= MIN_SCORE, self._token[at[best, every]], np.int32(NO_TOKEN))
-        return token
+        count[self._fingerprint[at] != fingerprint] = 0
+        return self._token[at], count
 
     def _entries(self, family_n: UInt64, window_Wn: Int32) -> tuple[UInt64, NDArray[np.uint32]]:
         """Return the entries of the contexts that end a window, and the fingerprints of these contexts, `[C, n]`."""
@@ -103,3 +101,11 @@ class NgramIndex:
             state *= np.uint64(_MULTIPLIER)
             state ^= state >> np.uint64(32)
         return state >> self._shift, state.astype(np.uint32)
+
+
+def _best(token_Cn: Int32, count_Cn: NDArray[np.uint8]) -> Int32:
+    """Return the tokens of the contexts of the highest scores; NO_TOKEN where no score is high enough."""
+    score = np.where(count_Cn > 0, count_Cn + BONUS, 0)
+    best, every = score.argmax(axis=0), np.arange(score.shape[1])
+    token: Int32 = np.where(score[best, every] >= MIN_SCORE, token_Cn[best, every], np.int32(NO_TOKEN))
+    return token

@@ -14,14 +14,20 @@ from numpy.typing import NDArray
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import State
-from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex
+from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
 from tok_core.messages import Int32, Int64
 
 MAX_ROWS: Final = 256
 """Decode rows, drafts included, up to which a step verifies drafts. Small steps mostly read weights, so that further
 rows cost little. Llama-1B on an H200: 64 rows take 1.6 ms, 128 take 2.0 ms, 256 take 2.6 ms."""
-MIN_DRAFTED_SHARE: Final = 0.5
-"""Drafted tokens per decode row from which on a step verifies drafts, since no step runs ahead of it."""
+MIN_ACCEPTANCE: Final = 0.3
+"""Probability of acceptance from which on a token is drafted. A step of Llama-1B with 32 rows on an H200 takes a fifth
+longer for one more row per sequence."""
+MIN_GAIN: Final = 0.5
+"""Expected accepted tokens per decode row from which on a step verifies drafts, since no step runs ahead of it."""
+ACCURACY_BITS: Final = 12  # families whose accuracy is kept apart, if their numbers differ in these bits
+ACCURACY_WINDOW: Final = 64  # predictions after which older ones count half
+PRIOR_RIGHT, PRIOR_WRONG = 3, 1  # predictions counted before any was made: a new family drafts four tokens
 MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones: 0.3 µs each to learn, while no step is scheduled
 
 NOBODY: Final[Int64] = np.empty(0, np.int64)
@@ -67,6 +73,10 @@ class Speculator:
     Drafts begin where a sequence's last token is known. So no step is launched until one with drafts is back, and none
     while steps are in flight after which enough can be drafted (`waits`). The slots lent are free again by then.
 
+    Every token that a sample gets, drafted or not, shows whether the index predicted it. The share of right predictions
+    in a family is the probability a that its next drafted token is accepted; aⁱ is that of the i-th. Tokens are drafted
+    while it is high enough.
+
     Guided sequences have no drafts, since the masks after drafted tokens are not known.
 
     draft_steps      steps that verified drafts
@@ -83,6 +93,8 @@ class Speculator:
         self._table = paging.table
         self._paging = paging
         self._max_draft = max_draft
+        self._right = np.full(1 << ACCURACY_BITS, float(PRIOR_RIGHT))
+        self._wrong = np.full(1 << ACCURACY_BITS, float(PRIOR_WRONG))
         self._drafts: Drafts | None = None  # of the step in flight
         self._appended: list[tuple[Int64, Int64]] = []  # slots and positions of tokens to learn
 
@@ -110,17 +122,26 @@ class Speculator:
         if self._appended:
             slots, position = (np.concatenate(part) for part in zip(*self._appended, strict=True))
             self._appended = []
-            self.index.add(table.family[slots], self._windows(slots, position), table.tokens[slots, position])
+            family, token = table.family[slots], table.tokens[slots, position]
+            self._count(family, self.index.add(family, self._windows(slots, position), token), token)
         self.waits = self._drafts is not None
         decode = table.in_state(State.DECODE)
         room = min(table.free_slots, MAX_ROWS - len(decode))
         if in_flight and room > 0 and not self.waits:
-            self.waits = self._pays(self._draft(decode[~table.guided[decode]], room) != NO_TOKEN, len(decode))
+            drafts = self._draft(decode[~table.guided[decode]], room, len(decode))
+            self.waits = bool((drafts != NO_TOKEN).any())
 
     def propose(self, slots: Int64, count: int) -> Int32:
         """Return up to `count` tokens that may follow each slot's last known token, `[n, count]`."""
         table = self._table
         return self.index.draft(table.family[slots], self._windows(slots, table.known[slots]), count)
+
+    def acceptance(self, slots: Int64, count: int) -> NDArray[np.float64]:
+        """Return the probabilities that the first `count` drafted tokens of each slot are accepted, `[n, count]`."""
+        at = _accuracy_entry(self._table.family[slots])
+        accuracy = self._right[at] / (self._right[at] + self._wrong[at])
+        probability: NDArray[np.float64] = accuracy[:, None] ** np.arange(1, count + 1)
+        return probability
 
     def lend_rows(self, step: int, decode: Int64, room: int) -> Int64:
         """Draft tokens for those of `decode` whose last token is known; return slots of the at most `room` draft rows.
@@ -131,10 +152,10 @@ class Speculator:
         parents = decode[(table.known[decode] == table.length[decode] + 1) & ~table.guided[decode]]
         if room <= 0 or not len(parents):
             return NOBODY
-        token = self._draft(parents, room)
+        token = self._draft(parents, room, len(decode))
         parents, token = parents[token[:, 0] != NO_TOKEN], token[token[:, 0] != NO_TOKEN]
         drafted = token != NO_TOKEN
-        if not self._pays(drafted, len(decode)) or not self._grow(parents, drafted.sum(axis=1)):
+        if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
             return NOBODY
         row, column = drafted.nonzero()
         slots = np.full(token.shape, -1)
@@ -159,18 +180,31 @@ class Speculator:
             self._table.requests[slot] = None
         return drafts
 
-    def _draft(self, slots: Int64, room: int) -> Int32:
-        """Return the proposals cut to what can be verified: `room` tokens together, and none that the limit forbids."""
+    def _draft(self, slots: Int64, room: int, rows: int) -> Int32:
+        """Return drafts of at most `room` tokens together, `[n, k]`; no tokens if they gain too little for `rows`.
+
+        No token is drafted that the limit of its sequence forbids.
+        """
         token, left = self.propose(slots, self._max_draft), self._table.limit[slots] - self._table.known[slots]
-        token[np.arange(self._max_draft) + 1 >= left[:, None]] = NO_TOKEN
+        acceptance = self.acceptance(slots, self._max_draft)
+        token[(np.arange(self._max_draft) + 1 >= left[:, None]) | (acceptance < MIN_ACCEPTANCE)] = NO_TOKEN
         while token.shape[1] > 1 and np.count_nonzero(token != NO_TOKEN) > room:
             token = token[:, :-1]
         token[room:] = NO_TOKEN
+        if acceptance[:, : token.shape[1]].sum(where=token != NO_TOKEN) < MIN_GAIN * rows:
+            token.fill(NO_TOKEN)
         return token
 
-    def _pays(self, drafted: NDArray[np.bool_], rows: int) -> bool:
-        """Return whether enough tokens are drafted for so many decode rows."""
-        return bool(0 < np.count_nonzero(drafted) >= MIN_DRAFTED_SHARE * rows)
+    def _count(self, family: UInt64, predicted: Int32, token: Int32) -> None:
+        """Count which predictions were right."""
+        at, made = _accuracy_entry(family), predicted != NO_TOKEN
+        if made.any():
+            right = predicted == token
+            self._right += np.bincount(at[right], minlength=len(self._right))
+            self._wrong += np.bincount(at[made & ~right], minlength=len(self._wrong))
+            old = self._right + self._wrong > ACCURACY_WINDOW
+            self._right[old] /= 2
+            self._wrong[old] /= 2
 
     def _grow(self, slots: Int64, drafted: Int64) -> bool:
         """Allocate the pages that the sequences lack for their drafts, if there are enough; return whether there are.
@@ -191,3 +225,8 @@ class Speculator:
         position = end - 1 - np.arange(MAX_CONTEXT)[:, None]
         windows: Int32 = np.where(position >= 0, self._table.tokens[slots, np.maximum(position, 0)], np.int32(NO_TOKEN))
         return windows
+
+
+def _accuracy_entry(family: UInt64) -> Int64:
+    entry: Int64 = (family >> np.uint64(64 - ACCURACY_BITS)).astype(np.int64)
+    return entry
