@@ -135,13 +135,15 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
 def propose_expected(manager: Manager, accuracy: float, seed: int = 0) -> None:
     """Draft the tokens that the simulated worker will sample; each is right with probability `accuracy`.
 
-    Drafts have random lengths, and go on with right tokens after a wrong one.
+    Some calls propose nothing. Drafts have random lengths, and go on with right tokens after a wrong one.
     """
     assert manager.speculator is not None
     table, rng = manager.table, np.random.default_rng(seed)
 
     def propose(slots: Int64, count: int) -> Int32:
         drafts = np.full((len(slots), count), NO_TOKEN, np.int32)
+        if rng.random() < 0.3:
+            return drafts
         for draft, slot in zip(drafts, slots.tolist(), strict=True):
             context = table.tokens[slot, : table.known[slot]].tolist()
             for i in range(rng.integers(0, count + 1)):

@@ -112,6 +112,21 @@ def test_repeated_seeded_sample_takes_a_fifth_of_the_steps(path: Path) -> None:
         assert engine.stats()["steps"] - steps <= steps / 5
 
 
+def test_tokens_of_ended_samples_are_dropped(path: Path) -> None:
+    params = msgspec.structs.replace(
+        PLAIN, n=8, max_tokens=60, ignore_eos=False, stop_token_ids=tuple(range(0, 500, 20))
+    )
+    with cpu_engine(path, run_ahead=6) as engine:
+        (plain,) = engine.generate([STEM], params)
+    with cpu_engine(path, run_ahead=6, speculate=8) as engine:
+        for _ in range(3):
+            (output,) = engine.generate([STEM], params)
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain.outputs]
+        stats = engine.stats()
+    assert stats["discarded_tokens"] > 0
+    assert stats["accepted_tokens"] > 0
+
+
 def test_samples_that_cannot_be_predicted_are_hardly_drafted(path: Path) -> None:
     params = msgspec.structs.replace(PLAIN, n=32, temperature=0.7, max_tokens=100)
     with cpu_engine(path, speculate=8, max_running=256) as engine:
@@ -177,3 +192,15 @@ def test_speculate_is_off_or_a_number_of_tokens(wrong: object) -> None:
 def test_speculation_in_a_pipeline_is_refused_by_name() -> None:
     with pytest.raises(InvalidField, match=r"speculate is 4.*off if pp is above 1"):
         EngineConfig(model="m", speculate=4, pp=2)
+
+
+def test_tensor_parallel_ranks_verify_drafts(path: Path) -> None:
+    config = EngineConfig(
+        model=str(path), device="cpu", dtype="float32", tp=2, batch_invariant=True, kv_cache_tokens=8192
+    )
+    params, found = [PARAMS["samples"], PARAMS["penalties"]] * 2, []
+    for speculate in ("off", 4):
+        with Engine(msgspec.structs.replace(config, speculate=speculate)) as engine:
+            found += [[answer(output) for output in engine.generate(PROMPTS, params)] for _ in range(2)]
+            assert (engine.stats()["accepted_tokens"] > 0) == (speculate == 4)
+    assert found[1:] == found[:1] * 3

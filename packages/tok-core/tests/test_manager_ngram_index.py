@@ -6,7 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex
+from tok_core.manager.kv_cache import Paging
+from tok_core.manager.sequences import SequenceTable
+from tok_core.manager.speculation import Speculator
+from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
 from tok_core.messages import Int32
 
 LENGTHS = (1, 2, 4, 8)
@@ -115,3 +118,20 @@ def test_short_context_predicts_what_follows_it_repeatedly() -> None:
     for _ in range(2):
         index.add(family, window, np.array([2], np.int32))
     assert index.draft(family, window, 2).tolist() == [[2, NO_TOKEN]], "9, 8 and 7 have followed 2"
+
+
+def test_step_of_very_many_rows_is_learned_in_part() -> None:
+    table = SequenceTable(slots=3000, max_len=16, page_size=16)
+    speculator, learnt = Speculator(Paging(table, 1), max_draft=4), list[int]()
+    add = speculator.index.add
+
+    def counted(family: UInt64, windows: Int32, token: Int32) -> Int32:
+        learnt.append(len(token))
+        return add(family, windows, token)
+
+    setattr(speculator.index, "add", counted)  # noqa: B010
+    for rows in (0, 1, 1024, 1025, 3000):
+        table.known[:rows] = 2
+        speculator.note(np.arange(rows))
+        speculator.learn(in_flight=0)
+    assert learnt == [0, 1, 1024, 513, 1000]

@@ -28,6 +28,7 @@ MIN_GAIN: Final = 0.5
 ACCURACY_BITS: Final = 12  # families whose accuracy is kept apart, if their numbers differ in these bits
 ACCURACY_WINDOW: Final = 64  # predictions after which older ones count half
 PRIOR_RIGHT, PRIOR_WRONG = 3, 1  # predictions counted before any was made: a new family drafts four tokens
+MAX_LEARNT: Final = 1024  # tokens of a step: with more rows than this, nothing is drafted before many have ended
 MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones: 0.3 µs each to learn, while no step is scheduled
 
 NOBODY: Final[Int64] = np.empty(0, np.int64)
@@ -110,7 +111,8 @@ class Speculator:
         self.index.add_text(request.family, request.prompt[-MAX_PROMPT_TOKENS:])
 
     def note(self, slots: Int64) -> None:
-        """Take note of the last known token of each slot, which `learn` will learn."""
+        """Take note of the last known token of each slot, which `learn` will learn; of some if there are very many."""
+        slots = slots[:: max(1, -(-len(slots) // MAX_LEARNT))]
         self._appended.append((slots, self._table.known[slots].astype(np.int64) - 1))
 
     def learn(self, in_flight: int) -> None:
