@@ -28,6 +28,7 @@ from tok_kernels import (
     CascadeLevel,
     Contexts,
     Exchange,
+    ExpertWeights,
     Filters,
     LayerCache,
     LogitBias,
@@ -132,6 +133,24 @@ def multiply_packed(tokens: int, bits: int, group: int | None, zeros: bool, *, o
     BACKEND.packed_linear(gated, weight(HIDDEN, INNER), residual_TN=residual)
 
 
+def mix_experts(tokens: int, group: int | None = None, dtype: torch.dtype = BF16) -> None:
+    """Compute Qwen3-30B-A3B's mixture of experts; weights of 8 bits have scales of lines, or of `group` columns."""
+    experts, size, columns = 128, 2048, 768
+
+    def weight(rows: int, width: int) -> Tensor | ScaledWeight:
+        values = meta(rows, width, dtype=dtype)
+        return (
+            values if dtype == BF16 else ScaledWeight(values, meta(rows, width // (group or width), dtype=FLOAT), group)
+        )
+
+    x = meta(tokens, size, dtype=BF16)
+    for normalize in (True, False):
+        routing = BACKEND.select_experts(meta(tokens, experts, dtype=BF16), 8, normalize=normalize)
+    weights = ExpertWeights(weight(experts * 2 * columns, size), weight(experts * size, columns))
+    BACKEND.fused_experts(x, routing, weights)
+    BACKEND.fused_experts(x, routing, weights, residual_TN=x)
+
+
 class Ranks:
     """Two ranks' shards of the vocabulary, seen from rank 0."""
 
@@ -200,6 +219,11 @@ def launch_all() -> None:
         multiply_packed(tokens, 4, 32, zeros=False)
         multiply_packed(tokens, 8, None, zeros=True)
     multiply_packed(8192, 4, 128, zeros=True, ordered=True)
+    for tokens in (1, 16, 512, 1024, 8192):
+        mix_experts(tokens)
+    for group in (None, 128):
+        mix_experts(16, group, FP8)
+    mix_experts(8192, None, torch.int8)
     sample()
     sample(all_greedy=True)
     sample(masks=Masks(meta(8, dtype=INT64), meta(8, dtype=INT64), meta(1, VOCABULARY // 32)))

@@ -31,6 +31,7 @@ from tok_kernels.linear.quantized_weights import (
     ScaledWeight,
     pack_columns,
 )
+from tok_kernels.moe.interface import ExpertWeights, Routing
 from tok_kernels.norm_rope_kv.rope_table import (
     DynamicScaling,
     LinearScaling,
@@ -56,6 +57,7 @@ __all__ = [
     "DecodeRows",
     "DynamicScaling",
     "Exchange",
+    "ExpertWeights",
     "Filters",
     "HostLengths",
     "HostLevel",
@@ -70,6 +72,7 @@ __all__ = [
     "QKNorm",
     "QuantizedRows",
     "RopeScaling",
+    "Routing",
     "Sampled",
     "SamplingBatch",
     "ScaledWeight",

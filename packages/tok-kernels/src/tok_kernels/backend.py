@@ -10,6 +10,7 @@ from torch import Tensor
 from tok_kernels.attention.interface import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
 from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
+from tok_kernels.moe.interface import ExpertWeights, Routing
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 
@@ -147,6 +148,25 @@ class Backend(Protocol):
 
     def dequantize(self, weight: PackedWeight) -> Tensor:
         """Return W `[F, K]` in the dtype of activations: `(q - zero) * scale` in float32, rounded once."""
+        ...
+
+    def select_experts(self, logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
+        """Choose the `chosen` experts with the largest router logits for each token, `[T, E] -> [T, chosen]`.
+
+        An expert's weight is the softmax of the token's logits, in float32. With `normalize` the weights of a token's
+        experts are divided by their sum; that equals a softmax of their logits alone. Of equal logits, the lower expert
+        comes first. A token with a logit that is NaN gets any experts.
+        """
+        ...
+
+    def fused_experts(
+        self, x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
+    ) -> Tensor:
+        """Return for each token the weighted sum of its experts' SwiGLU MLPs `down(silu(gate(x)) * up(x))`, `[T, N]`.
+
+        The sum is added up in float32, in the order of the token's experts, and rounded to x's dtype once. With
+        `residual_TN`, it is added to that tensor in place, and that tensor is returned.
+        """
         ...
 
     def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from tok_kernels.linear.reference import (
     scaled_gated_linear,
     scaled_linear,
 )
+from tok_kernels.moe.reference import fused_experts, invariant_fused_experts, select_experts
 from tok_kernels.norm_rope_kv.reference import rms_norm, rope, rope_and_write_kv, silu_and_mul, write_kv
 from tok_kernels.sampling.reference.sampling import sample
 from tok_kernels.slots.reference import decode_rows, record_sampled_tokens
@@ -38,6 +39,8 @@ class ReferenceBackend:
     packed_linear = staticmethod(packed_linear)
     packed_gated_linear = staticmethod(packed_gated_linear)
     dequantize = staticmethod(dequantize)
+    select_experts = staticmethod(select_experts)
+    fused_experts = staticmethod(fused_experts)
     rope = staticmethod(rope)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)
@@ -60,4 +63,5 @@ class InvariantReferenceBackend(ReferenceBackend):
     packed_linear = staticmethod(invariant_linear.packed_linear)
     packed_gated_linear = staticmethod(invariant_linear.packed_gated_linear)
     silu_and_mul = staticmethod(invariant_linear.silu_and_mul)
+    fused_experts = staticmethod(invariant_fused_experts)
     attention = staticmethod(invariant_attention.attention)

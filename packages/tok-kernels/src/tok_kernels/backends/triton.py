@@ -7,6 +7,7 @@ from tok_kernels.attention.triton.attention import attention
 from tok_kernels.linear.triton import gated_linear, linear
 from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
+from tok_kernels.moe.triton import fused_experts, select_experts
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
@@ -30,6 +31,8 @@ class TritonBackend:
     packed_linear = staticmethod(packed_linear)
     packed_gated_linear = staticmethod(packed_gated_linear)
     dequantize = staticmethod(dequantize)
+    select_experts = staticmethod(select_experts)
+    fused_experts = staticmethod(fused_experts)
     rope = staticmethod(rope)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)

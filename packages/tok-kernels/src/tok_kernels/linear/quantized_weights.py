@@ -5,7 +5,8 @@ Axes: N or F rows, K columns, G groups of columns, W words of a row, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class ScaledWeight:
         if self.group is not None:
             scale = scale.repeat_interleave(self.group, 1)[:, : self.values_NK.shape[1]]
         return (self.values_NK.float() * scale).to(dtype)
+
+    def rows(self, rows: slice) -> ScaledWeight:
+        """Return some rows of the weight; their scales may begin within a block of rows."""
+        return ScaledWeight(self.values_NK[rows], self.scale_NG[rows], self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,16 @@ class PackedWeight:
         q_FK = unpack_columns(self.words, self.bits)[:, : self.columns]
         zero = self.middle if self.zero_GF is None else self._of_columns(self.zero_GF.int())
         return ((q_FK - zero) * self._of_columns(self.scale_GF)).to(self.dtype)
+
+    def rows(self, rows: slice) -> PackedWeight:
+        """Return some of the stacked matrices: the range of their rows."""
+        own = self
+        if self.group_of_column is not None:
+            stops = list(accumulate(self.part_rows, initial=0))
+            parts = slice(stops.index(rows.start), stops.index(rows.stop))
+            own = replace(self, group_of_column=self.group_of_column[parts], part_rows=self.part_rows[parts])
+        zero_GF = None if self.zero_GF is None else self.zero_GF[:, rows]
+        return replace(own, words=self.words[rows], scale_GF=self.scale_GF[:, rows], zero_GF=zero_GF)
 
     def _of_columns(self, values_GF: Tensor) -> Tensor:
         """Return the value that each column has, of the values of its groups, `[F, K]` or `[F, 1]`."""

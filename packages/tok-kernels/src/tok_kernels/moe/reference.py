@@ -1,0 +1,70 @@
+"""Compute a mixture of experts in plain torch, one expert after the other.
+
+Axes: T tokens, E experts, C experts of a token, P = T × C pairs of a token and one of its experts, N hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tok_kernels.linear import invariant
+from tok_kernels.linear.reference import gated_linear, linear
+from tok_kernels.moe.interface import ExpertWeights, Routing
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies rows by a dense matrix."""
+
+
+def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
+    """Compute `Backend.select_experts`."""
+    logits_TE = logits_TE.float()
+    expert_TC = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    weight_TC = logits_TE.softmax(-1).gather(1, expert_TC)
+    if normalize:
+        weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
+    return Routing(expert_TC.int(), weight_TC, logits_TE.shape[1])
+
+
+def fused_experts(
+    x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
+) -> Tensor:
+    """Compute `Backend.fused_experts`. On a GPU this waits for the numbers of tokens of the experts."""
+    return _one_by_one(x_TN, routing, weights, residual_TN, gated_linear, linear)
+
+
+def invariant_fused_experts(
+    x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
+) -> Tensor:
+    """Compute `Backend.fused_experts` so that a token's bits do not depend on other tokens, on a CPU."""
+    return _one_by_one(x_TN, routing, weights, residual_TN, invariant.gated_linear, invariant.linear)
+
+
+def _one_by_one(
+    x_TN: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    residual_TN: Tensor | None,
+    gated: Multiply,
+    multiply: Multiply,
+) -> Tensor:
+    """Compute `Backend.fused_experts` by `gated`, for gate and up projection and activation, and `multiply`."""
+    expert_P = routing.expert_TC.flatten().long()
+    pair_P = expert_P.argsort(stable=True)
+    counts = torch.bincount(expert_P, minlength=routing.experts).tolist()
+    chosen = routing.expert_TC.shape[1]
+    y_PN = x_TN.new_empty((len(expert_P), x_TN.shape[1]))
+    for expert, pairs in enumerate(torch.split(pair_P, counts)):
+        if len(pairs):
+            gate_up, down = weights.dense(expert, routing.experts, x_TN.dtype)
+            y_PN[pairs] = multiply(gated(x_TN[pairs // chosen], gate_up), down)
+    sum_TN = torch.zeros_like(x_TN, dtype=torch.float32)
+    for y_TN, weight_T in zip(
+        torch.unflatten(y_PN, 0, (-1, chosen)).unbind(1), routing.weight_TC.unbind(1), strict=True
+    ):
+        sum_TN += weight_T.unsqueeze(1) * y_TN
+    if residual_TN is None:
+        return sum_TN.to(x_TN.dtype)
+    return residual_TN.copy_(sum_TN + residual_TN)

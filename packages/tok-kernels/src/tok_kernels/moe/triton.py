@@ -1,0 +1,147 @@
+"""Compute a mixture of experts in Triton: sort pairs by expert, two grouped GEMMs, and the weighted sum."""
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tok_kernels.launch_config import pdl_options, power_of_two
+from tok_kernels.linear.quantized_weights import PackedWeight, ScaledWeight
+from tok_kernels.moe.interface import ExpertWeights, Routing, Weight, rows_of
+from tok_kernels.moe.triton_grouped import combine_kernel, grouped_gemm_kernel
+from tok_kernels.moe.triton_route import SortedPairs, select_experts, sort_pairs
+
+__all__ = ["GroupedLaunch", "fused_experts", "fused_experts_with", "grouped_launch", "select_experts"]
+
+_COMBINE_BLOCK = 1024  # columns that a program of the weighted sum computes
+_FLOAT8_CAPABILITY = (8, 9)  # of GPUs, from which Triton converts float8 numbers
+_MIN_GROUP = 16  # columns that tensor cores multiply at once
+_MIN_ROWS, _MAX_ROWS = 16, 128  # of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLaunch:
+    """Launch configuration of a grouped GEMM.
+
+    rows    rows of a tile
+    lines   outputs of a program; of a gated GEMM, as many gates and up projections
+    block   inputs that it reads at a time
+    warps   Triton's num_warps
+    stages  Triton's num_stages
+    """
+
+    rows: int
+    lines: int
+    block: int
+    warps: int
+    stages: int
+
+
+def grouped_launch(tokens: int, routing: Routing, dtype: torch.dtype, *, gated: bool) -> GroupedLaunch:
+    """Return the launch for `tokens` of `dtype`: tiles have about as many rows as an expert has tokens on average.
+
+    The configurations are estimates from the sizes of registers and shared memory; none is measured yet.
+    """
+    mean = -(-tokens * routing.expert_TC.shape[1] // routing.experts)
+    rows = max(_MIN_ROWS, min(_MAX_ROWS, power_of_two(mean)))
+    if dtype.itemsize > 2:
+        return GroupedLaunch(min(rows, 32), 32, 32, 4, 2)
+    if rows < 64:
+        return GroupedLaunch(rows, 64, 128, 4, 3 if gated else 4)
+    return GroupedLaunch(rows, 64 if gated else 128, 64, 4 if rows < _MAX_ROWS else 8, 4)
+
+
+def fused_experts(
+    x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
+) -> Tensor:
+    """Compute `Backend.fused_experts`.
+
+    Raises ValueError for shapes that do not fit, and for weights of packed integers, which no kernel here multiplies.
+    """
+    gate_up, down = (grouped_launch(len(x_TN), routing, x_TN.dtype, gated=gated) for gated in (True, False))
+    return fused_experts_with(gate_up, down, x_TN, routing, weights, residual_TN)
+
+
+def fused_experts_with(
+    gate_up: GroupedLaunch,
+    down: GroupedLaunch,
+    x_TN: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    residual_TN: Tensor | None,
+) -> Tensor:
+    """Compute `Backend.fused_experts` with the given launches, whose tiles have equal numbers of rows."""
+    _check(x_TN, routing, weights, residual_TN)
+    (tokens, size), chosen = x_TN.shape, routing.expert_TC.shape[1]
+    out_TN = torch.empty_like(x_TN, memory_format=torch.contiguous_format) if residual_TN is None else residual_TN
+    if not tokens:
+        return out_TN
+    x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
+    columns = rows_of(weights.gate_up) // routing.experts // 2
+    order = sort_pairs(routing, gate_up.rows)
+    h_RF = torch.empty((tokens * chosen, columns), dtype=x_TN.dtype, device=x_TN.device)
+    y_PN = torch.empty((tokens * chosen, size), dtype=x_TN.dtype, device=x_TN.device)
+    _multiply(gate_up, x_TN, weights.gate_up, h_RF, order, chosen, gated=True)
+    _multiply(down, h_RF, weights.down, y_PN, order, chosen, gated=False)
+    combine_kernel[(tokens, triton.cdiv(size, _COMBINE_BLOCK))](
+        *(y_PN, routing.weight_TC, out_TN, out_TN.stride(0), size),
+        C=chosen,
+        BLOCK=min(_COMBINE_BLOCK, power_of_two(size)),
+        ADD=residual_TN is not None,
+        num_warps=4,
+        **pdl_options(x_TN.device),
+    )
+    return out_TN
+
+
+def _multiply(
+    launch: GroupedLaunch, x: Tensor, weight: Weight, out: Tensor, order: SortedPairs, chosen: int, *, gated: bool
+) -> None:
+    outputs, inputs = out.shape[1], x.shape[1]
+    if isinstance(weight, ScaledWeight) and not _multiplies(weight, x.device):
+        weight = weight.dense(x.dtype)
+    values, scale, group, block = weight, weight, 0, launch.block
+    if isinstance(weight, ScaledWeight):
+        values, scale, group = weight.values_NK, weight.scale_NG, weight.group or 0
+        block = min(block, group & -group) if group else block  # the columns of a block share a scale
+    grouped_gemm_kernel[(order.tiles * triton.cdiv(outputs, launch.lines),)](
+        *(x, x.stride(0), values, scale, out, order.pair_R, order.tile_3S, order.tiles, outputs, inputs),
+        C=chosen,
+        ROWS=launch.rows,
+        LINES=launch.lines,
+        BLOCK=block,
+        STAGES=launch.stages,
+        EVEN=inputs % block == 0,
+        GATED=gated,
+        GROUP=group,
+        SCALED=isinstance(weight, ScaledWeight),
+        num_warps=launch.warps,
+        **pdl_options(x.device),
+    )
+
+
+def _multiplies(weight: ScaledWeight, device: torch.device) -> bool:
+    """Return whether the grouped GEMM takes the weight; otherwise it is dequantised."""
+    float8 = weight.values_NK.dtype == torch.float8_e4m3fn
+    if float8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        return False
+    return weight.group is None or weight.group % _MIN_GROUP == 0
+
+
+def _check(x_TN: Tensor, routing: Routing, weights: ExpertWeights, residual_TN: Tensor | None) -> None:
+    experts, size = routing.experts, x_TN.shape[1]
+    for name, weight in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if isinstance(weight, PackedWeight):
+            raise ValueError(f"{name} has packed integers; allowed: dense weights, or weights of 8 bits with scales")
+    if rows_of(weights.gate_up) % (2 * experts) or rows_of(weights.down) != experts * size:
+        found = f"{rows_of(weights.gate_up)} and {rows_of(weights.down)}"
+        allowed = f"multiples of {2 * experts}, and {experts * size}"
+        raise ValueError(f"gate_up and down have {found} rows; allowed for {experts} experts: {allowed}")
+    if len(routing.expert_TC) != len(x_TN):
+        raise ValueError(f"experts are chosen for {len(routing.expert_TC)} tokens; allowed: {len(x_TN)}, the rows of x")
+    if residual_TN is not None and residual_TN.shape != x_TN.shape:
+        raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: {tuple(x_TN.shape)}")

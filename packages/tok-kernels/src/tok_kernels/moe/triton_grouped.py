@@ -1,0 +1,150 @@
+"""Multiply rows that are sorted by expert by their experts' matrices (grouped GEMM), and add up each token's results.
+
+The weights are the first operand, so that Hopper's tensor cores multiply any number of rows by 64 lines of them at a
+time, and weights of 8 bits stay in registers when they are converted. Only matrices of experts that have rows are read.
+Every program knows its expert and rows from `SortedPairs`, so that the launch depends on the number of tokens only.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _weights(
+    weight_ptr: tl.tensor,
+    line: tl.tensor,
+    column: tl.tensor,
+    inputs: tl.tensor,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """Return columns of some lines of the matrix, `[lines, columns]`; 0 past the last column."""
+    at = weight_ptr + line.to(tl.int64)[:, None] * inputs + column[None, :]
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=(column < inputs)[None, :], other=0.0)
+
+
+@triton.jit
+def _scales(
+    scale_ptr: tl.tensor, line: tl.tensor, start: tl.tensor, inputs: tl.tensor, GROUP: tl.constexpr
+) -> tl.tensor:
+    """Return the lines' scales for the columns from `start` on, `[lines, 1]`."""
+    return tl.load(scale_ptr + line * tl.cdiv(inputs, GROUP) + start // GROUP)[:, None]
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    x_ptr: tl.tensor,
+    x_row: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    pair_ptr: tl.tensor,
+    tile_ptr: tl.tensor,
+    tiles: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Compute LINES outputs of the ROWS rows of one tile.
+
+    C       experts of a token
+    BLOCK   inputs that are read at a time
+    EVEN    `inputs` is a multiple of BLOCK
+    GATED   x has a row for each token, and results are `silu(gate) * up`, in the order of sorted rows. Else x has
+            sorted rows, and results are in the order of pairs
+    SCALED  the weights are 8-bit values with scales, of each line (GROUP 0) or of GROUP columns of it
+    PDL     this kernel may start before its predecessor ends
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    parts = tl.cdiv(outputs, LINES)
+    tile = tl.program_id(0) // parts
+    expert = tl.load(tile_ptr + tile)
+    if expert < 0:
+        return
+    row = tl.load(tile_ptr + tiles + tile) + tl.arange(0, ROWS)
+    inside = row < tl.load(tile_ptr + 2 * tiles + tile)
+    pair = tl.load(pair_ptr + row, mask=inside, other=0)
+    if GATED:
+        source, to, height = pair // C, row, 2 * outputs
+    else:
+        source, to, height = row, pair, outputs
+    n = tl.program_id(0) % parts * LINES + tl.arange(0, LINES)
+    # Lines past the last one read that line again, so that no load needs a mask for them.
+    line = expert * height + tl.minimum(n, outputs - 1)
+    column = tl.arange(0, BLOCK)
+    x_at = x_ptr + source.to(tl.int64)[None, :] * x_row + column[:, None]
+    sums = tl.zeros((LINES, ROWS), tl.float32)
+    ups = tl.zeros((LINES, ROWS), tl.float32) if GATED else sums
+    for start in tl.range(0, inputs, BLOCK, num_stages=STAGES):
+        if EVEN:
+            x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+        else:
+            x = tl.load(x_at + start, mask=(start + column < inputs)[:, None] & inside[None, :], other=0.0)
+        w = _weights(weight_ptr, line, start + column, inputs, EVEN).to(x.dtype)
+        if SCALED and GROUP > 0:
+            sums += tl.dot(w, x, input_precision="ieee") * _scales(scale_ptr, line, start, inputs, GROUP)
+        else:
+            sums = tl.dot(w, x, sums, input_precision="ieee")
+        if GATED:
+            w = _weights(weight_ptr, line + outputs, start + column, inputs, EVEN).to(x.dtype)
+            if SCALED and GROUP > 0:
+                ups += tl.dot(w, x, input_precision="ieee") * _scales(scale_ptr, line + outputs, start, inputs, GROUP)
+            else:
+                ups = tl.dot(w, x, ups, input_precision="ieee")
+    if SCALED and GROUP == 0:
+        sums *= tl.load(scale_ptr + line)[:, None]
+    if GATED:
+        if SCALED and GROUP == 0:
+            ups *= tl.load(scale_ptr + line + outputs)[:, None]
+        sums = sums / (1.0 + tl.exp(-sums)) * ups
+    at = out_ptr + to.to(tl.int64)[:, None] * outputs + n[None, :]
+    values = tl.trans(sums).to(out_ptr.dtype.element_ty)
+    tl.store(at, values, mask=inside[:, None] & (n < outputs)[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    y_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_row: tl.tensor,
+    size: tl.tensor,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Add up BLOCK columns of the C results of a token, in order, each multiplied by its weight.
+
+    ADD  the values at `out` are added to the sum
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for c in tl.static_range(C):
+        y = tl.load(y_ptr + (token * C + c) * size + column, mask=inside, other=0.0).to(tl.float32)
+        total += y * tl.load(weight_ptr + token * C + c)
+    at = out_ptr + token * out_row + column
+    if ADD:
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,240 @@
+"""Choose the experts of each token, and sort the pairs of tokens and experts by expert, without the host's knowledge.
+
+Axes: T tokens, E experts, C experts of a token, P = T × C pairs, numbered token by token, R rows: the pairs sorted by
+expert, S tiles: up to `tile_rows` consecutive rows of one expert.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tok_kernels.launch_config import pdl_options, power_of_two
+from tok_kernels.moe.interface import Routing
+
+_SELECT_ELEMENTS = 1024  # logits of a program of `_select_kernel`
+_CHUNK_PAIRS = 1024  # pairs that a program of `_sort_kernel` sorts
+_BLOCK_ELEMENTS = 8192  # pairs × experts that it compares at once
+_LOWEST = tl.constexpr(-3.0e38)  # below any logit, and above the −inf of experts that are taken
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs sorted by expert, and tiles of rows.
+
+    pair_R     int32: the pair of each row
+    tile_3S    int32: expert, first row, and the end of the expert's rows; the expert of an unused tile is −1
+    tile_rows  rows of a tile
+    """
+
+    pair_R: Tensor
+    tile_3S: Tensor
+    tile_rows: int
+
+    @property
+    def tiles(self) -> int:
+        """The upper bound S of the number of tiles."""
+        return self.tile_3S.shape[1]
+
+
+def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
+    """Compute `Backend.select_experts`. Raises ValueError for more experts of a token than there are."""
+    tokens, experts = logits_TE.shape
+    if not 1 <= chosen <= experts:
+        raise ValueError(f"chosen is {chosen}; allowed: 1 to {experts}, the number of experts")
+    logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+    expert_TC = torch.empty((tokens, chosen), dtype=torch.int32, device=logits_TE.device)
+    weight_TC = torch.empty((tokens, chosen), dtype=torch.float32, device=logits_TE.device)
+    if tokens:
+        width = power_of_two(experts)
+        rows = min(max(1, _SELECT_ELEMENTS // width), power_of_two(tokens))
+        _select_kernel[(triton.cdiv(tokens, rows),)](
+            *(logits_TE, logits_TE.stride(0), expert_TC, weight_TC, tokens),
+            E=experts,
+            C=chosen,
+            ROWS=rows,
+            WIDTH=width,
+            NORMALIZE=normalize,
+            num_warps=4,
+            **pdl_options(logits_TE.device),
+        )
+    return Routing(expert_TC, weight_TC, experts)
+
+
+def sort_pairs(routing: Routing, tile_rows: int) -> SortedPairs:
+    """Sort pairs by expert, pairs of one expert by their numbers, and cut each expert's rows into tiles."""
+    expert_P, experts = routing.expert_TC.view(-1), routing.experts
+    pairs, device = expert_P.numel(), expert_P.device
+    chunks, width = triton.cdiv(pairs, _CHUNK_PAIRS), power_of_two(experts)
+    block = min(max(16, _BLOCK_ELEMENTS // width), _CHUNK_PAIRS)
+    counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
+    pair_R = torch.empty(pairs, dtype=torch.int32, device=device)
+    tile_3S = torch.empty((3, pairs // tile_rows + min(experts, pairs)), dtype=torch.int32, device=device)
+    sizes = {"E": experts, "CHUNK": min(_CHUNK_PAIRS, triton.cdiv(pairs, block) * block), "BLOCK": block}
+    if chunks > 1:
+        _count_kernel[(chunks,)](expert_P, counts, pairs, **sizes, WIDTH=width, num_warps=4, **pdl_options(device))
+    _sort_kernel[(chunks,)](
+        *(expert_P, counts, pair_R, tile_3S, pairs, chunks, tile_3S.shape[1]),
+        **sizes,
+        WIDTH=width,
+        TILE=tile_rows,
+        COUNTED=chunks > 1,
+        num_warps=4,
+        **pdl_options(device),
+    )
+    return SortedPairs(pair_R, tile_3S, tile_rows)
+
+
+@triton.jit
+def _select_kernel(
+    logits_ptr: tl.tensor,
+    logits_row: tl.tensor,
+    expert_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    tokens: tl.tensor,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Choose the C experts of ROWS tokens, one after the other.
+
+    NORMALIZE  weights of a token's experts add up to 1; else those of all experts do
+    PDL        this kernel may start before its predecessor ends
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, WIDTH)
+    # Rows past the last token read that token again.
+    at = tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * logits_row + expert[None, :]
+    logits = tl.load(logits_ptr + at, mask=(expert < E)[None, :], other=float("-inf")).to(tl.float32)
+    left = tl.where((expert < E)[None, :] & (logits > _LOWEST), logits, tl.where(expert < E, _LOWEST, float("-inf")))
+    largest = tl.max(left, 1)
+    total = tl.sum(tl.exp(logits - largest[:, None]), 1)
+    if NORMALIZE:
+        total = tl.zeros((ROWS,), tl.float32)
+        rest = left
+        for _ in tl.static_range(C):
+            total += tl.exp(tl.max(rest, 1) - largest)
+            rest = tl.where(expert[None, :] == tl.argmax(rest, 1)[:, None], float("-inf"), rest)
+    for c in tl.static_range(C):
+        best = tl.argmax(left, 1)
+        weight = tl.exp(tl.max(left, 1) - largest) / total
+        tl.store(expert_ptr + token * C + c, best, mask=token < tokens)
+        tl.store(weight_ptr + token * C + c, weight, mask=token < tokens)
+        left = tl.where(expert[None, :] == best[:, None], float("-inf"), left)
+
+
+@triton.jit
+def _matches(
+    expert_ptr: tl.tensor, first: tl.tensor, stop: tl.tensor, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+) -> tl.tensor:
+    """Return for BLOCK pairs from `first` on whether their expert is that of the column, int32 `[BLOCK, WIDTH]`."""
+    pair = first + tl.arange(0, BLOCK)
+    expert = tl.load(expert_ptr + pair, mask=pair < stop, other=-1)
+    return (expert[:, None] == tl.arange(0, WIDTH)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def _count(
+    expert_ptr: tl.tensor,
+    pairs: tl.tensor,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Return the number of pairs of each expert in this program's chunk."""
+    count = tl.zeros((WIDTH,), tl.int32)
+    start = tl.program_id(0) * CHUNK
+    for first in range(0, CHUNK, BLOCK):
+        count += tl.sum(_matches(expert_ptr, start + first, pairs, BLOCK, WIDTH), 0)
+    return count
+
+
+@triton.jit
+def _count_kernel(
+    expert_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    pairs: tl.tensor,
+    E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Write the number of pairs of each expert in this program's chunk."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.arange(0, WIDTH)
+    count = _count(expert_ptr, pairs, CHUNK, BLOCK, WIDTH)
+    tl.store(counts_ptr + tl.program_id(0) * E + expert, count, mask=expert < E)
+
+
+@triton.jit
+def _sort_kernel(
+    expert_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    pair_ptr: tl.tensor,
+    tile_ptr: tl.tensor,
+    pairs: tl.tensor,
+    chunks: tl.tensor,
+    tiles: tl.tensor,
+    E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    COUNTED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Write the rows of this program's chunk of pairs, and its share of the tiles.
+
+    COUNTED  `_count_kernel` has counted the pairs of all chunks; else there is one chunk
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.arange(0, WIDTH)
+    chunk = tl.program_id(0)
+    earlier = tl.zeros((WIDTH,), tl.int32)
+    if COUNTED:
+        total = tl.zeros((WIDTH,), tl.int32)
+        for other in range(chunks):
+            count = tl.load(counts_ptr + other * E + expert, mask=expert < E, other=0)
+            total += count
+            earlier += tl.where(other < chunk, count, 0)
+    else:
+        total = _count(expert_ptr, pairs, CHUNK, BLOCK, WIDTH)
+    stop = tl.cumsum(total, 0)
+    row = stop - total + earlier
+    for first in range(0, CHUNK, BLOCK):
+        match = _matches(expert_ptr, chunk * CHUNK + first, pairs, BLOCK, WIDTH)
+        before = tl.cumsum(match, 0) - match
+        at = tl.sum(match * (row[None, :] + before), 1)
+        pair = chunk * CHUNK + first + tl.arange(0, BLOCK)
+        tl.store(pair_ptr + at, pair, mask=pair < pairs)
+        row += tl.sum(match, 0)
+    own = tl.cdiv(total, TILE)
+    last = tl.cumsum(own, 0)
+    for first in range(chunk * BLOCK, tiles, chunks * BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        match = ((tile[:, None] >= (last - own)[None, :]) & (tile[:, None] < last[None, :])).to(tl.int32)
+        of_expert = tl.sum(match * expert[None, :], 1)
+        of_expert = tl.where(tl.sum(match, 1) > 0, of_expert, -1)
+        begin = tl.sum(match * ((stop - total)[None, :] + (tile[:, None] - (last - own)[None, :]) * TILE), 1)
+        end = tl.sum(match * stop[None, :], 1)
+        inside = tile < tiles
+        tl.store(tile_ptr + tile, of_expert, mask=inside)
+        tl.store(tile_ptr + tiles + tile, begin, mask=inside)
+        tl.store(tile_ptr + 2 * tiles + tile, end, mask=inside)

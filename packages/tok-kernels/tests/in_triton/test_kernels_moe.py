@@ -1,0 +1,181 @@
+"""Tests of mixtures of experts: routing, sorted pairs and grouped GEMMs against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from support.interpreted import INTERPRETING, outside, rerun
+from support.noise import noise
+from tok_kernels import MAX_TILES, ExpertWeights, PackedWeight, Routing, ScaledWeight, pack_columns
+from tok_kernels.backends.reference import InvariantReferenceBackend, ReferenceBackend
+from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
+from tok_kernels.moe.triton_route import sort_pairs
+
+BACKENDS = (ReferenceBackend(), TritonBackend())
+# The interpreter truncates float32 to bfloat16 instead of rounding it.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)
+SHAPES = ((1, 8, 2), (5, 6, 3), (40, 4, 2), (33, 12, 1), (700, 16, 2))  # tokens, experts, experts of a token
+
+
+@outside
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+def routing_of(tokens: int, experts: int, chosen: int, device: torch.device, skew: float = 0.0) -> Routing:
+    logits_TE = noise(tokens, experts, device=device) - skew * torch.arange(experts, device=device)
+    return ReferenceBackend().select_experts(logits_TE, chosen, normalize=True)
+
+
+def dense_weights(experts: int, size: int, columns: int, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+    gate_up = noise(experts * 2 * columns, size, dtype=dtype, device=device) / size**0.5
+    return ExpertWeights(gate_up, noise(experts * size, columns, dtype=dtype, device=device) / columns**0.5)
+
+
+def exact(x_TN: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """Return the sum over all experts, those that are not chosen with weight 0."""
+    weight_TE = torch.zeros((len(x_TN), routing.experts), dtype=torch.float64, device=x_TN.device)
+    weight_TE.scatter_(1, routing.expert_TC.long(), routing.weight_TC.double())
+    out_TN = torch.zeros_like(x_TN, dtype=torch.float64)
+    for expert, weight_T in enumerate(weight_TE.unbind(1)):
+        gate_up, down = (one.double() for one in weights.dense(expert, routing.experts, torch.float32))
+        gate, up = (x_TN.double() @ gate_up.t()).chunk(2, -1)
+        out_TN += weight_T[:, None] * ((functional.silu(gate) * up) @ down.t())
+    return out_TN
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    step = 16 * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=step, atol=step * float(expected.std()))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [*SHAPES, (3, 1, 1), (4, 128, 8)])
+def test_the_most_likely_experts_are_chosen(
+    tokens: int, experts: int, chosen: int, normalize: bool, device: torch.device
+) -> None:
+    logits_TE = noise(tokens, experts + 1, device=device)[:, :experts] * 3
+    probability_TE = logits_TE.double().softmax(-1)
+    expected = probability_TE.topk(chosen)
+    weight_TC = expected.values / (expected.values.sum(-1, keepdim=True) if normalize else 1)
+    for backend in BACKENDS:
+        routing = backend.select_experts(logits_TE, chosen, normalize=normalize)
+        assert routing.expert_TC.tolist() == expected.indices.tolist()
+        torch.testing.assert_close(routing.weight_TC.double(), weight_TC, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.5, float("-inf"), float("nan")])
+def test_experts_of_equal_logits_are_different_ones_and_the_lowest_come_first(
+    value: float, device: torch.device
+) -> None:
+    for backend in BACKENDS:
+        routing = backend.select_experts(torch.full((3, 6), value, device=device), 4, normalize=True)
+        assert routing.expert_TC.tolist() == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize("tile_rows", [16, 64])
+@pytest.mark.parametrize("skew", [0.0, 4.0])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), SHAPES)
+def test_tiles_cover_each_pair_once_with_its_expert(
+    tokens: int, experts: int, chosen: int, skew: float, tile_rows: int, device: torch.device
+) -> None:
+    routing = routing_of(tokens, experts, chosen, device, skew)
+    order = sort_pairs(routing, tile_rows)
+    expert_P = routing.expert_TC.flatten()
+    assert order.pair_R.tolist() == expert_P.argsort(stable=True).tolist()
+    covered: list[int] = []
+    for expert, start, end in order.tile_3S.t().tolist():
+        if expert >= 0:
+            pairs = order.pair_R[start : min(end, start + tile_rows)]
+            assert (expert_P[pairs] == expert).all()
+            covered += pairs.tolist()
+    assert covered == order.pair_R.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), SHAPES)
+def test_fused_experts_equal_the_weighted_sum_of_all_experts(
+    tokens: int, experts: int, chosen: int, add: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x_TN = noise(tokens, 48, dtype=dtype, device=device)
+    routing, weights = routing_of(tokens, experts, chosen, device), dense_weights(experts, 48, 40, dtype, device)
+    residual = noise(tokens, 48, dtype=dtype, device=device).flip(0) if add else None
+    expected = exact(x_TN, routing, weights) + (0 if residual is None else residual.double())
+    for backend in (*BACKENDS, InvariantReferenceBackend()):
+        given = None if residual is None else residual.clone()
+        found = backend.fused_experts(x_TN, routing, weights, residual_TN=given)
+        assert given is None or found is given
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize("group", [None, 32, 8])
+@pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.int8])
+def test_fused_experts_take_weights_of_8_bits(values: torch.dtype, group: int | None, device: torch.device) -> None:
+    experts, size, columns = 4, 64, 96
+
+    def scaled(rows: int, width: int) -> ScaledWeight:
+        numbers = (noise(rows, width, device=device) * 20).clamp(-127, 127).to(values)
+        scale = 0.01 * (1 + noise(rows, width // (group or width), device=device).abs())
+        return ScaledWeight(numbers, scale / width**0.5 * 5, group)
+
+    x_TN = noise(21, size, dtype=torch.float16, device=device)
+    routing = routing_of(21, experts, 2, device)
+    weights = ExpertWeights(scaled(experts * 2 * columns, size), scaled(experts * size, columns))
+    expected = exact(x_TN, routing, weights)
+    for backend in BACKENDS:
+        assert_near(backend.fused_experts(x_TN, routing, weights), expected)
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down"),
+    [
+        (GroupedLaunch(16, 16, 32, 1, 2), GroupedLaunch(16, 64, 16, 2, 1)),
+        (GroupedLaunch(64, 32, 64, 4, 3), GroupedLaunch(64, 128, 32, 8, 3)),
+    ],
+)
+def test_every_launch_config_gives_the_same_sums(
+    gate_up: GroupedLaunch, down: GroupedLaunch, device: torch.device
+) -> None:
+    x_TN = noise(37, 72, dtype=torch.float16, device=device)
+    routing, weights = routing_of(37, 5, 2, device, skew=1.0), dense_weights(5, 72, 24, torch.float16, device)
+    assert_near(fused_experts_with(gate_up, down, x_TN, routing, weights, None), exact(x_TN, routing, weights))
+
+
+def test_no_tokens_give_no_results(device: torch.device) -> None:
+    x_TN, weights = noise(0, 16, device=device), dense_weights(4, 16, 8, torch.float32, device)
+    for backend in BACKENDS:
+        routing = backend.select_experts(x_TN.new_empty((0, 4)), 2, normalize=False)
+        assert backend.fused_experts(x_TN, routing, weights).shape == (0, 16)
+
+
+def test_packed_integers_are_refused_by_triton_and_multiplied_by_the_reference(device: torch.device) -> None:
+    def packed(rows: int, width: int) -> PackedWeight:
+        q = torch.randint(0, 16, (rows, width), dtype=torch.int32, generator=torch.Generator().manual_seed(rows))
+        words, scale = pack_columns(q.to(device), 4), torch.rand((2, rows), device=device) / 50
+        arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        return PackedWeight(words, scale, None, 4, width, width // 2, torch.float32, arrived)
+
+    x_TN, routing = noise(9, 64, device=device), routing_of(9, 4, 2, device)
+    weights = ExpertWeights(packed(4 * 2 * 32, 64), packed(4 * 64, 32))
+    assert_near(ReferenceBackend().fused_experts(x_TN, routing, weights), exact(x_TN, routing, weights))
+    with pytest.raises(ValueError, match="gate_up has packed integers; allowed: dense weights"):
+        TritonBackend().fused_experts(x_TN, routing, weights)
+
+
+def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+    x_TN, routing = noise(3, 16, device=device), routing_of(3, 4, 2, device)
+    weights = dense_weights(4, 16, 8, torch.float32, device)
+    triton = TritonBackend()
+    with pytest.raises(ValueError, match="chosen is 5; allowed: 1 to 4"):
+        triton.select_experts(noise(3, 4, device=device), 5, normalize=True)
+    with pytest.raises(ValueError, match="gate_up and down have 64 and 63 rows; allowed for 4 experts"):
+        triton.fused_experts(x_TN, routing, ExpertWeights(weights.gate_up, noise(63, 8, device=device)))
+    with pytest.raises(ValueError, match="experts are chosen for 3 tokens; allowed: 2"):
+        triton.fused_experts(x_TN[:2], routing, weights)
+    with pytest.raises(ValueError, match="residual has shape"):
+        triton.fused_experts(x_TN, routing, weights, residual_TN=x_TN[:2])
