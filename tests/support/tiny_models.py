@@ -19,15 +19,18 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from support.tiny_tokenizer import SPECIAL_TOKENS, write_tokenizer
 
-KINDS = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe")
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2-window": Qwen2Config,
@@ -37,9 +40,37 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama3": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen2-moe": Qwen2MoeConfig,
+    "qwen3-moe": Qwen3MoeConfig,
 }
-BIASES = {"llama": ("attention_bias", "mlp_bias"), "mistral": (), "qwen2": (), "qwen3": ("attention_bias",)}
-UNTIED = ("llama-untied", "qwen3")
+BIASES = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": (),
+    "mixtral": (),
+    "qwen2": (),
+    "qwen2_moe": (),
+    "qwen3": ("attention_bias",),
+    "qwen3_moe": ("attention_bias",),
+}
+UNTIED = ("llama-untied", "qwen3", "qwen3-moe")
+EXPERTS: dict[str, dict[str, object]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # An MLP in the first layer, and experts in the second.
+    "qwen2-moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3-moe": {
+        "num_experts": 12,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+}
 # Sliding windows of every layer, of the last one, and of the first: no multiple of a page, shorter than most prompts.
 WINDOWS: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 37},
@@ -102,6 +133,7 @@ def make_model(
         eos_token_id=ends,
         **dict.fromkeys(BIASES[CONFIGS[kind].model_type], biases),
         **WINDOWS.get(kind, {}),
+        **EXPERTS.get(kind, {}),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]

@@ -1,6 +1,6 @@
 """The engine's greedy tokens and log-probabilities equal transformers' in fp32, however they are computed.
 
-Chunks of any size are tested for every kind of model, other properties for three kinds. All tests share one set of
+Chunks of any size are tested for every kind of model, other properties for some kinds. All tests share one set of
 prompts, because transformers' answers take most of the time. The answer to a prompt also serves for that prompt
 extended by the first tokens of the answer.
 """
@@ -23,7 +23,7 @@ LENGTHS = (1, 2, 4, 5, 15, 16, 17, 33, 64, 65, 128, 200)
 PROMPTS = dict(zip(LENGTHS, random_prompts(LENGTHS), strict=True))
 GROWN = (0, 1, 3, 4, 7, 8)
 NEW = 64
-SOME_KINDS = ("llama3", "qwen2", "qwen3")  # rope scaling, QKV biases, QK norm
+SOME_KINDS = ("llama3", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe")  # RoPE scaling, biases, norms, experts
 
 
 @dataclass(frozen=True)

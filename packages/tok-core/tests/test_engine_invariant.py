@@ -23,7 +23,7 @@ from support.short_lengths import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, InvalidField, RequestOutput, SamplingParams
 
-KINDS = ("llama3", "qwen3-window", "qwen2")
+KINDS = ("llama3", "qwen3-window", "qwen2", "qwen2-moe")
 STEM, *PARTS = random_prompts((70, 1, 15, 40, 130), seed=3)
 PROMPTS = [STEM, STEM + PARTS[0], STEM + PARTS[1], STEM[:33] + PARTS[2], PARTS[3], PARTS[0], STEM + PARTS[1] + PARTS[2]]
 NEW = 12

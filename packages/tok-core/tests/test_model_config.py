@@ -222,7 +222,7 @@ def test_qwen3_config_without_head_dim_is_rejected(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, Qwen2.*, Qwen3ForCausalLM",
+            r"GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, .*Qwen2.*, Qwen3ForCausalLM",
         ),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'.*list of strings"),
         ({"vocab_size": 0}, "vocab_size is 0; allowed: an integer of at least 1"),
@@ -264,7 +264,10 @@ def test_qwen3_config_without_head_dim_is_rejected(tmp_path: Path) -> None:
         ({"no_rope_layers": [0, 1]}, "no_rope_layers"),
         ({"vision_config": {}}, "vision_config is {}; allowed: null"),
         ({"quantization": {"bits": 4}}, "quantization is .*; allowed: null"),
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; allowed: llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "gpt2"},
+            "model_type is 'gpt2'; allowed: llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe",
+        ),
         (
             {"model_type": "mistral"},
             r"architectures is .'LlamaForCausalLM'.; allowed: MistralForCausalLM, MistralModel .model_type is 'mis",

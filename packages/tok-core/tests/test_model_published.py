@@ -44,7 +44,7 @@ def write(directory: Path, config: object) -> Path:
 
 def assert_alike(ours: Any, theirs: Any) -> None:
     """Check that both have read the same model."""
-    assert ours.architecture == f"{theirs.model_type.capitalize()}ForCausalLM"
+    assert ours.architecture == f"{theirs.model_type.title().replace('_', '')}ForCausalLM"
     for mine, its in FIELDS.items():
         assert getattr(ours, mine) == getattr(theirs, its), mine
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
@@ -52,11 +52,24 @@ def assert_alike(ours: Any, theirs: Any) -> None:
     assert (ours.rope_scaling is None) == (theirs.rope_parameters["rope_type"] == "default")
     ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
     assert list(ours.eos_token_ids) == list(dict.fromkeys(end for end in ends if end is not None))
-    types = theirs.layer_types if theirs.model_type.startswith("qwen") else [theirs.model_type] * len(ours.windows)
-    windows = [theirs.sliding_window if kind in ("mistral", "sliding_attention") else None for kind in types]
+    types = (
+        theirs.layer_types
+        if theirs.model_type.startswith("qwen") and theirs.model_type != "qwen3_moe"
+        else [theirs.model_type] * len(ours.windows)
+    )
+    windows = [theirs.sliding_window if kind in ("mistral", "mixtral", "sliding_attention") else None for kind in types]
     assert list(ours.windows) == [one if one and one < ours.max_positions else None for one in windows]
-    biased = {"qwen2": True, "mistral": False}.get(theirs.model_type, getattr(theirs, "attention_bias", False))
-    assert (ours.qkv_bias, ours.o_bias) == (biased, biased and theirs.model_type != "qwen2")
+    biased = {"qwen2": True, "qwen2_moe": getattr(theirs, "qkv_bias", True), "mistral": False, "mixtral": False}.get(
+        theirs.model_type, getattr(theirs, "attention_bias", False)
+    )
+    assert (ours.qkv_bias, ours.o_bias) == (biased, biased and not theirs.model_type.startswith("qwen2"))
+    assert (ours.moe is None) == (not hasattr(theirs, "num_experts_per_tok"))
+    if ours.moe is not None:
+        assert ours.moe.experts == getattr(theirs, "num_experts", None) or theirs.num_local_experts
+        assert ours.moe.experts_per_token == theirs.num_experts_per_tok
+        assert ours.moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", True)
+        assert ours.moe.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", 0)
     assert ours.mlp_bias == (theirs.model_type == "llama" and theirs.mlp_bias)
 
 

@@ -33,6 +33,12 @@ SHAPE: Mapping[str, object] = {
     "max_position_embeddings": 64,
     "sliding_window": None,
 }
+EXPERTS = {"num_experts_per_tok": 2}
+OF_FAMILY: dict[str, dict[str, object]] = {
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 8},
+}
 ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 32}
 LONGROPE = {
@@ -60,8 +66,13 @@ SCALINGS: dict[str, dict[str, object]] = {
 
 
 def write(directory: Path, family: str, changes: Mapping[str, object]) -> Path:
-    values = {**SHAPE, "model_type": family, "architectures": [ARCHITECTURES_OF[family][0]], **changes}
-    (directory / "config.json").write_text(json.dumps(values))
+    values = {
+        **SHAPE,
+        **OF_FAMILY.get(family, {}),
+        "model_type": family,
+        "architectures": [ARCHITECTURES_OF[family][0]],
+    }
+    (directory / "config.json").write_text(json.dumps(values | dict(changes)))
     return directory
 
 
@@ -74,7 +85,7 @@ def theirs(path: Path, family: str) -> torch.Tensor:
     """Return the rows of transformers' module, computed one position at a time."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     modeling = import_module(f"transformers.models.{family}.modeling_{family}")
-    module = getattr(modeling, f"{family.capitalize()}RotaryEmbedding")(config)
+    module = getattr(modeling, f"{family.title().replace('_', '')}RotaryEmbedding")(config)
     rows = [module(torch.zeros(1), torch.tensor([[position]])) for position in range(POSITIONS)]
     return torch.cat([torch.cat((cos[0, :, : HEAD_DIM // 2], sin[0, :, : HEAD_DIM // 2]), -1) for cos, sin in rows])
 

@@ -36,6 +36,9 @@ MODELS = {
     "qwen2": {"tied": False},
     "qwen2-window": {},
     "qwen3": {"tied": True, "biases": True},
+    "mixtral": {},
+    "qwen2-moe": {},
+    "qwen3-moe": {"seed": 1},
 }
 ROWS_CUT, DECODES_WHOLE, ALL_WHOLE = 0, 10, 1000  # tokens up to which a step uses all-reduce
 STEPS = 12
@@ -69,6 +72,7 @@ def assert_equal_draws(found: list[Draws], expected: list[Draws]) -> None:
     ("ranks", "kinds", "max_all_reduce_tokens"),
     [
         (2, ("llama-untied", "qwen2", "qwen3"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
+        (2, ("mixtral", "qwen2-moe", "qwen3-moe"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
         (4, ("qwen3",), (ROWS_CUT, ALL_WHOLE)),  # two ranks for each key/value head
     ],
 )
@@ -93,7 +97,7 @@ def test_tp_ranks_compute_logits_and_sample_tokens_of_one_process(
                 assert all(map(np.array_equal, found, first))  # nothing later can differ between ranks
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-untied", "qwen2-window"])
+@pytest.mark.parametrize("kind", ["llama", "llama-untied", "qwen2-window", "qwen2-moe"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_chained_pipeline_stages_compute_the_logits_of_one_process(stages: int, kind: str, directory: Path) -> None:
     path = model_path(directory, kind)

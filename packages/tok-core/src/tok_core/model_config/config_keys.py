@@ -27,13 +27,17 @@ HONOURED = _names(
     bos_token_id eos_token_id sliding_window use_sliding_window max_window_layers layer_types quantization_config
     """
 )
+QWEN_EXPERTS = _names("num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers")
 # Read for some families only.
 HONOURED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "llama": frozenset({"attention_bias", "mlp_bias"}),
         "mistral": frozenset(),
+        "mixtral": _names("num_local_experts num_experts_per_tok"),
         "qwen2": frozenset(),
+        "qwen2_moe": _names("qkv_bias num_experts shared_expert_intermediate_size") | QWEN_EXPERTS,
         "qwen3": frozenset({"attention_bias"}),
+        "qwen3_moe": _names("attention_bias num_experts num_local_experts") | QWEN_EXPERTS,
     }
 )
 # Keys that change no logit in inference, whatever their value.
@@ -62,6 +66,7 @@ HARMLESS = (
     initializer_range attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop
     embd_pdrop resid_pdrop resid_dropout residual_dropout embedding_dropout mlp_dropout classifier_dropout dropout
     pretraining_tp gradient_checkpointing use_reentrant_checkpointing neftune_noise_alpha seed
+    output_router_logits router_aux_loss_coef router_jitter_noise
     use_flash_attention use_flash_attention_2 use_flash_attn use_flashattn flash_attention _flash_attn_2_enabled
     """)
     # notes of the model's authors
@@ -123,6 +128,10 @@ ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "use_parallel_residual": (False,),
         "num_experts": (0,),
         "num_local_experts": (0,),
+        "scoring_func": ("softmax",),
+        "n_group": (1,),
+        "topk_group": (1,),
+        "routed_scaling_factor": (1.0,),
         "num_nextn_predict_layers": (0,),
         "use_resampler": (False,),
         "text_config": (),
@@ -138,6 +147,7 @@ ALLOWED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
         # transformers never reads these keys: Qwen2 always has the biases, and loading fails if they are missing.
         "qwen2": {"attention_bias": (True, False), "qkv_bias": (True,)},
         "qwen3": {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)},
+        "qwen3_moe": {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)},
     }
 )
 

@@ -10,6 +10,7 @@ import torch
 
 from tok_core.errors import ModelError
 from tok_core.model_config.config_keys import check_keys
+from tok_core.model_config.experts import MoEConfig, read_experts
 from tok_core.model_config.fields import Fields
 from tok_core.model_config.rope import read_rope
 from tok_core.model_config.windows import read_windows
@@ -19,16 +20,19 @@ from tok_kernels import RopeScaling
 ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
     "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
     "mistral": ("MistralForCausalLM", "MistralModel"),
+    "mixtral": ("MixtralForCausalLM", "MixtralModel"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
 }
 SUPPORTED_ARCHITECTURES = tuple(names[0] for names in ARCHITECTURES_OF.values())
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_LAYERS = 10_000  # `windows` has an entry for each layer
 # Defaults of transformers for keys that config.json does not contain; a key set to null has no default here.
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-WITH_SPECIAL_TOKENS = ("llama", "mistral")
+WITH_SPECIAL_TOKENS = ("llama", "mistral", "mixtral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class ModelConfig:
     max_positions  longest context that the model supports, with its scaling
     windows        for each layer the number of positions that a token attends to, itself included; None: all
     tied           the LM head is the embedding matrix
+    moe            mixture of experts of some or all layers; None: no layer has one
     """
 
     architecture: str
@@ -63,6 +68,7 @@ class ModelConfig:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    moe: MoEConfig | None = None
 
 
 def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
@@ -79,9 +85,9 @@ def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     if num_layers > MAX_LAYERS:
         raise config.wrong("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
     num_heads, num_kv_heads, head_dim = _heads(config, family)
-    rope = read_rope(config, head_dim, config.integer("max_position_embeddings"))
+    rope = read_rope(config, family, head_dim, config.integer("max_position_embeddings"))
     eos, bos = _special_tokens(path, config, family, vocab_size)
-    attention_bias = family in ("llama", "qwen3") and config.flag("attention_bias")
+    attention_bias = family in ("llama", "qwen3", "qwen3_moe") and config.flag("attention_bias")
     return ModelConfig(
         architecture=ARCHITECTURES_OF[family][0],
         vocab_size=vocab_size,
@@ -97,13 +103,14 @@ def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
         max_positions=rope.max_positions,
         windows=read_windows(config, family, num_layers, rope.max_positions),
         tied=config.flag("tie_word_embeddings"),
-        qkv_bias=family == "qwen2" or attention_bias,
+        qkv_bias=family == "qwen2" or attention_bias or (family == "qwen2_moe" and config.flag("qkv_bias", True)),
         o_bias=attention_bias,
         mlp_bias=family == "llama" and config.flag("mlp_bias"),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         dtype=_dtype(config),
         eos_token_ids=eos,
         bos_token_id=bos,
+        moe=read_experts(config, family, num_layers),
     )
 
 

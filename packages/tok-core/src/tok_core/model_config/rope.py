@@ -19,6 +19,7 @@ from tok_kernels import (
 )
 
 DEFAULT_BASE = 10_000.0
+DEFAULT_BASES = {"mixtral": 1_000_000.0}  # of families, as transformers has them
 MAX_POSITIONS = (1 << 31) - 1  # positions are int32
 ORIGINAL = "original_max_position_embeddings"
 # The keys that each rope_type reads beside COMMON.
@@ -48,7 +49,7 @@ class Rope:
     max_positions: int
 
 
-def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
+def read_rope(config: Fields, family: str, head_dim: int, max_positions: int) -> Rope:
     """Return the rotary embedding of a model whose `max_position_embeddings` is `max_positions`.
 
     As in transformers, a non-empty `rope_scaling` replaces `rope_parameters` altogether, and a `rope_theta` inside it
@@ -71,7 +72,7 @@ def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
         read = {"rope_theta", ORIGINAL} if kind in READS_ORIGINAL else {"rope_theta"}
         for key in fields.nulls & read:  # transformers would compute with null
             raise fields.wrong(key, None, "a positive number")
-    base = settings.number("rope_theta", config.number("rope_theta", DEFAULT_BASE))
+    base = settings.number("rope_theta", config.number("rope_theta", DEFAULT_BASES.get(family, DEFAULT_BASE)))
     try:
         scaling, longest = _scaling(config, settings, kind, max_positions)
     except ValueError as error:

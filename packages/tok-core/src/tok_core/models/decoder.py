@@ -35,6 +35,7 @@ class DecoderLayer(nn.Module, ABC):
 
     def __init__(self, config: ModelConfig, placement: Placement, number: int) -> None:
         super().__init__()
+        self.number = number
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.self_attn = self.attention(config, placement.within("self_attn"))
         self.self_attn.window = config.windows[number]

@@ -285,9 +285,10 @@ class FeedForward(nn.Module, ABC):
 class MLP(FeedForward):
     """SwiGLU MLP `down(silu(gate(x)) · up(x))` (Shazeer 2020, "GLU variants")."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, *, bias: bool) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, *, bias: bool, columns: Slice | None = None) -> None:
+        """`columns`: the rank's columns between the two GEMMs, if their number is not the model's intermediate size."""
         super().__init__()
-        hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.intermediate
+        hidden, own = Slice.whole(config.hidden_size), columns or placement.shard_plan.intermediate
         self.gate_up_proj = Linear(hidden, {"gate_proj": own, "up_proj": own}, placement, bias=bias, gated=True)
         self.down_proj = Linear(own, {"down_proj": hidden}, placement, bias=bias)
 
@@ -296,3 +297,7 @@ class MLP(FeedForward):
             return layout.leave(layout.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
         gate_up = self.gate_up_proj
         return gate_up.method.mlp(gate_up, self.down_proj, x_TN, _weight(norm), x_TN)
+
+    def result(self, x_TN: Tensor) -> Tensor:
+        """Return the MLP of `x` without norm and residual: of an MLP without biases, this rank's part of the sum."""
+        return self.gate_up_proj.method.mlp(self.gate_up_proj, self.down_proj, x_TN, None, None)

@@ -14,15 +14,23 @@ from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import Allocate, Placement
 from tok_core.models.llama import LlamaForCausalLM
 from tok_core.models.mistral import MistralForCausalLM
+from tok_core.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from tok_core.models.qwen2 import Qwen2ForCausalLM
 from tok_core.models.qwen3 import Qwen3ForCausalLM
 from tok_core.parallel import ShardPlan, TensorParallel
 from tok_core.quantization import QuantizationConfig
 from tok_kernels import Backend, choose
 
-ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType(
-    {model.__name__: model for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)}
+SUPPORTED = (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
+ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType({model.__name__: model for model in SUPPORTED})
 
 
 def build(

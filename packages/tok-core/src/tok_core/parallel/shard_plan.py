@@ -81,6 +81,10 @@ class ShardPlan:
             layers=stage_layers(config, coordinates.stages)[coordinates.stage],
         )
 
+    def part(self, size: int) -> Slice:
+        """Return this rank's part of an axis that the ranks divide evenly."""
+        return Slice.of(size, self.coordinates.rank, self.coordinates.ranks)
+
     def local(self, whole: ModelConfig) -> ModelConfig:
         """Return the config that this worker's attention and KV cache see: its own layers, heads and columns only."""
         return replace(
@@ -110,9 +114,12 @@ def stage_layers(config: ModelConfig, stages: int) -> list[range]:
 
 
 def layer_cost(config: ModelConfig) -> int:
-    """Return the multiplications per token in the GEMMs of one layer."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    """Return the multiplications per token in the GEMMs of one layer; the mean, if only some layers have experts."""
+    heads, columns = 2 * config.num_heads + 2 * config.num_kv_heads, config.intermediate_size
+    if config.moe is not None:
+        sparse = len(config.moe.layers)
+        columns = (columns * (config.num_layers - sparse) + config.moe.active_columns * sparse) // config.num_layers
+    return config.hidden_size * (heads * config.head_dim + 3 * columns)
 
 
 def layers_per_stage(layers: int, cost: int, first: int, last: int, stages: int) -> list[int]:
@@ -153,7 +160,14 @@ def _check_ranks(config: ModelConfig, ranks: int) -> None:
         raise InvalidField("tp", ranks, f"divisors of {heads}, the model's query heads")
     if kv_heads % ranks and ranks % kv_heads:
         raise InvalidField("tp", ranks, f"divisors and multiples of {kv_heads}, the model's key/value heads")
-    if config.intermediate_size % ranks:
-        raise InvalidField("tp", ranks, f"divisors of {config.intermediate_size}, the model's intermediate size")
+    sizes = {}
+    if config.moe is None or len(config.moe.layers) < config.num_layers:
+        sizes["intermediate size"] = config.intermediate_size
+    if config.moe is not None:
+        sizes["experts' intermediate size"] = config.moe.intermediate_size
+        sizes["shared expert's intermediate size"] = config.moe.shared_intermediate_size
+    for name, size in sizes.items():
+        if size % ranks:
+            raise InvalidField("tp", ranks, f"divisors of {size}, the model's {name}")
     if config.vocab_size < ranks:
         raise InvalidField("tp", ranks, f"at most {config.vocab_size}, the model's vocabulary")

@@ -48,6 +48,14 @@ class TPLayout(ABC):
         """Return the residual stream `x` plus `linear(y)` summed over the ranks; may change `x` in place."""
 
     @abstractmethod
+    def gather(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Return `norm(x)` of all T tokens, for layers that are no single GEMM."""
+
+    @abstractmethod
+    def add(self, part_TN: Tensor, x: Tensor) -> Tensor:
+        """Return the residual stream `x` plus `part` summed over the ranks; may change both in place."""
+
+    @abstractmethod
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
         """Return rows `row_R` of the residual stream (None: all T), whole on every rank."""
 
@@ -74,6 +82,17 @@ class AllReduceLayout(TPLayout):
             return self.tensor.sum(linear(y_TF, residual_TN=x))
         return self.tensor.sum(linear.method.matmul(linear, y_TF))
 
+    def gather(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        out: Tensor = norm(x)
+        return out
+
+    def add(self, part_TN: Tensor, x: Tensor) -> Tensor:
+        if self.tensor.exchanges(x):
+            return self.tensor.sum(part_TN, x)
+        if self.tensor.rank == 0:
+            part_TN += x
+        return self.tensor.sum(part_TN)
+
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
         return x if row_R is None else x[row_R]
 
@@ -98,6 +117,13 @@ class SequenceParallelLayout(TPLayout):
         part_PN = y_TF.new_empty((len(x) * self.tensor.ranks, x.shape[1]))
         linear.method.matmul_into(linear, y_TF, part_PN[: len(y_TF)])
         return self._add(x, self.tensor.scatter_sum(part_PN), linear)
+
+    def gather(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return self.tensor.gather_rows(norm(x))[: self.tokens]
+
+    def add(self, part_TN: Tensor, x: Tensor) -> Tensor:
+        missing = len(x) * self.tensor.ranks - len(part_TN)
+        return x.add_(self.tensor.scatter_sum(functional.pad(part_TN, (0, 0, 0, missing))))
 
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
         if row_R is None:

@@ -6,9 +6,10 @@ from tok_core.quantization.checkpoint_format import read_quantization
 from tok_core.quantization.dense import DenseMethod
 from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.packed_layouts import PackQuantizedMethod
+from tok_core.quantization.packed_method import PackedMethod
 from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
-from tok_core.quantization.weight_target import KV_SCALES, BadTensor, StoredTensor, WeightTarget
+from tok_core.quantization.weight_target import KV_SCALES, BadTensor, StackedTarget, StoredTensor, WeightTarget
 
 __all__ = [
     "KV_SCALES",
@@ -19,8 +20,10 @@ __all__ = [
     "LinearMethod",
     "MakeParameter",
     "PackQuantizedMethod",
+    "PackedMethod",
     "QuantizationConfig",
     "ScaledMethod",
+    "StackedTarget",
     "StoredTensor",
     "WeightTarget",
     "read_quantization",

@@ -26,6 +26,7 @@ from tok_core.quantization.scaled_method import ScaledMethod
 FP8 = torch.float8_e4m3fn
 ONLINE: Mapping[str, LinearMethod] = MappingProxyType({"fp8": ScaledMethod(FP8), "int8": ScaledMethod(torch.int8)})
 DENSE_HEAD = ("lm_head",)  # formats of other libraries leave it dense
+DENSE_ROUTER = ("mlp.gate", "mlp.shared_expert_gate")  # of mixtures of experts
 LINEAR = "Linear"  # compressed-tensors' word for all linear layers
 ALL_COLUMNS = -1  # as group_size
 # Keys that say how a checkpoint was made, or choose kernels of other libraries.
@@ -54,14 +55,16 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
     Raises ModelError, which names key and value, for a format that is not supported, and InvalidField if the
     checkpoint's format is not the one requested.
     """
-    config = Fields.of_file(path / "config.json").section("quantization_config")
+    model = Fields.of_file(path / "config.json")
+    config = model.section("quantization_config")
     if config is None:
         if requested == "auto":
             return QuantizationConfig()
         if requested not in ONLINE:
             allowed = f"auto, {', '.join(ONLINE)}, since the checkpoint is not quantised"
             raise InvalidField("quantization", requested, allowed)
-        return QuantizationConfig(ONLINE[requested], DENSE_HEAD, online=True)
+        dense = (*DENSE_HEAD, *DENSE_ROUTER) if "num_experts_per_tok" in model else DENSE_HEAD
+        return QuantizationConfig(ONLINE[requested], dense, online=True)
     name = config.text("quant_method")
     if name not in READERS:
         raise config.wrong("quant_method", name, ", ".join(READERS))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tok_core.parallel import Slice
 from tok_core.quantization.weight_target import RoundedTarget, WeightTarget
-from tok_kernels import Backend
+from tok_kernels import Backend, PackedWeight, ScaledWeight
 
 MakeParameter = Callable[..., nn.Parameter]
 """Makes an uninitialised parameter of a shape; the keyword `dtype` replaces the model's dtype."""
@@ -126,6 +126,10 @@ class LinearMethod(ABC):
     ) -> Tensor:
         """Apply `gate_up`, a layer of this method, then `down`; a method may round what `down` reads in one pass."""
         return down.method.apply(down, self.apply(gate_up, x_TK, norm, None), None, residual_TF)
+
+    def operand(self, layer: LinearLayer) -> Tensor | ScaledWeight | PackedWeight:
+        """Return the weight as `Backend.fused_experts` takes it; by default dequantised."""
+        return self.dense_weight(layer)
 
     def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
         """Return `x Wᵀ + bias`, `[T, F]`, without the layer's own bias and gate."""

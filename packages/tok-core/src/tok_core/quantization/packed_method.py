@@ -130,6 +130,9 @@ class PackedMethod(LinearMethod):
             return backend.packed_gated_linear(x_TK, weight, layer.bias, norm=norm)
         return backend.packed_linear(x_TK, weight, layer.bias, norm=norm, residual_TN=residual_TF)
 
+    def operand(self, layer: LinearLayer) -> PackedWeight:
+        return self._packed(layer)
+
     def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
         return layer.backend.packed_linear(x_TK, self._packed(layer), bias_F)
 

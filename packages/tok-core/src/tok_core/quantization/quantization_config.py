@@ -11,6 +11,7 @@ from tok_core.errors import ModelError
 from tok_core.quantization.dense import DENSE
 from tok_core.quantization.linear_method import LinearMethod
 
+MIXTRAL = "block_sparse_moe"  # in the names of its checkpoints, in place of "mlp"
 KVScaleUnit = Literal["layer", "head"]
 """Keys or values that share a scale: all of a layer, or those of each key/value head."""
 
@@ -60,5 +61,5 @@ class QuantizationConfig:
 def _matches(entries: Iterable[str], name: str) -> bool:
     return any(
         bool(re.match(entry.removeprefix("re:"), name)) if entry.startswith("re:") else f".{entry}." in f".{name}."
-        for entry in entries
+        for entry in (entry.replace(MIXTRAL, "mlp") for entry in entries)
     )

@@ -106,6 +106,9 @@ class ScaledMethod(LinearMethod):
         rows = backend.scaled_gated_linear(x_TK, self._scaled(gate_up), gate_up.bias, norm=norm, down=weight)
         return backend.scaled_linear(rows, weight, down.bias, residual_TN=residual_TF)
 
+    def operand(self, layer: LinearLayer) -> ScaledWeight:
+        return self._scaled(layer)
+
     def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:
         return layer.backend.scaled_linear(x_TK, self._scaled(layer), bias_F)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -124,6 +124,40 @@ class WeightTarget:
 
 def _stays_finite(own: Tensor, cast: Tensor) -> bool:
     return bool((torch.isfinite(cast) | ~torch.isfinite(own).to(cast.device)).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedTarget(WeightTarget):
+    """Target of a tensor that stacks the matrices of all experts: `[E, rows of an expert, columns]`.
+
+    pieces  what the matrices fill, in order, by the names of the tensors that would hold one each
+    """
+
+    pieces: Mapping[str, WeightTarget]
+
+    @classmethod
+    def of(cls, pieces: Mapping[str, WeightTarget], experts: int) -> StackedTarget:
+        """Return the target that stacks `pieces`, matrices of one shape, equally many of each of the experts."""
+        first = next(iter(pieces.values()))
+        rows, columns = first.shape
+        sizes = experts, len(pieces) // experts * rows, columns
+        parts = tuple(Slice.whole(size) for size in sizes)
+        return cls(first.view, parts, stored_dtypes=first.stored_dtypes, pieces=pieces)
+
+    def fill(self, own: Tensor) -> bool:
+        fits = [piece.fill(piece.part_of(matrix)) for piece, matrix in self._matrices(own)]
+        return all(fits)
+
+    @property
+    def is_restricted(self) -> bool:
+        return any(piece.is_restricted for piece in self.pieces.values())
+
+    def check(self, own: Tensor) -> bool:
+        return all(piece.check(piece.part_of(matrix)) for piece, matrix in self._matrices(own))
+
+    def _matrices(self, own: Tensor) -> Iterator[tuple[WeightTarget, Tensor]]:
+        rows = next(iter(self.pieces.values())).shape[0]
+        return zip(self.pieces.values(), torch.split(own.flatten(0, 1), rows), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

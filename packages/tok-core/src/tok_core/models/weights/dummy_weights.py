@@ -26,6 +26,7 @@ def dummy(
 ) -> None:
     """Fill the model from dense tensors, norms included, that are uniform in ±1e-3, so that logits are nearly flat.
 
+    Routers send tokens to all experts evenly.
     With `eos_probability`, each token sampled at `eos_temperature` is an end id with that probability, whatever
     precedes it: lengths are geometric. Raises InvalidField for a model without end ids.
     Equal seeds give equal weights on one kind of device, however the model is sharded.
@@ -85,4 +86,9 @@ def _end_id_columns(
     gain = temperature * math.log(rest * probability / (len(ends) * (1 - probability)))
     embedding, head = (torch.full((config.vocab_size, 1), base, dtype=torch.float64) for base in (lift, 0.0))
     (embedding if config.tied else head)[ends] += gain
-    return {EMBEDDING: embedding, NORM: torch.tensor([0.5]), HEAD: head}
+    columns = {EMBEDDING: embedding, NORM: torch.tensor([0.5]), HEAD: head}
+    if config.moe is not None:  # what all tokens have in common must not choose their experts
+        columns |= {
+            f"model.layers.{layer}.mlp.gate.weight": torch.zeros(config.moe.experts, 1) for layer in config.moe.layers
+        }
+    return columns

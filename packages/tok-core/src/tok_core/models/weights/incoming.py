@@ -12,7 +12,7 @@ from tok_core.messages import TENSOR_DTYPES
 from tok_core.models.decoder import CausalLM
 from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.loading import SkippedTensors, canonical_name, format_tensors
-from tok_core.models.weights.targets import EMBEDDING, HEAD, targets
+from tok_core.models.weights.targets import EMBEDDING, HEAD, stacked_targets, targets
 from tok_core.quantization import BadTensor, WeightTarget
 
 SPARE_BYTES = 2 << 30  # of device memory that staged tensors leave free, for the bucket that arrives and for rounding
@@ -23,7 +23,7 @@ class IncomingWeights:
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
-        self._targets = targets(model)
+        self._targets = self._all_targets()
         self._skipped = SkippedTensors(model, self._targets)
         self._staged: dict[str, tuple[str, Tensor]] = {}  # own name: name on the wire, and this worker's part
 
@@ -69,7 +69,12 @@ class IncomingWeights:
             first, second = self._staged[EMBEDDING][1], self._staged[HEAD][1]
             if not torch.equal(first.to(second.device), second):
                 raise ModelError(f"{HEAD} differs from {EMBEDDING}, and the model is tied")
-        missing = set(self._targets).difference(self._staged)
+        stacked = stacked_targets(self._model)
+        pieces = [piece for own in stacked if own in self._staged for piece in stacked[own].pieces]
+        twice = next((own for own in pieces if own in self._staged), None)
+        if twice is not None:
+            raise ModelError(f"tensor {self._staged[twice][0]} comes twice: by itself, and stacked with other experts")
+        missing = set(targets(self._model)).difference(self._staged, pieces)
         if self._model.config.tied and HEAD in self._staged:
             missing.discard(EMBEDDING)
         if complete and missing:
@@ -80,7 +85,7 @@ class IncomingWeights:
 
     def fill(self) -> None:
         """Write all staged tensors into the model. All ranks of a stage call this together, after `check`."""
-        self._targets = targets(self._model)  # parameters may have moved since they were checked
+        self._targets = self._all_targets()  # parameters may have moved since they were checked
         kept = {name: target.view.clone() for name, target in self._partly_replaced().items()}
         for own in self._staged:
             self._fill(own, self._targets[self._key(own)])
@@ -92,6 +97,9 @@ class IncomingWeights:
 
     def _fill(self, own: str, target: WeightTarget) -> None:
         target.fill(self._staged[own][1].to(target.view.device, non_blocking=True))
+
+    def _all_targets(self) -> dict[str, WeightTarget]:
+        return {**targets(self._model), **stacked_targets(self._model)}
 
     def _target(self, name: str) -> WeightTarget | None:
         return self._targets.get(self._key(canonical_name(name)))

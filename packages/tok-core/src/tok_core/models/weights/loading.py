@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
-from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, targets
-from tok_core.quantization import BadTensor, StoredTensor, WeightTarget
+from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, stacked_targets, targets
+from tok_core.quantization import BadTensor, StackedTarget, StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,6 +29,13 @@ COMPARED_ROWS = 16_384  # of the embedding and the LM head, read at once to comp
 PREFIX = "model."
 _OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
 _KV_SCALE = re.compile(r"\.([kv])_proj\.(?:output_scale|\1_scale)$")  # names that other versions of formats use
+MIXTRAL = ".block_sparse_moe."  # in its checkpoints' names, in place of ".mlp."
+MIXTRAL_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_MIXTRAL_MATRIX = re.compile(r"\.(w[123])\.")
+# Modules of feed-forwards, which may differ from layer to layer.
+_FEED_FORWARD = re.compile(
+    r"mlp\.(gate|(experts\.(\d+\.)?|shared_expert\.)?(gate|up|down)_proj|shared_expert_gate|experts)"
+)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -41,11 +48,9 @@ def load(model: CausalLM, path: Path) -> None:
     scales, for unreadable files, and for an LM head that differs from the embedding in a model built as tied: see
     `as_stored`.
     """
-    model_targets = targets(model)
-    names = _stored_names(model, path, model_targets)
+    names, model_targets = _stored(model, path)
     for file, found in names.items():
         _load_file(file, found, model_targets, model.dtype)
-    _require_all(path, names, model_targets)
     if refill := recast_overflowing_qkv(model):
         for file, found in names.items():
             _load_file(file, {name: own for name, own in found.items() if own in refill}, refill, model.dtype)
@@ -57,27 +62,39 @@ def check(model: CausalLM, path: Path) -> None:
     Reads only tensors that may hold numbers that `load` refuses: matrices to round, scales, and numbers cast to a
     smaller range.
     """
-    model_targets = targets(model)
-    names = _stored_names(model, path, model_targets)
-    for read_values in (False, True):
-        for file, found in names.items():
-            _check_file(file, found, model_targets, model.dtype, read_values=read_values)
-        _require_all(path, names, model_targets)
+    names, model_targets = _stored(model, path)
+    for file, found in names.items():
+        _check_file(file, found, model_targets, model.dtype, read_values=True)
 
 
-def _stored_names(model: CausalLM, path: Path, model_targets: Mapping[str, WeightTarget]) -> dict[Path, dict[str, str]]:
-    """Return the tensors of each file as `_canonical_names` does, from a directory whose model is tied as this one."""
+def _stored(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, str]], Mapping[str, WeightTarget]]:
+    """Return the tensors to load from each file of directory `path`, as `_loaded_names` does, and their targets.
+
+    Reads no weights. Raises ModelError for a wrong shape or dtype, for missing tensors, and for a model that is tied
+    otherwise.
+    """
     if as_stored(model.config, path) != model.config:
         raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
-    return _canonical_names(model, checkpoint_files(path), model_targets)
-
-
-def _require_all(
-    path: Path, names: Mapping[Path, Mapping[str, str]], model_targets: Mapping[str, WeightTarget]
-) -> None:
+    names = _canonical_names(model, checkpoint_files(path))
+    single, stacked = targets(model), stacked_targets(model)
+    model_targets = _with_stacked(single, stacked, names)
+    names = _loaded_names(names, model_targets, SkippedTensors(model, {**single, **stacked}))
+    for file, found in names.items():
+        _check_file(file, found, model_targets, model.dtype, read_values=False)
     missing = set(model_targets).difference(*(found.values() for found in names.values()))
     if missing:
         raise ModelError(f"{path}: missing tensors: {format_tensors(missing, model_targets)}")
+    return names, model_targets
+
+
+def _with_stacked(
+    single: Mapping[str, WeightTarget], stacked: Mapping[str, StackedTarget], names: Mapping[Path, Mapping[str, str]]
+) -> Mapping[str, WeightTarget]:
+    """Return `single`, with the stacked targets whose tensors the files have in place of their pieces."""
+    stored = {own for found in names.values() for own in found.values()}
+    used = {own: target for own, target in stacked.items() if own in stored}
+    pieces = {piece for target in used.values() for piece in target.pieces}
+    return {own: target for own, target in single.items() if own not in pieces} | used
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
@@ -137,17 +154,17 @@ def _prefixed(name: str) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Return the model's name of a tensor, with its prefix and the usual names of scales of keys and values."""
-    return _KV_SCALE.sub(r".\1_scale", _prefixed(name))
+    """Return the model's name of a tensor: prefixed, with the usual names of scales, and of Mixtral's experts."""
+    name = _KV_SCALE.sub(r".\1_scale", _prefixed(name))
+    if MIXTRAL not in name:
+        return name
+    return _MIXTRAL_MATRIX.sub(lambda found: f".{MIXTRAL_MATRICES[found[1]]}.", name.replace(MIXTRAL, ".mlp."))
 
 
-def _canonical_names(
-    model: CausalLM, files: list[Path], model_targets: Mapping[str, WeightTarget]
-) -> dict[Path, dict[str, str]]:
-    """Return, for each file, the tensors to load from it: `{name in the file: name in the model}`.
+def _canonical_names(model: CausalLM, files: list[Path]) -> dict[Path, dict[str, str]]:
+    """Return, for each file, the tensors in it: `{name in the file: name in the model}`.
 
-    A tied model without a stored embedding loads the LM head in its place. Raises ModelError for tensors that have no
-    place in the model, and for those that are stored twice.
+    A tied model without a stored embedding has the LM head in its place.
     """
     names: dict[Path, dict[str, str]] = {}
     for file in files:
@@ -162,7 +179,17 @@ def _canonical_names(
             file: {name: EMBEDDING if own == HEAD else own for name, own in found.items()}
             for file, found in names.items()
         }
-    skipped, seen = SkippedTensors(model, model_targets), set()
+    return names
+
+
+def _loaded_names(
+    names: dict[Path, dict[str, str]], model_targets: Mapping[str, WeightTarget], skipped: SkippedTensors
+) -> dict[Path, dict[str, str]]:
+    """Return, for each file, the tensors to load from it.
+
+    Raises ModelError for tensors that have no place in the model, and for those that are stored twice.
+    """
+    seen = set()
     for file, found in names.items():
         for name, own in list(found.items()):
             if own in seen:
@@ -246,8 +273,10 @@ class SkippedTensors:
     rotary frequencies, the LM head of a tied model, and those that weight formats repeat.
     """
 
-    def __init__(self, model: CausalLM, model_targets: Mapping[str, WeightTarget]) -> None:
+    def __init__(self, model: CausalLM, model_targets: Iterable[str]) -> None:
+        """`model_targets`: the names of all targets, also of those that stand for others."""
         self._layers = range(model.config.num_layers)
+        self._mixed = model.config.moe is not None
         self._tied = model.config.tied
         self._own = {_module(name) for name in model_targets}
         self._redundant = {
@@ -262,7 +291,9 @@ class SkippedTensors:
             if isinstance(module, KVScales)
             for name in module.redundant
         }
-        self._of_layer = {found[2] for module in self._own if (found := _LAYER.fullmatch(module))}
+        found_layers = [found for module in self._own if (found := _LAYER.fullmatch(module))]
+        self._of_layer = {found[2] for found in found_layers}
+        self._own_layers = {found[1] for found in found_layers}
 
     def __contains__(self, name: str) -> bool:
         if name.endswith("rotary_emb.inv_freq") or name in self._redundant or (self._tied and name == HEAD):
@@ -273,7 +304,9 @@ class SkippedTensors:
         found = _LAYER.fullmatch(module)
         if found is None:
             return module in _OUTER and not (self._tied and module == "lm_head")
-        return int(found[1]) in self._layers and found[2] in self._of_layer
+        may_differ = self._mixed and found[1] not in self._own_layers
+        known = found[2] in self._of_layer or (may_differ and _FEED_FORWARD.fullmatch(found[2]) is not None)
+        return known and int(found[1]) in self._layers
 
 
 def _module(name: str) -> str:

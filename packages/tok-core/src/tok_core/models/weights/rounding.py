@@ -86,7 +86,7 @@ def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTe
     Embedding, LM head and norms stay as they are. Yields each tensor once it is rounded; a file is written when all its
     tensors are, and config.json last. One file of tensors is in memory at a time.
     Errors: InvalidField for an unknown scheme or an `out` that exists; ModelError for a model that cannot be read or
-    is quantised already, and for columns that the scheme cannot divide.
+    is quantised already or has experts, and for columns that the scheme cannot divide.
     """
     if scheme not in SCHEMES:
         raise InvalidField("scheme", scheme, ", ".join(SCHEMES))
@@ -94,8 +94,10 @@ def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTe
         raise InvalidField("out", str(out), "a directory that does not exist yet")
     if read_quantization(source) != QuantizationConfig():
         raise ModelError(f"{source}: is quantised already; allowed: a model of float32, float16 or bfloat16")
-    chosen, files = SCHEMES[scheme], checkpoint_files(source)
-    plan = ShardPlan.of(read_config(source), RankCoordinates())
+    chosen, files, config = SCHEMES[scheme], checkpoint_files(source), read_config(source)
+    if config.moe is not None:
+        raise ModelError(f"{source}: has experts; allowed: models without; --quantization fp8 rounds while loading")
+    plan = ShardPlan.of(config, RankCoordinates())
     placement = Placement(choose(CPU), CPU, torch.float32, plan, quantization=QuantizationConfig(chosen.method))
     _check_sizes(files, chosen)
     out.mkdir(parents=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from tok_core.parallel import Slice
-from tok_core.quantization import WeightTarget
+from tok_core.quantization import StackedTarget, WeightTarget
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -22,12 +23,31 @@ class CheckpointModule(Protocol):
         ...
 
 
+@runtime_checkable
+class StackedModule(Protocol):
+    """Module whose matrices a checkpoint may also hold stacked, several in one tensor."""
+
+    def stacked_targets(self) -> Iterator[tuple[str, StackedTarget]]:
+        """Yield each stacked tensor's name, relative to the module, and what it fills, by names relative to it, too."""
+        ...
+
+
 def targets(model: nn.Module) -> dict[str, WeightTarget]:
     """Return the target of each tensor name of a checkpoint; together they cover all parameters once.
 
     Parameters of modules that do not name their tensors have the names of their modules, and are whole on every rank.
     """
     return {f"{prefix}{name}": target for prefix, module in modules(model) for name, target in module_targets(module)}
+
+
+def stacked_targets(model: nn.Module) -> dict[str, StackedTarget]:
+    """Return the targets of stacked tensors by their names; `pieces` have the names that `targets` returns."""
+    return {
+        f"{prefix}{name}": replace(target, pieces={f"{prefix}{piece}": one for piece, one in target.pieces.items()})
+        for prefix, module in modules(model)
+        if isinstance(module, StackedModule)
+        for name, target in module.stacked_targets()
+    }
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,70 @@
+"""Implement a mixture of experts as a layer's feed-forward half, whole or as one tensor-parallel rank's shard.
+
+Axes: T tokens of the step, N hidden size, E experts, F intermediate size of an expert (the rank's own part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tok_core.errors import ModelError
+from tok_core.model_config import ModelConfig
+from tok_core.models.layers import MLP, FeedForward, Linear, Placement, RMSNorm
+from tok_core.parallel import Slice, TPLayout
+from tok_core.quantization import PackedMethod, StackedTarget
+from tok_kernels import ExpertWeights
+
+
+class MixtureOfExperts(FeedForward):
+    """Each token's most likely experts, weighted by the router (Shazeer et al. 2017; Fedus et al. 2022).
+
+    Every expert is a SwiGLU MLP. Ranks hold some columns of each expert. The matrices of all experts are stacked in one
+    `Linear`, so that weight formats store, load and shard them as those of other layers.
+    """
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None, "the model has no experts"
+        self.chosen, self.normalize = moe.experts_per_token, moe.normalize
+        self.backend = placement.backend
+        hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.part(moe.intermediate_size)
+        self.gate = Linear(hidden, {"gate": Slice.whole(moe.experts)}, placement)
+        parts = [f"experts.{expert}.{name}" for expert in range(moe.experts) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = Linear(hidden, dict.fromkeys(parts, own), placement)
+        parts = [f"experts.{expert}.down_proj" for expert in range(moe.experts)]
+        self.down_proj = Linear(own, dict.fromkeys(parts, hidden), placement)
+        method = self.gate_up_proj.method
+        if isinstance(method, PackedMethod) and placement.device.type == "cuda":
+            raise ModelError(f"{placement.prefix}experts: are stored as {method}; allowed on cuda: dense, float8, int8")
+        self.shared_expert: MLP | None = None
+        self.shared_expert_gate: Linear | None = None
+        if moe.shared_intermediate_size:
+            columns = placement.shard_plan.part(moe.shared_intermediate_size)
+            self.shared_expert = MLP(config, placement.within("shared_expert"), bias=False, columns=columns)
+            self.shared_expert_gate = Linear(hidden, {"shared_expert_gate": Slice.whole(1)}, placement)
+
+    def stacked_targets(self) -> Iterator[tuple[str, StackedTarget]]:
+        """Yield the names of tensors that hold a matrix of all experts, in place of one for each, and what each fills.
+
+        "experts.gate_up_proj" is `[E, 2F, N]`, and "experts.down_proj" `[E, N, F]`.
+        """
+        for name, linear in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
+            targets = dict(linear.targets())
+            if all(end.endswith(".weight") and len(target.shape) == 2 for end, target in targets.items()):
+                yield f"experts.{name}", StackedTarget.of(targets, len(self.down_proj.parts))
+
+    def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
+        normed_TN = norm(x_TN) if layout is None else layout.gather(x_TN, norm)
+        routing = self.backend.select_experts(self.gate(normed_TN), self.chosen, normalize=self.normalize)
+        weights = ExpertWeights(*(one.method.operand(one) for one in (self.gate_up_proj, self.down_proj)))
+        residual_TN = x_TN if layout is None else None
+        out_TN = self.backend.fused_experts(normed_TN, routing, weights, residual_TN=residual_TN)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            # torch's sigmoid is less precise at a tensor's end than elsewhere; exp is not.
+            share_T1 = 1.0 / (1.0 + torch.exp(-self.shared_expert_gate(normed_TN).float()))
+            out_TN += (share_T1 * self.shared_expert.result(normed_TN)).to(out_TN.dtype)
+        return out_TN if layout is None else layout.add(out_TN, x_TN)

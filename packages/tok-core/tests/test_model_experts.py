@@ -1,0 +1,308 @@
+"""Mixtures of experts: settings and checkpoints that are refused, every layout of tensors, memory, dummy weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from support.parallel_models import CPU, logits_of, model_of
+from support.quantized_models import SCHEMES
+from support.sequences import Sequences
+from support.tiny_models import make_model, reference_logits
+from tok_core import InvalidField, ModelError
+from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
+from tok_core.model_config import read_config
+from tok_core.models import CausalLM, IncomingWeights, build, check, dummy, load, model_bytes
+from tok_core.models.experts import MixtureOfExperts
+from tok_core.models.layers import Placement
+from tok_core.models.weights import round_checkpoint
+from tok_core.models.weights.targets import stacked_targets, targets
+from tok_core.parallel import ShardPlan
+from tok_core.quantization import DenseMethod, PackQuantizedMethod, QuantizationConfig, read_quantization
+from tok_core.worker.startup import MemoryNeeds
+from tok_kernels import Routing, choose
+from tok_kernels.backends.reference import ReferenceBackend
+
+MOE_KINDS = ("mixtral", "qwen2-moe", "qwen3-moe")
+WEIGHTS = "model.safetensors"
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return models whose tensors are stacked, by their kinds."""
+    directory = tmp_path_factory.mktemp("models")
+    return {kind: make_model(kind, directory / kind) for kind in MOE_KINDS}
+
+
+def as_they_are(tensors: dict[str, Tensor]) -> None:
+    """Leave the tensors of a model as they are."""
+
+
+def changed(path: Path, out: Path, change: Callable[[dict[str, Tensor]], object] = as_they_are, **keys: object) -> Path:
+    """Write a copy of a model with other tensors, and with other `keys` of config.json; a key of None is removed."""
+    out.mkdir()
+    tensors, config = load_file(path / WEIGHTS), json.loads((path / "config.json").read_text())
+    change(tensors)
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    config = {key: value for key, value in (config | keys).items() if value is not None}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def single(path: Path, out: Path) -> Path:
+    """Write a copy of a model with a tensor for each matrix of each expert, as transformers saves it."""
+    stored = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_config(stored.config)  # one that was loaded is saved as it was stored
+    model.load_state_dict(stored.state_dict())
+    model.save_pretrained(out)
+    return out
+
+
+def parameters(model: CausalLM) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", MOE_KINDS)
+def test_stacked_and_single_tensors_fill_every_shard_alike(kind: str, paths: dict[str, Path], tmp_path: Path) -> None:
+    one_by_one = single(paths[kind], tmp_path / "single")
+    names = load_file(one_by_one / WEIGHTS)
+    first = "block_sparse_moe.experts.0.w1" if kind == "mixtral" else "mlp.experts.0.gate_proj"
+    assert f"model.layers.1.{first}.weight" in names
+    assert GATE_UP in load_file(paths[kind] / WEIGHTS)
+    for coordinates in (*all_coordinates(1, 2), *all_coordinates(2, 1)):
+        for quantization in (QuantizationConfig(), read_quantization(paths[kind], "fp8")):
+            found, expected = (
+                parameters(model_of(path, coordinates, quantization=quantization)) for path in (one_by_one, paths[kind])
+            )
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 13}, "num_experts_per_tok is 13; allowed: at most 12"),
+        ("qwen3-moe", {"num_local_experts": None}, "num_experts is missing"),
+        ("qwen3-moe", {"num_experts": 9}, "num_local_experts is 12; allowed: 9, as num_experts, or nothing"),
+        ("qwen3-moe", {"num_local_experts": 0}, "num_local_experts is 0; allowed: an integer of at least 1"),
+        ("qwen3-moe", {"num_local_experts": 2048}, "num_local_experts is 2048; allowed: at most 1024"),
+        ("qwen3-moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1; allowed: true or false"),
+        (
+            "qwen3-moe",
+            {"mlp_only_layers": [2]},
+            r"mlp_only_layers is \[2\]; allowed: a list of layers, each from 0 to 1",
+        ),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; allowed: an integer of at least 1"),
+        ("qwen3-moe", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; allowed: \"softmax\""),
+        ("qwen3-moe", {"router_bias": True}, "not known here: router_bias"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "not known here: shared_expert_intermediate_size"),
+        ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True; allowed: false"),
+        ("qwen2-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ("qwen2-moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5; allowed: 1.0"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts is missing"),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused_by_name(
+    kind: str, keys: dict[str, object], message: str, paths: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_config(changed(paths[kind], tmp_path / "changed", as_they_are, **keys))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("dense", [[], [0], [0, 2]])
+def test_layers_without_experts_have_an_mlp(step: int, dense: list[int], tmp_path: Path) -> None:
+    path = make_model("qwen3-moe", tmp_path / "qwen3-moe", layers=3)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"decoder_sparse_step": step, "mlp_only_layers": dense}
+    (path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_config(type(AutoModelForCausalLM.from_pretrained(path).config)(**config))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(path)
+    moe = read_config(path).moe
+    assert moe is not None
+    assert moe.layers == {layer for layer in range(3) if (layer + 1) % step == 0 and layer not in dense}
+    tokens = list(range(20))
+    found = Sequences(model_of(path), 1, 16).feed([(0, tokens)], range(20))
+    expected = reference_logits(path, tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+    for coordinates in all_coordinates(3, 1):
+        model_of(path, coordinates)  # stages skip the other stages' layers, of whatever kind
+
+
+def test_divisors_of_the_experts_intermediate_size_are_the_numbers_of_ranks(tmp_path: Path) -> None:
+    path = make_model("qwen2-moe", tmp_path / "moe")
+    config = json.loads((path / "config.json").read_text())
+    for key, name in (("moe_intermediate_size", "experts'"), ("shared_expert_intermediate_size", "shared expert's")):
+        (path / "config.json").write_text(json.dumps(config | {key: 49}))
+        with pytest.raises(InvalidField, match=f"tp is 2; allowed: divisors of 49, the model's {name} intermediate"):
+            ShardPlan.of(read_config(path), RankCoordinates(ranks=2))
+
+
+def test_checkpoints_that_lack_experts_are_refused_before_weights_are_read(
+    paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_by_one = single(paths["qwen3-moe"], tmp_path / "single")
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    lacking = changed(one_by_one, tmp_path / "lacking", lambda tensors: tensors.pop(name))
+    fewer = changed(
+        paths["qwen3-moe"], tmp_path / "fewer", lambda tensors: tensors.update({GATE_UP: tensors[GATE_UP][:9]})
+    )
+    both = changed(
+        one_by_one,
+        tmp_path / "both",
+        lambda tensors: tensors.update({GATE_UP: load_file(paths["qwen3-moe"] / WEIGHTS)[GATE_UP]}),
+    )
+    model = build(read_config(lacking), choose(CPU), CPU, torch.float32)
+    for act in (load, check):
+        with pytest.raises(ModelError, match=rf"lacking: missing tensors: {name} \[32, 64\]$"):
+            act(model, lacking)
+        with pytest.raises(ModelError, match=rf"tensor {GATE_UP} has shape \[9, 64, 64\]; expected \[12, 64, 64\]"):
+            act(model, fewer)
+        with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.experts\.0\..*\[32, 64\] has no place"):
+            act(model, both)
+
+
+def test_tensors_of_a_trainer_update_stacked_experts(paths: dict[str, Path], tmp_path: Path) -> None:
+    path = paths["qwen3-moe"]
+    other = make_model("qwen3-moe", tmp_path / "other", seed=7)
+    expected = logits_of(model_of(other))
+    for source in (other, single(other, tmp_path / "single")):
+        model, tensors = model_of(path), load_file(source / WEIGHTS)
+        incoming = IncomingWeights(model)
+        shapes = [list(tensor.shape) for tensor in tensors.values()]
+        incoming.require(list(tensors), ["float32"] * len(tensors), shapes)
+        for name, tensor in tensors.items():
+            incoming.take(name, tensor, copy=True)
+        incoming.check(complete=True)
+        incoming.fill()
+        assert all(
+            torch.equal(torch.from_numpy(a), torch.from_numpy(b))
+            for a, b in zip(logits_of(model), expected, strict=True)
+        )
+    partial = IncomingWeights(model_of(path))
+    stacked = load_file(other / WEIGHTS)
+    partial.take(GATE_UP, stacked[GATE_UP], copy=True)
+    partial.check(complete=False)
+    with pytest.raises(ModelError, match="missing tensors"):
+        partial.check(complete=True)
+    partial.take("model.layers.1.mlp.experts.0.up_proj.weight", stacked[GATE_UP][0, 32:], copy=True)
+    with pytest.raises(ModelError, match=r"experts\.0\.up_proj\.weight comes twice"):
+        partial.check(complete=False)
+
+
+@pytest.mark.parametrize("kind", MOE_KINDS)
+def test_memory_counts_all_experts(kind: str, paths: dict[str, Path]) -> None:
+    config = read_config(paths[kind])
+    stored = sum(tensor.nbytes for tensor in load_file(paths[kind] / WEIGHTS).values())
+    table = config.max_positions * config.head_dim * 4
+    assert model_bytes(config, torch.float32, RankCoordinates(), QuantizationConfig()) == stored + table
+    engine = EngineConfig(model=str(paths[kind]))
+    halves = [MemoryNeeds.of(engine, config, torch.float32, one).weights - table for one in all_coordinates(1, 2)]
+    assert halves[0] == halves[1]
+    assert stored / 2 < halves[0] < stored / 2 * 1.15  # norms and routers are whole on both ranks
+
+
+def test_dummy_weights_route_evenly_and_do_not_depend_on_shards(tmp_path: Path) -> None:
+    path = make_model("qwen3-moe", tmp_path / "moe", hidden_size=128)
+    config = read_config(path)
+
+    def dummy_model(coordinates: RankCoordinates = RankCoordinates()) -> CausalLM:
+        model = build(config, choose(CPU), CPU, torch.float32, coordinates)
+        dummy(model, 3, eos_probability=0.01)
+        return model
+
+    whole, counted = dummy_model(), torch.zeros(2, 12)
+    select = choose(CPU).select_experts
+
+    class Counting(ReferenceBackend):
+        def __init__(self, layer: int) -> None:
+            self.layer = layer
+
+        def select_experts(self, logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
+            routing = select(logits_TE, chosen, normalize=normalize)
+            counted[self.layer] += torch.bincount(routing.expert_TC.flatten(), minlength=12)
+            return routing
+
+    for layer, one in enumerate(module for module in whole.modules() if isinstance(module, MixtureOfExperts)):
+        one.backend = Counting(layer)
+    tokens = torch.randint(0, 512, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
+    Sequences(whole, 1, 64, max_len=1024).feed([(0, tokens)], [0])
+    assert counted.sum(1).tolist() == [4000, 4000]
+    # 512 distinct tokens: an expert has 333 of them in the mean, with a standard deviation of about 21.
+    assert counted.min() > 220
+    assert counted.max() < 450
+    for coordinates in all_coordinates(1, 2):
+        for name, target in targets(dummy_model(coordinates)).items():
+            assert torch.equal(target.view, target.part_of(targets(whole)[name].view)), name
+
+
+ROUTERS = ["lm_head", "re:.*block_sparse_moe\\.gate$", "re:.*mlp\\.gate$", "re:.*shared_expert_gate$"]
+
+
+@pytest.mark.parametrize("kind", MOE_KINDS)
+@pytest.mark.parametrize("scheme", [name for name, one in SCHEMES.items() if one.config["quant_method"] != "gptq"])
+def test_quantised_experts_have_the_logits_of_their_dequantised_weights(
+    scheme: str, kind: str, paths: dict[str, Path], tmp_path: Path
+) -> None:
+    made, rng, dequantised = SCHEMES[scheme], np.random.default_rng(0), dict[str, Tensor]()
+
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        dequantised.update(tensors)
+        for name in [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]:
+            rows, columns = tensors.pop(name).shape
+            parts, dequantised[name] = made.make(rows, columns, rng)
+            tensors.update({f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()})
+
+    key = "ignore" if made.config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+    config = {**made.config, key: ROUTERS}
+    one_by_one = single(paths[kind], tmp_path / "single")
+    path = changed(one_by_one, tmp_path / "quantised", quantise, quantization_config=config)
+    equal = changed(one_by_one, tmp_path / "dequantised", lambda tensors: tensors.update(dequantised))
+    quantization = read_quantization(path)
+    assert quantization.method_of(["model.layers.1.mlp.experts.3.up_proj"]) == quantization.method != DenseMethod()
+    found, expected = logits_of(model_of(path, quantization=quantization)), logits_of(model_of(equal))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max(initial=1))
+
+
+def test_models_with_experts_are_not_written_rounded(paths: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="mixtral: has experts; allowed: models without; --quantization fp8 rounds"):
+        list(round_checkpoint(paths["mixtral"], tmp_path / "out", "fp8-dynamic"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_packed_experts_are_refused_on_a_gpu(paths: dict[str, Path]) -> None:
+    method = PackQuantizedMethod(bits=4, group=32)
+    plan = ShardPlan.of(read_config(paths["qwen3-moe"]), RankCoordinates())
+    quantization = QuantizationConfig(method, ("mlp.gate",))
+    placement = Placement(
+        *(choose(CPU), torch.device("cuda"), torch.bfloat16, plan),
+        quantization=quantization,
+        allocate=lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
+    )
+    with pytest.raises(ModelError, match=r"mlp\.experts: are stored as int4 .*; allowed on cuda: dense, float8, int8"):
+        MixtureOfExperts(read_config(paths["qwen3-moe"]), placement.within("model.layers.0.mlp"))
+
+
+def test_stacked_tensors_of_quantised_checkpoints_have_no_place(paths: dict[str, Path]) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["gate"]}
+    path = paths["qwen3-moe"]
+    out = changed(path, path.parent / "quantised", quantization_config=quantization)
+    model = build(read_config(out), choose(CPU), CPU, torch.float32, quantization=read_quantization(out))
+    assert stacked_targets(model) == {}
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.\d\.mlp\.experts\..* has no place in the model"):
+        load(model, out)
