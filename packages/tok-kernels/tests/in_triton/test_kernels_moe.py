@@ -113,9 +113,12 @@ def test_fused_experts_equal_the_weighted_sum_of_all_experts(
         assert_near(found, expected)
 
 
+@pytest.mark.parametrize("tokens", [3, 21, 200])
 @pytest.mark.parametrize("group", [None, 32, 8])
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.int8])
-def test_fused_experts_take_weights_of_8_bits(values: torch.dtype, group: int | None, device: torch.device) -> None:
+def test_fused_experts_take_weights_of_8_bits(
+    values: torch.dtype, group: int | None, tokens: int, device: torch.device
+) -> None:
     experts, size, columns = 4, 64, 96
 
     def scaled(rows: int, width: int) -> ScaledWeight:
@@ -123,8 +126,8 @@ def test_fused_experts_take_weights_of_8_bits(values: torch.dtype, group: int | 
         scale = 0.01 * (1 + noise(rows, width // (group or width), device=device).abs())
         return ScaledWeight(numbers, scale / width**0.5 * 5, group)
 
-    x_TN = noise(21, size, dtype=torch.float16, device=device)
-    routing = routing_of(21, experts, 2, device)
+    x_TN = noise(tokens, size, dtype=torch.float16, device=device)
+    routing = routing_of(tokens, experts, 2, device)
     weights = ExpertWeights(scaled(experts * 2 * columns, size), scaled(experts * size, columns))
     expected = exact(x_TN, routing, weights)
     for backend in BACKENDS:
@@ -135,7 +138,7 @@ def test_fused_experts_take_weights_of_8_bits(values: torch.dtype, group: int | 
     ("gate_up", "down"),
     [
         (GroupedLaunch(16, 16, 32, 1, 2), GroupedLaunch(16, 64, 16, 2, 1)),
-        (GroupedLaunch(64, 32, 64, 4, 3), GroupedLaunch(64, 128, 32, 8, 3)),
+        (GroupedLaunch(64, 32, 64, 4, 3), GroupedLaunch(64, 128, 32, 8, 3, weights_first=False)),
     ],
 )
 def test_every_launch_config_gives_the_same_sums(

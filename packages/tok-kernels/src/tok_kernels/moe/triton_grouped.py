@@ -29,11 +29,31 @@ def _weights(
 
 
 @triton.jit
-def _scales(
-    scale_ptr: tl.tensor, line: tl.tensor, start: tl.tensor, inputs: tl.tensor, GROUP: tl.constexpr
+def _add_products(
+    sums: tl.tensor,
+    w: tl.tensor,
+    x: tl.tensor,
+    scale_ptr: tl.tensor,
+    line: tl.tensor,
+    start: tl.tensor,
+    inputs: tl.tensor,
+    GROUP: tl.constexpr,
+    FIRST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the lines' scales for the columns from `start` on, `[lines, 1]`."""
-    return tl.load(scale_ptr + line * tl.cdiv(inputs, GROUP) + start // GROUP)[:, None]
+    """Return `sums` plus the products of weights and inputs, multiplied by the scales of these columns with a GROUP."""
+    w = w.to(x.dtype)
+    if GROUP > 0:
+        scale = tl.load(scale_ptr + line * tl.cdiv(inputs, GROUP) + start // GROUP)
+        if FIRST:
+            sums += tl.dot(w, x, input_precision="ieee") * scale[:, None]
+        else:
+            sums += tl.dot(tl.trans(x), tl.trans(w), input_precision="ieee") * scale[None, :]
+    else:
+        if FIRST:
+            sums = tl.dot(w, x, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(tl.trans(x), tl.trans(w), sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
@@ -57,6 +77,7 @@ def grouped_gemm_kernel(
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
+    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute LINES outputs of the ROWS rows of one tile.
@@ -67,6 +88,7 @@ def grouped_gemm_kernel(
     GATED   x has a row for each token, and results are `silu(gate) * up`, in the order of sorted rows. Else x has
             sorted rows, and results are in the order of pairs
     SCALED  the weights are 8-bit values with scales, of each line (GROUP 0) or of GROUP columns of it
+    FIRST   the weights are the first operand of the tensor cores
     PDL     this kernel may start before its predecessor ends
     """
     if PDL:
@@ -89,33 +111,32 @@ def grouped_gemm_kernel(
     line = expert * height + tl.minimum(n, outputs - 1)
     column = tl.arange(0, BLOCK)
     x_at = x_ptr + source.to(tl.int64)[None, :] * x_row + column[:, None]
-    sums = tl.zeros((LINES, ROWS), tl.float32)
-    ups = tl.zeros((LINES, ROWS), tl.float32) if GATED else sums
+    if FIRST:
+        sums = tl.zeros((LINES, ROWS), tl.float32)
+    else:
+        sums = tl.zeros((ROWS, LINES), tl.float32)
+    ups = sums
     for start in tl.range(0, inputs, BLOCK, num_stages=STAGES):
         if EVEN:
             x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
         else:
             x = tl.load(x_at + start, mask=(start + column < inputs)[:, None] & inside[None, :], other=0.0)
-        w = _weights(weight_ptr, line, start + column, inputs, EVEN).to(x.dtype)
-        if SCALED and GROUP > 0:
-            sums += tl.dot(w, x, input_precision="ieee") * _scales(scale_ptr, line, start, inputs, GROUP)
-        else:
-            sums = tl.dot(w, x, sums, input_precision="ieee")
+        w = _weights(weight_ptr, line, start + column, inputs, EVEN)
+        sums = _add_products(sums, w, x, scale_ptr, line, start, inputs, GROUP, FIRST)
         if GATED:
-            w = _weights(weight_ptr, line + outputs, start + column, inputs, EVEN).to(x.dtype)
-            if SCALED and GROUP > 0:
-                ups += tl.dot(w, x, input_precision="ieee") * _scales(scale_ptr, line + outputs, start, inputs, GROUP)
-            else:
-                ups = tl.dot(w, x, ups, input_precision="ieee")
+            w = _weights(weight_ptr, line + outputs, start + column, inputs, EVEN)
+            ups = _add_products(ups, w, x, scale_ptr, line + outputs, start, inputs, GROUP, FIRST)
+    if FIRST:
+        sums = tl.trans(sums)
+        ups = tl.trans(ups)
     if SCALED and GROUP == 0:
-        sums *= tl.load(scale_ptr + line)[:, None]
+        sums *= tl.load(scale_ptr + line)[None, :]
+        if GATED:
+            ups *= tl.load(scale_ptr + line + outputs)[None, :]
     if GATED:
-        if SCALED and GROUP == 0:
-            ups *= tl.load(scale_ptr + line + outputs)[:, None]
         sums = sums / (1.0 + tl.exp(-sums)) * ups
     at = out_ptr + to.to(tl.int64)[:, None] * outputs + n[None, :]
-    values = tl.trans(sums).to(out_ptr.dtype.element_ty)
-    tl.store(at, values, mask=inside[:, None] & (n < outputs)[None, :])
+    tl.store(at, sums.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < outputs)[None, :])
 
 
 @triton.jit

@@ -19,8 +19,9 @@ from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.moe.interface import Routing
 
 _SELECT_ELEMENTS = 1024  # logits of a program of `_select_kernel`
-_CHUNK_PAIRS = 1024  # pairs that a program of `_sort_kernel` sorts
-_BLOCK_ELEMENTS = 8192  # pairs × experts that it compares at once
+_BLOCK_ELEMENTS = 8192  # pairs × experts that a program of `_sort_kernel` compares at once
+_MAX_CHUNKS = 128  # programs of `_sort_kernel`, each of which reads the numbers of pairs of all
+_SORT_WARPS = 8
 _LOWEST = tl.constexpr(-3.0e38)  # below any logit, and above the −inf of experts that are taken
 
 
@@ -71,21 +72,21 @@ def sort_pairs(routing: Routing, tile_rows: int) -> SortedPairs:
     """Sort pairs by expert, pairs of one expert by their numbers, and cut each expert's rows into tiles."""
     expert_P, experts = routing.expert_TC.view(-1), routing.experts
     pairs, device = expert_P.numel(), expert_P.device
-    chunks, width = triton.cdiv(pairs, _CHUNK_PAIRS), power_of_two(experts)
-    block = min(max(16, _BLOCK_ELEMENTS // width), _CHUNK_PAIRS)
+    width = power_of_two(experts)
+    block = max(16, min(_BLOCK_ELEMENTS // width, 64, power_of_two(pairs)))
+    chunk = triton.cdiv(pairs, block * _MAX_CHUNKS) * block
+    chunks = triton.cdiv(pairs, chunk)
     counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
     pair_R = torch.empty(pairs, dtype=torch.int32, device=device)
     tile_3S = torch.empty((3, pairs // tile_rows + min(experts, pairs)), dtype=torch.int32, device=device)
-    sizes = {"E": experts, "CHUNK": min(_CHUNK_PAIRS, triton.cdiv(pairs, block) * block), "BLOCK": block}
+    sizes = {"E": experts, "CHUNK": chunk, "BLOCK": block, "WIDTH": width, "num_warps": _SORT_WARPS}
     if chunks > 1:
-        _count_kernel[(chunks,)](expert_P, counts, pairs, **sizes, WIDTH=width, num_warps=4, **pdl_options(device))
+        _count_kernel[(chunks,)](expert_P, counts, pairs, **sizes, **pdl_options(device))
     _sort_kernel[(chunks,)](
         *(expert_P, counts, pair_R, tile_3S, pairs, chunks, tile_3S.shape[1]),
         **sizes,
-        WIDTH=width,
         TILE=tile_rows,
         COUNTED=chunks > 1,
-        num_warps=4,
         **pdl_options(device),
     )
     return SortedPairs(pair_R, tile_3S, tile_rows)
@@ -210,19 +211,23 @@ def _sort_kernel(
     earlier = tl.zeros((WIDTH,), tl.int32)
     if COUNTED:
         total = tl.zeros((WIDTH,), tl.int32)
-        for other in range(chunks):
-            count = tl.load(counts_ptr + other * E + expert, mask=expert < E, other=0)
-            total += count
-            earlier += tl.where(other < chunk, count, 0)
+        for first in range(0, chunks, BLOCK):
+            other = first + tl.arange(0, BLOCK)
+            inside = (other < chunks)[:, None] & (expert < E)[None, :]
+            count = tl.load(counts_ptr + other[:, None] * E + expert[None, :], mask=inside, other=0)
+            total += tl.sum(count, 0)
+            earlier += tl.sum(tl.where((other < chunk)[:, None], count, 0), 0)
     else:
         total = _count(expert_ptr, pairs, CHUNK, BLOCK, WIDTH)
     stop = tl.cumsum(total, 0)
     row = stop - total + earlier
     for first in range(0, CHUNK, BLOCK):
         match = _matches(expert_ptr, chunk * CHUNK + first, pairs, BLOCK, WIDTH)
-        before = tl.cumsum(match, 0) - match
-        at = tl.sum(match * (row[None, :] + before), 1)
         pair = chunk * CHUNK + first + tl.arange(0, BLOCK)
+        own_expert = tl.load(expert_ptr + pair, mask=pair < pairs, other=-1)
+        earlier_pair = own_expert[None, :] == own_expert[:, None]
+        earlier_pair &= pair[None, :] < pair[:, None]
+        at = tl.sum(match * row[None, :], 1) + tl.sum(earlier_pair.to(tl.int32), 1)
         tl.store(pair_ptr + at, pair, mask=pair < pairs)
         row += tl.sum(match, 0)
     own = tl.cdiv(total, TILE)
