@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tok_kernels import choose
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.attention.reference import attention
-from tok_kernels.measure import ModelShape, Timing, cuda_timer, measure_kernels
+from tok_kernels.measure import ExpertShape, ModelShape, Timing, cuda_timer, measure_kernels
 from tok_kernels.measure.cases import attention_floor, cases, forward_gemms, layer_gemms
+from tok_kernels.measure.expert_cases import expert_cases
 from tok_kernels.measure.kernels import KernelTime, Machine
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import TimedWork
@@ -106,8 +107,9 @@ def test_every_measured_kernel_states_the_bytes_it_must_move() -> None:
         "attention: prefill", "attention: prefill", "attention: decode", "attention: cascade",
         "sample: greedy", "sample: temperature 0.8", "sample: top-p 0.95", "sample: top-p 0.95, top-k 20",
         "sample: masks", "rms_norm",
-        "gated_linear, norm", "linear, residual", "gated_linear, norm", "linear, residual", "rope_and_write_kv",
-        "silu_and_mul", "copy of pages", *(["GEMMs of a forward pass"] * 3),
+        "rope_and_write_kv", "copy of pages",
+        "gated_linear, norm", "linear, residual", "gated_linear, norm", "linear, residual", "silu_and_mul",
+        *(["GEMMs of a forward pass"] * 3),
     ]  # fmt: skip
     assert [(case.size, case.tokens) for case in found if case.tokens] == [
         ("64 rows", 64), ("1024 rows", 1024), ("8 rows", 8)
@@ -116,6 +118,27 @@ def test_every_measured_kernel_states_the_bytes_it_must_move() -> None:
     assert by_name["sample: greedy"].moved == 8 * 300 * 4
     assert by_name["silu_and_mul"].moved == 8 * 80 * 3 * 4
     assert by_name["copy of pages"].size == "2 pages"
+
+
+def test_models_with_experts_have_cases_of_experts_in_place_of_an_mlp() -> None:
+    model = replace(MODEL, experts=ExpertShape(6, 2, 40))
+    assert list(expert_cases(choose(CPU), MODEL, CPU)) == []
+    names = {case.kernel for case in cases(choose(CPU), model, CPU, tokens=8, attention=())}
+    assert not names & {"gated_linear, norm", "linear, residual", "silu_and_mul", "GEMMs of a forward pass"}
+    found = list(expert_cases(choose(CPU), model, CPU, tokens=(1, 30)))
+    assert [case.kernel for case in found] == [
+        *(["select_experts", "fused_experts, even", "fused_experts, Zipf"] * 2), "GEMMs of a forward pass"
+    ]  # fmt: skip
+    for case in found:
+        with FlopCounterMode(display=False) as counter:
+            case.run()
+        assert case.operations == counter.get_total_flops()
+    expert = 3 * 48 * 40 * 4
+    assert [case.moved for case in found if "even" in case.kernel] == [
+        2 * expert + 3 * 48 * 4,
+        6 * expert + 90 * 48 * 4,
+    ]
+    assert found[-1].tokens == 30
 
 
 def test_layer_gemms_have_the_shapes_of_the_model() -> None:

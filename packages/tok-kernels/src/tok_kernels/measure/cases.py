@@ -34,13 +34,26 @@ ATTENTION = (
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Number of a layer's experts, number of them that compute a token, and columns of each (of a rank's part)."""
+
+    experts: int
+    chosen: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model, or of one rank's shard, that determine the times of its kernels."""
+    """Sizes of a model, or of one rank's shard, that determine the times of its kernels.
+
+    experts  experts of every layer, in place of an MLP of `intermediate_size`; None: there are none
+    """
 
     attention: AttentionShape
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    experts: ExpertShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,10 @@ def cases(
     tokens: int = TOKENS,
     attention: tuple[AttentionStep, ...] = ATTENTION,
 ) -> Iterator[Case]:
-    """Yield one case after the other, so that the tensors of a case are freed before the next is made."""
+    """Yield one case after the other, so that the tensors of a case are freed before the next is made.
+
+    Those of experts, in place of the MLP's, are in `expert_cases`.
+    """
     for step in attention:
         yield _attention(backend, model.attention, step, device)
     for temperature in (0.0, 0.8):
@@ -76,15 +92,17 @@ def cases(
         yield _filtered(backend, model, device, tokens, top_k, top_p)
     yield _masked(backend, model, device, tokens)
     yield _norm(backend, model, device, tokens)
+    yield _rope(backend, model.attention, device, tokens)
+    yield _page_copy(model.attention, device, tokens)
+    if model.experts is not None:
+        return
     for few in (1, tokens):
         yield from _linears(backend, model, device, few)
     for few in (1, 32, tokens) if multiplies_fp8(device) else ():
         yield from _fp8_linears(backend, model, device, few)
     for few in (1, 32, 256) if device.type == "cuda" else ():
         yield from _int4_linears(backend, model, device, few)
-    yield _rope(backend, model.attention, device, tokens)
     yield _activation(backend, model, device, tokens)
-    yield _page_copy(model.attention, device, tokens)
     for rows in (64, 1024, tokens):
         yield forward_gemms(model, device, rows)
 

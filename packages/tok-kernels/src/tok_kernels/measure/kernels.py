@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from tok_kernels.backend import Backend
 from tok_kernels.measure.cases import Case, ModelShape, cases, multiplies_fp8
+from tok_kernels.measure.expert_cases import expert_cases
 from tok_kernels.measure.timing import device_ms
 
 _COPY_BYTES = 1 << 30
@@ -64,8 +66,9 @@ def measure_kernels(backend: Backend, model: ModelShape, device: torch.device) -
     """
     if device.type != "cuda":
         raise ValueError(f"device is {device.type}; allowed: cuda")
+    both = chain(cases(backend, model, device), expert_cases(backend, model, device))
     machine = measure_machine(device, model.attention.dtype)
-    return machine, (_measured(case, machine) for case in cases(backend, model, device))
+    return machine, (_measured(case, machine) for case in both)
 
 
 def _measured(case: Case, machine: Machine) -> KernelTime:

@@ -17,7 +17,7 @@ from tok_core.quantization import read_quantization
 from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_kernels import AttentionShape, choose
 from tok_kernels.attention.interface import PHASES, Phase
-from tok_kernels.measure import KernelTime, ModelShape, measure_kernels
+from tok_kernels.measure import ExpertShape, KernelTime, ModelShape, measure_kernels
 
 if TYPE_CHECKING:
     from tok_kernels.calibration import Measurement  # loads Triton
@@ -155,7 +155,12 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
         choose_cache_dtype(config.kv_cache_dtype, dtype, read_quantization(path)),
     )
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
-    return device, ModelShape(attention, local.hidden_size, local.intermediate_size, shard_plan.vocabulary.count)
+    experts = None
+    if model.moe is not None:
+        columns = shard_plan.part(model.moe.intermediate_size).count
+        experts = ExpertShape(model.moe.experts, model.moe.experts_per_token, columns)
+    vocabulary = shard_plan.vocabulary.count
+    return device, ModelShape(attention, local.hidden_size, local.intermediate_size, vocabulary, experts)
 
 
 def _name(device: torch.device) -> str:
