@@ -143,6 +143,15 @@ def test_layers_without_experts_have_an_mlp(step: int, dense: list[int], tmp_pat
         model_of(path, coordinates)  # stages skip the other stages' layers, of whatever kind
 
 
+def test_experts_are_described_in_one_line(paths: dict[str, Path]) -> None:
+    described = [str(read_config(path).moe) for path in paths.values()]
+    assert described == [
+        "4 of 128 columns, 2 a token; layers with experts: 2",
+        "6 of 48 columns, 3 a token, one of 80 for all tokens; layers with experts: 1",
+        "12 of 32 columns, 4 a token; layers with experts: 2",
+    ]
+
+
 def test_divisors_of_the_experts_intermediate_size_are_the_numbers_of_ranks(tmp_path: Path) -> None:
     path = make_model("qwen2-moe", tmp_path / "moe")
     config = json.loads((path / "config.json").read_text())

@@ -29,6 +29,11 @@ class MoEConfig:
     normalize: bool
     shared_intermediate_size: int = 0
 
+    def __str__(self) -> str:
+        shared = f", one of {self.shared_intermediate_size} for all tokens" if self.shared_intermediate_size else ""
+        sizes = f"{self.experts} of {self.intermediate_size} columns, {self.experts_per_token} a token{shared}"
+        return f"{sizes}; layers with experts: {len(self.layers)}"
+
     @property
     def active_columns(self) -> int:
         """Return the columns of a layer's experts that compute a token."""

@@ -51,6 +51,7 @@ def _show(path: Path) -> int:
     rows = {
         "architecture": config.architecture,
         "layers": config.num_layers,
+        **({"experts": str(config.moe)} if config.moe is not None else {}),
         "hidden size": config.hidden_size,
         "heads": f"{config.num_heads}, KV heads {config.num_kv_heads}, size {config.head_dim}",
         "vocabulary": config.vocab_size,
