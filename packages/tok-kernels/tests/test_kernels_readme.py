@@ -70,5 +70,6 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "pack_columns",
         "rope_rows",
         "rope_table",
+        "top_values",
     }
     assert all(hasattr(tok_kernels, name) for name in tok_kernels.__all__)

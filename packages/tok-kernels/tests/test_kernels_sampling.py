@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.contexts import contexts_of
-from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, choose
+from tok_kernels import Filters, LogitBias, Penalties, Sampled, SamplingBatch, choose, top_values
 from tok_kernels.sampling.reference import edits
 from tok_kernels.sampling.reference.edits import apply_penalties
 from tok_kernels.sampling.reference.inversion import invert_cdf
@@ -119,6 +119,18 @@ def test_top_logprobs_are_sorted_with_ties_by_lowest_id(device: torch.device) ->
     assert result.top_token.tolist() == [[1, 3, 2, 0, 4]]
     assert result.top_logprob[0, -1].item() == -INF
     assert result.logprob.tolist() == result.top_logprob[:, 0].tolist()
+
+
+def test_of_equal_last_values_the_lowest_ids_are_returned(device: torch.device) -> None:
+    logits = torch.zeros(300, 5000, device=device)
+    logits[:, 4000], logits[:, 20] = 2, 1
+    logits[7] = -torch.inf
+    for rows in (1, 300):
+        value, token = top_values(logits[:rows], 5)
+        assert token[0].tolist() == [4000, 20, 0, 1, 2]
+        assert value[0].tolist() == [2, 1, 0, 0, 0]
+        assert torch.equal(token[-1], token[0])
+    assert token[7].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_only_rows_that_request_top_logprobs_get_them(device: torch.device) -> None:

@@ -42,7 +42,7 @@ from tok_kernels.norm_rope_kv.rope_table import (
     rope_rows,
     rope_table,
 )
-from tok_kernels.sampling.top_logprobs import log_sum_exp
+from tok_kernels.sampling.top_logprobs import log_sum_exp, top_values
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 __all__ = [
@@ -85,4 +85,5 @@ __all__ = [
     "pack_columns",
     "rope_rows",
     "rope_table",
+    "top_values",
 ]

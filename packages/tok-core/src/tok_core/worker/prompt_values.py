@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tok_core.messages import EMPTY, Int32, RequestedPromptOutputs, StepInput, array
 from tok_core.models import CausalLM
-from tok_kernels import log_sum_exp
+from tok_kernels import log_sum_exp, top_values
 
 MAX_SCORED_ROWS = 256  # scored at once: bounds the memory of their logits in fp32
 MAX_POOLED_ROWS = 512  # normed and summed at once, in fp32
@@ -90,11 +90,8 @@ def _score(model: CausalLM, x_QN: Tensor, token_Q: Tensor, top: int) -> tuple[Te
     lse_Q1 = log_sum_exp(logits_QV).unsqueeze(-1)
     own_Q1 = logits_QV.gather(-1, token_Q.unsqueeze(-1))
     rank_Q = (logits_QV >= own_Q1).sum(-1)
-    value, token = logits_QV.topk(min(top, logits_QV.shape[1]), dim=-1)
-    # Among equal values the lower id comes first; `topk` does not guarantee that.
-    token, order = token.sort(dim=-1)
-    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return (own_Q1 - lse_Q1).squeeze(-1), rank_Q.int(), token.gather(-1, order).int(), value - lse_Q1
+    value, token = top_values(logits_QV, min(top, logits_QV.shape[1]))
+    return (own_Q1 - lse_Q1).squeeze(-1), rank_Q.int(), token.int(), value - lse_Q1
 
 
 def _slices(rows: int) -> list[slice]:

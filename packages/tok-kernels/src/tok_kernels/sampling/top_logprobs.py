@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tok_kernels.batch import SamplingBatch
 
-_SUMMED_ROWS = 64  # rows summed at once, which limits the memory
+_SUMMED_ROWS = 64  # rows summed or searched at once, which limits the memory
 _UNIT = 2.0**44  # what an exponential of 1 counts as; 2¹⁸ of them stay below 2⁶³
 
 
@@ -40,14 +40,37 @@ def top_logprobs(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> 
     size = len(logits_RV), count
     if rows is not None:
         logits_RV, log_sum_R = logits_RV.index_select(0, rows), log_sum_R.index_select(0, rows)
-    value, token = logits_RV.topk(count, dim=-1)
-    # `topk` returns equal values in any order: sort them by id.
-    token, order = token.sort(dim=-1)
-    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    token, logprob = token.gather(-1, order), value.float() - log_sum_R.unsqueeze(-1)
+    value, token = top_values(logits_RV, count)
+    logprob = value.float() - log_sum_R.unsqueeze(-1)
     if rows is None:
         return token, logprob
     return token.new_zeros(size).index_copy_(0, rows, token), logprob.new_zeros(size).index_copy_(0, rows, logprob)
+
+
+def top_values(scores_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest values of each row in descending order, and their indices.
+
+    Among equal values, lower indices come first, and only they are returned if there is no place for all.
+    """
+    parts = [_top_values(part_RV, count) for part_RV in torch.split(scores_RV, _SUMMED_ROWS)]
+    value, token = (torch.cat(column) for column in zip(*parts, strict=True))
+    return value, token
+
+
+def _top_values(scores_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    value, token = scores_RV.topk(count, dim=-1)
+    if not count:
+        return value, token
+    token, order = token.sort(dim=-1)
+    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    token = token.gather(-1, order)
+    # Which of the values equal to the last one `topk` returns depends on the number of rows.
+    vocabulary = scores_RV.shape[1]
+    from_end = torch.arange(vocabulary, 0, -1, dtype=torch.int32, device=token.device)
+    tied = torch.where(scores_RV == value[:, -1:], from_end, 0).topk(count, dim=-1).values
+    place = torch.arange(count, device=token.device) - (value > value[:, -1:]).sum(-1, keepdim=True)
+    tied = tied.gather(-1, place.clamp(min=0))
+    return value, torch.where((place >= 0) & (tied > 0), vocabulary - tied.long(), token)
 
 
 def no_top_logprobs(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
