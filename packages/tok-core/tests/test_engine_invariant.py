@@ -1,4 +1,4 @@
-"""With `batch_invariant`, a request's tokens and log-probabilities are the same bits in every schedule, on a CPU.
+"""With `batch_invariant`, a request's tokens and log-probabilities are the same bits in every schedule.
 
 Each request is first computed alone, its prompt in one chunk. Schedules then differ in the order of arrival, chunks,
 running samples, pages, groups, cached prefixes, memory (preemption), steps ahead, threads, replicas, ranks and stages.
@@ -16,12 +16,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.grouping import group_eagerly
 from support.short_lengths import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, InvalidField, RequestOutput, SamplingParams
+from tok_core.model_config import read_config
+from tok_core.models import build, dummy
+from tok_core.quantization import QuantizationConfig, ScaledMethod
+from tok_core.worker.startup import setup
+from tok_core.worker.startup.invariance_check import check_rows
+from tok_kernels import choose
 
 KINDS = ("llama3", "qwen3-window", "qwen2", "qwen2-moe")
 STEM, *PARTS = random_prompts((70, 1, 15, 40, 130), seed=3)
@@ -155,11 +162,42 @@ def test_replicas_ranks_and_stages_do_not_depend_on_the_schedule(directory: Path
     assert found[1:] == found[:1] * 3
 
 
+def test_linear_layers_whose_bits_depend_on_the_number_of_rows_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "checked"
+    make_model("qwen2", path, max_positions=256)
+    backend = choose(torch.device("cpu"), batch_invariant=True)
+    model = build(read_config(path), backend, torch.device("cpu"), torch.bfloat16)
+    dummy(model, seed=0)
+    check_rows(model, 70)
+    right = backend.linear
+
+    def linear(x_TK: Tensor, *words: Tensor, residual_TN: Tensor | None = None) -> Tensor:
+        out_TN = right(x_TK, *words, residual_TN=residual_TN)
+        return out_TN * 1.01 if len(x_TK) in (3, 17) else out_TN
+
+    monkeypatch.setattr(backend, "linear", linear, raising=False)
+    with pytest.raises(
+        InvalidField, match=r"batch_invariant.*embed_tokens, \[512, 64\] .*\[3, 17\] rows than among 70"
+    ):
+        check_rows(model, 70)
+
+
 def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
-    for field, value in (("backend", "triton"), ("backend", "flashinfer")):
-        with pytest.raises(InvalidField, match=f"{field} is '{value}'.*batch_invariant"):
-            msgspec.structs.replace(EngineConfig(model="m", batch_invariant=True), **{field: value})
+    with pytest.raises(InvalidField, match=r"backend is 'flashinfer'.*batch_invariant"):
+        EngineConfig(model="m", batch_invariant=True, backend="flashinfer")
     with pytest.raises(InvalidField, match=r"async_tp_threshold is 64.*batch_invariant"):
         EngineConfig(model="m", batch_invariant=True, tp=2, async_tp_threshold=64)
     with pytest.raises(InvalidField, match="batch_invariant is 'yes'"):
         EngineConfig(model="m", batch_invariant="yes")  # type: ignore[arg-type]
+
+
+def test_on_a_gpu_quantised_weights_and_ranks_are_refused_by_name() -> None:
+    cuda, dense = torch.device("cuda"), QuantizationConfig()
+    config = EngineConfig(model="m", batch_invariant=True)
+    setup._require_invariant(config, dense, cuda)
+    with pytest.raises(InvalidField, match=r"batch_invariant is True.*quantised"):
+        setup._require_invariant(config, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
+    with pytest.raises(InvalidField, match=r"tp is 2; allowed: 1 on cuda with batch_invariant"):
+        setup._require_invariant(msgspec.structs.replace(config, tp=2), dense, cuda)

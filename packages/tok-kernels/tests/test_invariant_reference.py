@@ -138,4 +138,4 @@ def test_other_backends_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="batch_invariant"):
         choose(torch.device("cpu"), "triton", batch_invariant=True)
     with pytest.raises(ValueError, match="batch_invariant"):
-        choose(torch.device("cuda"), batch_invariant=True)
+        choose(torch.device("cuda"), "flashinfer", batch_invariant=True)

@@ -41,8 +41,10 @@ from tok_kernels import (
     SlotColumns,
     launch_config,
 )
+from tok_kernels.attention.triton import invariant
 from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.collectives.triton_exchange import exchange_sum
+from tok_kernels.linear import triton_invariant
 
 BF16, FP8, INT64, FLOAT = torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.float32
 HEADS, KV_HEADS, HIDDEN, INNER, VOCABULARY, SLOTS, PAGES, PAGE = 32, 8, 4096, 14336, 128256, 64, 512, 16
@@ -81,7 +83,9 @@ def attend(
         levels=(level,) if groups else (),
     )
     q = meta(rows + number * new, HEADS, head_dim, dtype=BF16)
-    BACKEND.attention(q, kv_cache(head_dim, cache_dtype, scaled), batch, head_dim**-0.5, window)
+    cache = kv_cache(head_dim, cache_dtype, scaled)
+    BACKEND.attention(q, cache, batch, head_dim**-0.5, window)
+    invariant.attention(q, cache, batch, head_dim**-0.5, window)
 
 
 def rotate_and_write(head_dim: int, cache_dtype: torch.dtype, scaled: bool = False) -> None:
@@ -99,9 +103,10 @@ def rotate_and_write(head_dim: int, cache_dtype: torch.dtype, scaled: bool = Fal
 def multiply(tokens: int) -> None:
     x, residual = (meta(tokens, HIDDEN, dtype=BF16) for _ in range(2))
     norm = meta(HIDDEN, dtype=BF16), 1e-5
-    BACKEND.linear(x, meta(6144, HIDDEN, dtype=BF16), meta(6144, dtype=BF16), norm=norm)
-    BACKEND.gated_linear(x, meta(2 * INNER, HIDDEN, dtype=BF16), norm=norm)
-    BACKEND.linear(meta(tokens, INNER, dtype=BF16), meta(HIDDEN, INNER, dtype=BF16), residual_TN=residual)
+    for one in (BACKEND, triton_invariant):
+        one.linear(x, meta(6144, HIDDEN, dtype=BF16), meta(6144, dtype=BF16), norm=norm)
+        one.gated_linear(x, meta(2 * INNER, HIDDEN, dtype=BF16), norm=norm)
+        one.linear(meta(tokens, INNER, dtype=BF16), meta(HIDDEN, INNER, dtype=BF16), residual_TN=residual)
 
 
 def multiply_8_bits(tokens: int, dtype: torch.dtype, group: int | None = None) -> None:

@@ -72,8 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_tp_threshold   tokens of a step from which GEMMs overlap with their collectives (async TP), on GPUs; 0:
                          never; None: as measured at the start
     cuda_graphs          capture decode steps as CUDA graphs, on a GPU; off: launch every kernel of every step
-    batch_invariant      on CPUs: compute the same bits for a request whatever runs beside it, and however its tokens
-                         are cut into steps
+    batch_invariant      compute the same bits for a request whatever runs beside it, and however its tokens are cut
+                         into steps, on CPUs and Hopper GPUs
     enable_sleep_mode    allow `Engine.sleep`: weights and KV cache live in memory that can be given back. On Linux only
     prefix_groups        read prefixes shared by running sequences once a step (cascade attention)
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
@@ -206,8 +206,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _check_invariance(self) -> None:
         if not self.batch_invariant:
             return
-        if self.backend not in ("auto", "reference"):
-            raise InvalidField("backend", self.backend, "auto or reference with batch_invariant")
+        if self.backend == "flashinfer":
+            raise InvalidField("backend", self.backend, "auto, triton or reference with batch_invariant")
         if self.async_tp_threshold:
             raise InvalidField("async_tp_threshold", self.async_tp_threshold, "0 with batch_invariant")
 

@@ -10,6 +10,7 @@ import torch
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
 
+HOPPER = 9  # major compute capability
 BACKENDS = ("auto", "reference", "triton", "flashinfer")
 
 
@@ -28,19 +29,14 @@ def choose(
     first time and stored in `directory`, by default the user's cache directory (`tok_kernels.calibration.calibrate`).
 
     With `batch_invariant`, a row's results have the same bits whatever else is in the step, and however its sequence
-    was cut into steps. Only the reference backend on a CPU can do so.
+    was cut into steps. Only the reference backend on a CPU and Triton on Hopper GPUs can do so.
 
     Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}; allowed: {', '.join(BACKENDS)}")
     if batch_invariant:
-        if device.type != "cpu" or requested not in ("auto", "reference"):
-            refused = f"backend is {requested!r} on {device.type}"
-            raise ValueError(f"{refused}; allowed with batch_invariant: auto, reference on cpu")
-        from tok_kernels.backends.reference import InvariantReferenceBackend
-
-        return InvariantReferenceBackend()
+        return _choose_invariant(device, requested, shape)
     usable = device.type == "cuda" and find_spec("triton") is not None
     if requested == "reference" or (requested == "auto" and not usable):
         from tok_kernels.backends.reference import ReferenceBackend
@@ -51,3 +47,23 @@ def choose(
     from tok_kernels.backends.composed import compose
 
     return compose(device, requested, shape, directory)
+
+
+def _choose_invariant(device: torch.device, requested: str, shape: AttentionShape | None) -> Backend:
+    if device.type == "cpu" and requested in ("auto", "reference"):
+        from tok_kernels.backends.reference import InvariantReferenceBackend
+
+        return InvariantReferenceBackend()
+    refused = f"backend is {requested!r} on {device.type}; allowed with batch_invariant"
+    if device.type == "cpu" or requested not in ("auto", "triton") or find_spec("triton") is None:
+        raise ValueError(f"{refused}: reference on cpu, triton on cuda")
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        raise ValueError(f"{refused}: reference on cpu, triton on GPUs of compute capability 9")
+    from tok_kernels.attention.triton.invariant import not_invariant
+    from tok_kernels.attention.triton.operands import unusable
+    from tok_kernels.backends.triton import InvariantTritonBackend
+
+    reason = None if shape is None else unusable(shape, device) or not_invariant(shape)
+    if reason is not None:
+        raise ValueError(f"{refused}: reference on cpu ({reason})")
+    return InvariantTritonBackend()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache, rope_table
-from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.backends.triton import InvariantTritonBackend, TritonBackend
 from tok_kernels.launch_config import pdl_options, supports_pdl
 
 HEADS, KV_HEADS, HEAD, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 64, 2048, 8192, 6
@@ -24,7 +24,7 @@ class Layers:
     The rows of each of the `groups` share their first PREFIX tokens. With `groups` 0, rows share nothing.
     """
 
-    def __init__(self, rows: int, groups: int) -> None:
+    def __init__(self, rows: int, groups: int, backend: TritonBackend) -> None:
         device = torch.device("cuda")
         source = torch.Generator(device).manual_seed(0)
 
@@ -34,7 +34,7 @@ class Layers:
         def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return noise(outputs, inputs).div_(math.sqrt(inputs)).to(dtype)
 
-        self.backend = TritonBackend()
+        self.backend = backend
         self.norm = (noise(HIDDEN).abs().bfloat16(), 1e-5)
         self.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN, torch.float16)
         self.out = matrix(HIDDEN, HEADS * HEAD)
@@ -91,9 +91,12 @@ class Layers:
 
 # Few rows take split-KV attention, whose partials are merged. Many rows chain their own keys to those of the prefix.
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [TritonBackend, InvariantTritonBackend])
 @pytest.mark.parametrize(("rows", "groups"), [(1, 0), (5, 0), (6, 2), (640, 8)])
-def test_pdl_layers_replayed_or_launched_equal_synchronized_layers(rows: int, groups: int) -> None:
-    layers = Layers(rows, groups)
+def test_pdl_layers_replayed_or_launched_equal_synchronized_layers(
+    rows: int, groups: int, kind: type[TritonBackend]
+) -> None:
+    layers = Layers(rows, groups, kind())
     x = torch.randn((rows, HIDDEN), device="cuda").bfloat16()
     layers.run(x, torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()

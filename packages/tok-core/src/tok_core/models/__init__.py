@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tok_core.models.decoder import CausalLM, DecoderLayer
-from tok_core.models.layers import Linear, RMSNorm
+from tok_core.models.layers import Linear, RMSNorm, TokenEmbedding
 from tok_core.models.registry import ARCHITECTURES, build, model_bytes
 from tok_core.models.weights import IncomingWeights, as_stored, check, dummy, load
 
@@ -14,6 +14,7 @@ __all__ = [
     "IncomingWeights",
     "Linear",
     "RMSNorm",
+    "TokenEmbedding",
     "as_stored",
     "build",
     "check",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tok_kernels.attention.interface import Phase
+from tok_kernels.attention.triton import invariant as invariant_attention
 from tok_kernels.attention.triton.attention import attention
+from tok_kernels.linear import triton_invariant as invariant_linear
 from tok_kernels.linear.triton import gated_linear, linear
 from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
@@ -41,3 +43,19 @@ class TritonBackend:
     sample = staticmethod(sample)
     decode_rows = staticmethod(decode_rows)
     record_sampled_tokens = staticmethod(record_sampled_tokens)
+
+
+class InvariantTritonBackend(TritonBackend):
+    """The Triton backend with GEMMs and attention by which a row's bits depend on no other row of a step.
+
+    Weights are dense. Constructing it changes how torch multiplies in this process (`forbid_split_k`).
+    """
+
+    name = "triton, batch-invariant"
+
+    linear = staticmethod(invariant_linear.linear)
+    gated_linear = staticmethod(invariant_linear.gated_linear)
+    attention = staticmethod(invariant_attention.attention)
+
+    def __init__(self) -> None:
+        invariant_linear.forbid_split_k()

@@ -58,6 +58,13 @@ _PLAIN = (
 _GATED = ((_ANY, 2048, LinearLaunch(2, 1024, 4)), (_ANY, _ANY, LinearLaunch(2, 2048, 8)))
 
 
+# Launches of batch-invariant GEMMs of few tokens in 16 bits. Programs of few outputs fill the GPU if outputs are few.
+MAX_CHAIN_TOKENS = 16  # for more, cuBLASLt without split-K is as fast or faster, except for long weights
+_MAX_LONG_CHAIN_TOKENS = 64  # with a weight of at least `_LONG` times as many inputs as outputs
+_LONG = 4
+_CHAIN, _CHAIN_GATED = FewRowsLaunch(64, 256, 4, 4), FewRowsLaunch(64, 128, 4, 4)
+_CHAIN_FEW_OUTPUTS, _MAX_FEW_OUTPUTS = FewRowsLaunch(16, 512, 2, 4), 4096
+
 FEW_ROWS = FewRowsLaunch(64, 256, 4, 6)
 FEW_ROWS_GATED = FewRowsLaunch(64, 256, 4, 4)  # rows of the gate, and as many of its up projection
 
@@ -76,6 +83,17 @@ def linear_launch(outputs: int, inputs: int, *, gated: bool) -> LinearLaunch:
 def streams(tokens: int, inputs: int) -> bool:
     """Return whether the fused kernel computes a GEMM of this size; otherwise torch does."""
     return 0 < tokens <= MAX_STREAM_TOKENS and inputs > 0 and inputs % VECTOR == 0
+
+
+def chains(tokens: int, outputs: int, inputs: int) -> bool:
+    """Return whether the batch-invariant kernel for few tokens computes a GEMM of this size; else cuBLASLt does."""
+    return 0 < tokens <= (_MAX_LONG_CHAIN_TOKENS if inputs >= _LONG * outputs else MAX_CHAIN_TOKENS)
+
+
+def chain_launch(outputs: int, inputs: int, *, gated: bool) -> FewRowsLaunch:
+    """Return the launch of the batch-invariant kernel for few tokens."""
+    launch = _CHAIN_GATED if gated else _CHAIN_FEW_OUTPUTS if outputs <= _MAX_FEW_OUTPUTS else _CHAIN
+    return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _MIN_BLOCK))
 
 
 def scaled_stream_launch(inputs: int) -> LinearLaunch:

@@ -87,7 +87,7 @@ ENGINE_TEXTS = {
     ),
     "batch_invariant": (
         "",
-        "compute the same tokens and log-probabilities, bit for bit, whatever else runs (on CPUs; slower)",
+        "compute the same tokens and log-probabilities, bit for bit, whatever else runs (CPUs and Hopper GPUs; slower)",
     ),
     "prefix_groups": ("", "disable cascade attention: each sequence reads its shared prefix separately"),
     "admission": ("", "admit waiting samples by predicted page use (forecast) or by pages free now (watermark)"),

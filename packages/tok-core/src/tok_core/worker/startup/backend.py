@@ -75,8 +75,6 @@ def choose_backend(config: EngineConfig, device: torch.device, shape: AttentionS
     Raises InvalidField, with the reason, if it cannot compute the shape on the device.
     """
     requested = config.backend
-    if config.batch_invariant and device.type != "cpu":
-        raise InvalidField("batch_invariant", True, f"false on {device.type}; true on cpu (device)")
     try:
         return choose(device, requested, shape, batch_invariant=config.batch_invariant)
     except ValueError as error:

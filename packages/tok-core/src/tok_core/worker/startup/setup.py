@@ -33,6 +33,7 @@ from tok_core.worker.startup.backend import (
     choose_dtype,
     require_float8,
 )
+from tok_core.worker.startup.invariance_check import check_rows
 from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, report_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
 from tok_core.worker.startup.memory_check import require_memory
@@ -83,6 +84,8 @@ def set_up(
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     if cache_dtype != dtype and config.backend != "reference":
         require_float8(config.kv_cache_dtype, device)
+    if config.batch_invariant and device.type != "cpu":
+        _require_invariant(config, quantization, device)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
         backend = choose_backend(config, device, shape)
@@ -95,6 +98,9 @@ def set_up(
     max_step_tokens = config.max_step_tokens or max(default_step_tokens, max_running)
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
+    if config.batch_invariant and device.type != "cpu":
+        check_rows(model, max_step_tokens)
+        clock.done("bits of linear layers")
     with HEARTBEAT.coarse():
         calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
     max_all_reduce_tokens, min_overlap_tokens = _thresholds(model, coordinates)
@@ -149,6 +155,14 @@ def set_up(
         pp=config.pp,
     )
     return runner, info
+
+
+def _require_invariant(config: EngineConfig, quantization: QuantizationConfig, device: torch.device) -> None:
+    """Raise InvalidField for what `batch_invariant` has not been shown to hold for on a GPU."""
+    if replace(quantization, kv_scales=None) != QuantizationConfig():
+        raise InvalidField("batch_invariant", True, f"false on {device.type} if weights are quantised ({quantization})")
+    if config.tp > 1:
+        raise InvalidField("tp", config.tp, f"1 on {device.type} with batch_invariant")
 
 
 def sleeping_memory(device: torch.device) -> SleepingMemory:

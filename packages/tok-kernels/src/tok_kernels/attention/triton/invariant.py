@@ -1,0 +1,188 @@
+"""Compute attention so that a query's bits depend on its own sequence alone, in all phases.
+
+A query's keys are summed in blocks of `block_keys` positions, and blocks in splits of SPLIT_KEYS, both at fixed
+absolute positions. Within a split, online softmax goes from block to block; splits are joined in order. Who does so
+does not matter: one program for all splits of a tile, a program for each split and a merge, or first the programs of a
+prefix group and then, from their exact state, those of its rows. Group boundaries are rounded down to blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tok_kernels import launch_config as config
+from tok_kernels.attention.interface import AttentionShape
+from tok_kernels.attention.triton.invariant_decode import invariant_decode_kernel, join_splits_kernel
+from tok_kernels.attention.triton.invariant_kernels import invariant_attention_kernel
+from tok_kernels.attention.triton.operands import Operands
+from tok_kernels.batch import AttentionBatch, CascadeLevel, LayerCache
+
+SPLIT_KEYS = 512
+_MIN_HEAD_DIM, _MAX_HEAD_DIM = 33, 128  # smaller and larger heads were not compared
+_MAX_GROUP = 16  # query heads of a key/value head that fit a decode row's tile
+_ITEMS = 256  # items counted at a time by a program that searches for its tile
+_LARGE_ROWS = 64  # query rows of a tile of a prefill chunk or a group
+_DECODE_REGISTERS = 112, 200  # of padded heads of up to 64, and of larger ones; with more, fewer programs run at once
+_MAX_PROGRAMS = 1 << 15  # of a decode step; more programs without keys cost more than they save
+_MAX_STATE_BYTES = 1 << 28  # of the splits of a decode step
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """States of online softmax of R rows: float32 `acc` `[N, R, H, D]`, `top` and `total` `[N, R, H]`.
+
+    N counts splits, or is 2: the splits joined so far, and the split that is not complete yet.
+    """
+
+    acc: Tensor
+    top: Tensor
+    total: Tensor
+
+    @staticmethod
+    def empty(number: int, q_RHD: Tensor) -> _States:
+        rows, heads, size = q_RHD.shape
+        acc = torch.empty((number, rows, heads, size), dtype=torch.float32, device=q_RHD.device)
+        top, total = torch.empty((2, number, rows, heads), dtype=torch.float32, device=q_RHD.device)
+        return _States(acc, top, total)
+
+
+def not_invariant(shape: AttentionShape) -> str | None:
+    """Return why tiles and decode rows of this shape are not known to have equal bits; None if they are."""
+    if shape.dtype.itemsize != 2:
+        return f"dtype is {shape.dtype}; batch_invariant allows bfloat16 and float16 on a GPU"
+    if shape.cache_dtype != shape.dtype:
+        return f"cache_dtype is {shape.cache_dtype}; batch_invariant allows {shape.dtype} on a GPU"
+    if not _MIN_HEAD_DIM <= shape.head_dim <= _MAX_HEAD_DIM:
+        return f"head_dim is {shape.head_dim}; batch_invariant allows {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM} on a GPU"
+    if shape.heads > _MAX_GROUP * shape.kv_heads:
+        return f"{shape.heads} heads share {shape.kv_heads}; batch_invariant allows {_MAX_GROUP} for one on a GPU"
+    return None
+
+
+def attention(
+    q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """Compute `Backend.attention`. Grids depend on host numbers only, so that graphs can capture decode steps."""
+    operands = Operands(q_THD, cache, batch.page_table, scale, window)
+    operands.check()
+    out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    out[batch.num_decode :].zero_()
+    if batch.num_decode:
+        _attend_decode(operands, batch, out)
+    chunks = batch.slots.shape[0] - batch.num_decode
+    if q_THD.shape[0] > batch.num_decode and chunks:
+        tiles = _tiles(operands, chunks, q_THD.shape[0] - batch.num_decode, batch.max_q)
+        _launch(operands, batch, out, _States.empty(0, q_THD[:0]), tiles, offset=batch.num_decode, items=chunks)
+    return out
+
+
+def _attend_decode(operands: Operands, batch: AttentionBatch, out: Tensor) -> None:
+    rows, q = batch.num_decode, operands.q[: batch.num_decode]
+    levels = [level for level in batch.levels if level.row_start.shape[0] and level.max_rows]
+    if 2 * rows * operands.kv_heads <= 8 * config.multiprocessors(q.device):
+        levels = []  # so few rows leave programs idle: each reads the shared prefix as well
+    prior = _States.empty(2 if levels else 0, q)
+    if len(levels) > 1:
+        prior.top.fill_(-torch.inf)  # the first level may not cover a row of a later one
+    for i, level in enumerate(levels):
+        groups, members = level.row_start.shape[0], min(level.max_rows, rows)
+        tiles = _tiles(operands, groups, rows, members)
+        _launch(operands, batch, q, prior, tiles, offset=0, items=groups, prior=i > 0, level=level)
+    needed = -(-batch.max_kv // SPLIT_KEYS)
+    size = 4 * max(1, q.numel())
+    splits = max(1, min(needed, max(2, _MAX_PROGRAMS // (rows * operands.kv_heads)), _MAX_STATE_BYTES // size))
+    _launch_splits(operands, batch, out, prior, splits, prior=bool(levels))
+    if needed > splits:
+        skipped = (rows, 1)
+        _launch(
+            *(operands, batch, out, prior, skipped), offset=0, items=rows, prior=bool(levels), min_splits=splits + 1
+        )
+
+
+def _launch_splits(
+    operands: Operands, batch: AttentionBatch, out: Tensor, prior_states: _States, splits: int, *, prior: bool
+) -> None:
+    """Compute decode rows of up to `splits` splits, each by a program of its own, and join them."""
+    rows, q = batch.num_decode, operands.q[: batch.num_decode]
+    states = _States.empty(splits if splits > 1 else 0, q)
+    pointers = states.acc, states.top, states.total, prior_states.acc, prior_states.top, prior_states.total
+    shared = {
+        "ROWS": max(16, config.power_of_two(operands.group)),
+        "KEYS": block_keys(operands.padded_head),
+        "SPLIT": SPLIT_KEYS,
+        "PRIOR": prior,
+    }
+    invariant_decode_kernel[(rows * operands.kv_heads, splits)](
+        *(operands.q, out, *pointers, batch.slots, batch.kv_start, batch.kv_len, rows),
+        *operands.runtime(),
+        **operands.static(),
+        **shared,
+        num_warps=1,
+        num_stages=2,
+        maxnreg=_DECODE_REGISTERS[operands.padded_head > 64],
+    )
+    if splits > 1:
+        static = operands.static()
+        join_splits_kernel[(rows * operands.kv_heads,)](
+            *(out, *pointers, batch.kv_start, batch.kv_len, rows, splits, operands.cache.v_scale),
+            **{name: static[name] for name in ("KV_HEADS", "GROUP", "HEAD", "PADDED", "WINDOW")},
+            **shared,
+            num_warps=1,
+        )
+
+
+def _tiles(operands: Operands, items: int, tokens: int, item_tokens: int) -> tuple[int, int]:
+    """Return the number of tiles, and those of every item (0: programs search for their tile)."""
+    each = -(-item_tokens * operands.group // _LARGE_ROWS)
+    searched = -(-tokens * operands.group // _LARGE_ROWS) + min(items, tokens)
+    return (items * each, each) if items * each <= 2 * searched else (searched, 0)
+
+
+def _launch(
+    operands: Operands,
+    batch: AttentionBatch,
+    out: Tensor,
+    states: _States,
+    tiles: tuple[int, int],
+    *,
+    offset: int,
+    items: int,
+    prior: bool = False,
+    level: CascadeLevel | None = None,
+    min_splits: int = 0,
+) -> None:
+    """Launch the kernel of tiles: their number and those of every item (0: programs search for their tile).
+
+    level       the groups whose rows' states are written; None: the results of sequences are
+    min_splits  decode rows with fewer splits are left out; 0: the sequences are prefill chunks
+    """
+    first, count, slot, start, end = batch.q_start, batch.q_start, batch.slots, batch.kv_start, batch.kv_len
+    if level is not None:
+        first, count, slot, start, end = (
+            *(level.row_start, level.row_count, level.slot),
+            *(level.kv_start, level.kv_end),
+        )
+    rows = max(16, config.power_of_two(operands.group)) if min_splits else _LARGE_ROWS
+    invariant_attention_kernel[(tiles[0] * operands.kv_heads,)](
+        *(operands.q, out, states.acc, states.top, states.total, first, count, slot, start, end, batch.kv_len),
+        *(offset, items, tiles[1], states.top.shape[1], min_splits),
+        *operands.runtime(),
+        ROWS=rows,
+        KEYS=block_keys(operands.padded_head),
+        SPLIT=SPLIT_KEYS,
+        ITEMS=_ITEMS,
+        CAUSAL=level is None,
+        PRIOR=prior,
+        LARGE=_LARGE_ROWS,
+        **operands.static(),
+        num_warps=1 if min_splits else 4,
+        num_stages=2,
+    )
+
+
+def block_keys(padded_head: int) -> int:
+    """Return the keys of a block, a divisor of SPLIT_KEYS. Decode rows of large heads have no registers for more."""
+    return 32

@@ -1,0 +1,174 @@
+"""Define the kernels of batch-invariant decode rows: a program for each split of a row's own keys, and the join."""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tok_kernels.attention.triton.invariant_kernels import (
+    attend_blocks,
+    join_states,
+    load_state,
+    store_state,
+    write_result,
+)
+from tok_kernels.attention.triton.online_softmax import cast_queries, empty_state
+
+
+@triton.jit
+def _own_keys(
+    start_ptr: tl.tensor,
+    end_ptr: tl.tensor,
+    row: tl.tensor,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRIOR: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return the first block and the end of a decode row's own keys, the number of its first split, and its splits.
+
+    Without PRIOR, the row's keys begin at position 0, whatever its start says. A row has at least one split.
+    """
+    end = tl.load(end_ptr + row)
+    begin = end * 0
+    if PRIOR:
+        begin = tl.load(start_ptr + row) // KEYS * KEYS
+    if WINDOW:
+        begin = tl.maximum(begin, tl.maximum(end - WINDOW, 0) // KEYS * KEYS)
+    first = begin // SPLIT
+    return begin, end, first, tl.maximum(tl.cdiv(end, SPLIT) - first, 1)
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "rows"],
+    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "end_ptr", "table_ptr"],
+)
+def invariant_decode_kernel(
+    q_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    acc_ptr: tl.tensor,
+    top_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    prior_acc_ptr: tl.tensor,
+    prior_top_ptr: tl.tensor,
+    prior_total_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    end_ptr: tl.tensor,
+    rows: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    kv_page: tl.tensor,
+    kv_row: tl.tensor,
+    kv_head_stride: tl.tensor,
+    table_row: tl.tensor,
+    scale: tl.tensor,
+    v_scale_ptr: tl.tensor | None,
+    PAGE: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FP16: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRIOR: tl.constexpr,
+) -> None:
+    """Attend from one decode row to one split of its own keys, for the query heads of one key/value head.
+
+    The first split goes on from the row's PRIOR states. The result is written if the row has no other split; otherwise
+    each split's state is, for `join_splits_kernel`. A row with more splits than programs is left out.
+    """
+    kv_head = tl.program_id(0) % KV_HEADS
+    row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    nth = tl.program_id(1)
+    begin, end, first, splits = _own_keys(start_ptr, end_ptr, row, KEYS, SPLIT, WINDOW, PRIOR)
+    if (nth >= splits) | (splits > tl.num_programs(1)):
+        return
+    begin = tl.maximum(begin, (first + nth) * SPLIT)
+    stop = tl.minimum(end, (first + nth + 1) * SPLIT)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED)
+    head = kv_head * GROUP + g
+    present = g < GROUP
+    both = present[:, None] & (d < HEAD)[None, :]
+    q = tl.load(q_ptr + row * q_token + head[:, None] * q_head + d[None, :], mask=both, other=0.0)
+    q = cast_queries(q, FP16)
+    line = row * (KV_HEADS * GROUP) + head
+    each = rows.to(tl.int64) * (KV_HEADS * GROUP)
+    top, total, acc = empty_state(ROWS, PADDED)
+    if PRIOR:
+        # A row that starts at position 0 is in no group.
+        grouped = present & (tl.load(start_ptr + row) > 0)
+        top, total, acc = load_state(
+            prior_acc_ptr, prior_top_ptr, prior_total_ptr, each + line, grouped & (nth == 0), d, HEAD, True
+        )
+    limit = tl.full([ROWS], 0, tl.int32) + stop
+    top, total, acc = attend_blocks(
+        *(q, top, total, acc, limit - WINDOW, limit, begin, stop, end - WINDOW),
+        *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride, table_ptr + slot * table_row),
+        *(kv_page, kv_row, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
+    )
+    if splits > 1:
+        store_state(acc_ptr, top_ptr, total_ptr, nth * each + line, present, d, top, total, acc, HEAD)
+    else:
+        if PRIOR:
+            prior_top, prior_total, prior_acc = load_state(
+                prior_acc_ptr, prior_top_ptr, prior_total_ptr, line, grouped, d, HEAD, False
+            )
+            top, total, acc = join_states(prior_top, prior_total, prior_acc, top, total, acc)
+        write_result(out_ptr, line, present, d, total, acc, v_scale_ptr, kv_head, HEAD)
+
+
+@triton.jit(do_not_specialize=["rows", "max_splits"], do_not_specialize_on_alignment=["start_ptr", "end_ptr"])
+def join_splits_kernel(
+    out_ptr: tl.tensor,
+    acc_ptr: tl.tensor,
+    top_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    prior_acc_ptr: tl.tensor,
+    prior_top_ptr: tl.tensor,
+    prior_total_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    end_ptr: tl.tensor,
+    rows: tl.tensor,
+    max_splits: tl.tensor,
+    v_scale_ptr: tl.tensor | None,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRIOR: tl.constexpr,
+) -> None:
+    """Join the splits of a decode row and key/value head in order, after its PRIOR state, if it has 2 to max_splits."""
+    kv_head = tl.program_id(0) % KV_HEADS
+    row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    _, _, _, splits = _own_keys(start_ptr, end_ptr, row, KEYS, SPLIT, WINDOW, PRIOR)
+    if (splits == 1) | (splits > max_splits):
+        return
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED)
+    line = row * (KV_HEADS * GROUP) + kv_head * GROUP + g
+    each = rows.to(tl.int64) * (KV_HEADS * GROUP)
+    present = g < GROUP
+    top, total, acc = empty_state(ROWS, PADDED)
+    if PRIOR:
+        grouped = present & (tl.load(start_ptr + row) > 0)
+        top, total, acc = load_state(prior_acc_ptr, prior_top_ptr, prior_total_ptr, line, grouped, d, HEAD, False)
+    for nth in range(splits):
+        next_top, next_total, next_acc = load_state(
+            acc_ptr, top_ptr, total_ptr, nth * each + line, present, d, HEAD, True
+        )
+        top, total, acc = join_states(top, total, acc, next_top, next_total, next_acc)
+    write_result(out_ptr, line, present, d, total, acc, v_scale_ptr, kv_head, HEAD)

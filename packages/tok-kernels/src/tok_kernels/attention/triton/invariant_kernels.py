@@ -1,0 +1,289 @@
+"""Define the states of batch-invariant attention, and its kernel of tiles of query rows.
+
+`tok_kernels.attention.triton.invariant` launches it. A state is that of `tok_kernels.attention.triton.online_softmax`.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tok_kernels.attention.triton.online_softmax import cast_queries, empty_state
+from tok_kernels.attention.triton.varlen_tiles import find_tile, token_count, visible_keys
+
+
+@triton.jit
+def attend_blocks(
+    q: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    first: tl.tensor,
+    limit: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    lowest: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    kv_page: tl.tensor,
+    kv_row: tl.tensor,
+    scale: tl.tensor,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return the state of every row after the blocks from `begin`, a multiple of KEYS, to `end`.
+
+    With MASKED, a row sees the positions below its `limit`, with WINDOWED only those from its `first` on, and positions
+    outside of `lowest` to `end` are not read. Without, every row sees all positions, and `end` is a multiple of KEYS,
+    too.
+    """
+    d = tl.arange(0, PADDED)
+    for block in range(begin, end, KEYS):
+        position = block + tl.arange(0, KEYS)
+        inside = position >= 0
+        if MASKED:
+            inside = position < end
+            if WINDOWED:
+                inside &= position >= lowest
+            page = tl.load(pages_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
+        else:
+            page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
+        at = (page * kv_page + position % PAGE * kv_row)[:, None] + d[None, :]
+        if MASKED or HEAD != PADDED:
+            present = inside[:, None] & (d < HEAD)[None, :]
+            k = tl.load(k_ptr + at, mask=present, other=0.0)
+            v = tl.load(v_ptr + at, mask=present, other=0.0)
+        else:
+            k = tl.load(k_ptr + at)
+            v = tl.load(v_ptr + at)
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if MASKED:
+            seen = (position[None, :] < limit[:, None]) & inside[None, :]
+            if WINDOWED:
+                seen &= position[None, :] >= first[:, None]
+            score = tl.where(seen, score, float("-inf"))
+        peak = tl.maximum(top, tl.max(score, 1) * scale)
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        # Products and sums are fused by name, so that every compilation rounds alike.
+        weight = tl.exp2(tl.fma(score, scale, -shift[:, None]))
+        shrink = tl.exp2(top - shift)
+        total = tl.fma(total, shrink, tl.sum(weight, 1))
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        top = peak
+    return top, total, acc
+
+
+@triton.jit
+def join_states(
+    top: tl.tensor, total: tl.tensor, acc: tl.tensor, next_top: tl.tensor, next_total: tl.tensor, next_acc: tl.tensor
+) -> tuple[tl.tensor, ...]:
+    """Return the state over the splits of the first state and the split after them."""
+    peak = tl.maximum(top, next_top)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    shrink = tl.exp2(top - shift)
+    next_shrink = tl.exp2(next_top - shift)
+    total = tl.fma(total, shrink, next_total * next_shrink)
+    acc = tl.fma(acc, shrink[:, None], next_acc * next_shrink[:, None])
+    return peak, total, acc
+
+
+@triton.jit
+def load_state(
+    acc_ptr: tl.tensor,
+    top_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    line: tl.tensor,
+    present: tl.tensor,
+    d: tl.tensor,
+    HEAD: tl.constexpr,
+    EAGER: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return the states at `line`. The sums of an empty state, whose largest score is −inf, were never written.
+
+    EAGER  load the sums without waiting for the largest scores
+    """
+    top = tl.load(top_ptr + line, mask=present, other=float("-inf"))
+    written = top != float("-inf")  # NaN counts as written
+    loaded = present if EAGER else written
+    total = tl.load(total_ptr + line, mask=loaded, other=0.0)
+    acc = tl.load(acc_ptr + line[:, None] * HEAD + d[None, :], mask=loaded[:, None] & (d < HEAD)[None, :], other=0.0)
+    return top, tl.where(written, total, 0.0), tl.where(written[:, None], acc, 0.0)
+
+
+@triton.jit
+def store_state(
+    acc_ptr: tl.tensor,
+    top_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    line: tl.tensor,
+    present: tl.tensor,
+    d: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    HEAD: tl.constexpr,
+) -> None:
+    tl.store(top_ptr + line, top, mask=present)
+    present &= top != float("-inf")
+    tl.store(total_ptr + line, total, mask=present)
+    tl.store(acc_ptr + line[:, None] * HEAD + d[None, :], acc, mask=present[:, None] & (d < HEAD)[None, :])
+
+
+@triton.jit
+def write_result(
+    out_ptr: tl.tensor,
+    line: tl.tensor,
+    present: tl.tensor,
+    d: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    v_scale_ptr: tl.tensor | None,
+    kv_head: tl.tensor,
+    HEAD: tl.constexpr,
+) -> None:
+    """Write the results of states; zeros for states without keys."""
+    out = acc / tl.where(total != 0, total, 1.0)[:, None]
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr + kv_head)
+    mask = present[:, None] & (d < HEAD)[None, :]
+    tl.store(out_ptr + line[:, None] * HEAD + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    # A value that changes from step to step must not recompile the kernel.
+    do_not_specialize=["table_row", "offset", "items", "tiles_each", "rows", "min_splits"],
+    do_not_specialize_on_alignment=[
+        *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "table_ptr")
+    ],
+)
+def invariant_attention_kernel(
+    q_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    acc_ptr: tl.tensor,
+    top_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    end_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    offset: tl.tensor,
+    items: tl.tensor,
+    tiles_each: tl.tensor,
+    rows: tl.tensor,
+    min_splits: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    kv_page: tl.tensor,
+    kv_row: tl.tensor,
+    kv_head_stride: tl.tensor,
+    table_row: tl.tensor,
+    scale: tl.tensor,
+    v_scale_ptr: tl.tensor | None,
+    PAGE: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FP16: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ITEMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRIOR: tl.constexpr,
+    LARGE: tl.constexpr,
+) -> None:
+    """Attend from one tile of query rows to the keys of its item; store the result if CAUSAL, and two states if not.
+
+    Without PRIOR, the keys of a CAUSAL item begin at position 0, whatever its start says.
+
+    min_splits  skip a CAUSAL item that has fewer splits
+    PRIOR       go on from the states
+    LARGE       a tile of that many rows or more computes blocks without masks where it can
+    """
+    kv_head, item, packed, _, _ = find_tile(
+        first_ptr, count_ptr, offset, items, tiles_each, 1, 1, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
+    )
+    if item >= items:
+        return
+    item += offset
+    first_token = tl.load(first_ptr + item)
+    count = token_count(first_ptr, count_ptr, item, True, CAUSAL)
+    if packed >= count * GROUP:
+        return
+    slot = tl.load(slots_ptr + item).to(tl.int64)
+    end = tl.load(end_ptr + item)
+    start = tl.load(start_ptr + item)
+    grouped = start > 0  # an item that starts at position 0 goes on from no state
+    start = start // KEYS * KEYS
+    if CAUSAL:
+        if not PRIOR:
+            start = start * 0
+    else:
+        end = end // KEYS * KEYS
+    row = packed + tl.arange(0, ROWS)
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    present = query < count
+    token = (first_token + query).to(tl.int64)
+    limit, window, start, end_here, seen_by_all, _ = visible_keys(
+        start, end, count, packed, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
+    )
+    seen_from = tl.zeros([ROWS], tl.int32)
+    if WINDOW:
+        seen_from = window
+    start = tl.maximum(start, 0)
+    if CAUSAL and tl.cdiv(end_here, SPLIT) - start // SPLIT < min_splits:
+        return
+    d = tl.arange(0, PADDED)
+    both = present[:, None] & (d < HEAD)[None, :]
+    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=both, other=0.0)
+    q = cast_queries(q, FP16)
+    line = token * (KV_HEADS * GROUP) + head
+    each = rows.to(tl.int64) * (KV_HEADS * GROUP)
+    k_ptr += kv_head * kv_head_stride
+    v_ptr += kv_head * kv_head_stride
+    table_ptr += slot * table_row
+    joined_top, joined_total, joined_acc = empty_state(ROWS, PADDED)
+    top, total, acc = empty_state(ROWS, PADDED)
+    if PRIOR:
+        joined_top, joined_total, joined_acc = load_state(
+            acc_ptr, top_ptr, total_ptr, line, present & grouped, d, HEAD, False
+        )
+        top, total, acc = load_state(acc_ptr, top_ptr, total_ptr, each + line, present & grouped, d, HEAD, True)
+    for split in range(start // SPLIT * SPLIT, end_here, SPLIT):
+        stop = tl.minimum(split + SPLIT, end_here)
+        begin = tl.maximum(start // KEYS * KEYS, split)
+        whole = begin
+        if WINDOW == 0 and ROWS >= LARGE:
+            whole = tl.minimum(tl.maximum(seen_by_all // KEYS * KEYS, begin), stop)
+            top, total, acc = attend_blocks(
+                *(q, top, total, acc, seen_from, limit, begin, whole, start, k_ptr, v_ptr, table_ptr),
+                *(kv_page, kv_row, scale, PAGE, KEYS, HEAD, PADDED, False, False),
+            )
+        top, total, acc = attend_blocks(
+            *(q, top, total, acc, seen_from, limit, whole, stop, start, k_ptr, v_ptr, table_ptr),
+            *(kv_page, kv_row, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
+        )
+        if CAUSAL or stop == split + SPLIT:
+            joined_top, joined_total, joined_acc = join_states(joined_top, joined_total, joined_acc, top, total, acc)
+            top, total, acc = empty_state(ROWS, PADDED)
+    if CAUSAL:
+        # Only a row whose group holds all of its keys has a split left.
+        _, total, acc = join_states(joined_top, joined_total, joined_acc, top, total, acc)
+        write_result(out_ptr, line, present, d, total, acc, v_scale_ptr, kv_head, HEAD)
+    else:
+        store_state(acc_ptr, top_ptr, total_ptr, line, present, d, joined_top, joined_total, joined_acc, HEAD)
+        store_state(acc_ptr, top_ptr, total_ptr, each + line, present, d, top, total, acc, HEAD)
