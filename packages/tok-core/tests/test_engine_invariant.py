@@ -193,11 +193,14 @@ def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
         EngineConfig(model="m", batch_invariant="yes")  # type: ignore[arg-type]
 
 
-def test_on_a_gpu_quantised_weights_and_ranks_are_refused_by_name() -> None:
+def test_on_a_gpu_quantised_weights_experts_and_ranks_are_refused_by_name(tmp_path: Path) -> None:
     cuda, dense = torch.device("cuda"), QuantizationConfig()
     config = EngineConfig(model="m", batch_invariant=True)
-    setup._require_invariant(config, dense, cuda)
+    model, experts = (read_config(make_model(kind, tmp_path / kind)) for kind in ("llama", "mixtral"))
+    setup._require_invariant(config, model, dense, cuda)
     with pytest.raises(InvalidField, match=r"batch_invariant is True.*quantised"):
-        setup._require_invariant(config, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
+        setup._require_invariant(config, model, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
+    with pytest.raises(InvalidField, match=r"batch_invariant is True.*mixtures of experts"):
+        setup._require_invariant(config, experts, dense, cuda)
     with pytest.raises(InvalidField, match=r"tp is 2; allowed: 1 on cuda with batch_invariant"):
-        setup._require_invariant(msgspec.structs.replace(config, tp=2), dense, cuda)
+        setup._require_invariant(msgspec.structs.replace(config, tp=2), model, dense, cuda)
