@@ -11,6 +11,7 @@ import inspect
 import os
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -85,7 +86,10 @@ def rerun(module: str, timeout: float = 3 * PATIENCE) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
     without = [word for plugin in ("cacheprovider", *_NOT_NEEDED) for word in ("-p", f"no:{plugin}")]
-    command = [sys.executable, "-m", "pytest", "-q", *without, "-m", "not gpu", "-W", _ITS_OWN, module]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    # Processes that share a base directory delete each other's old directories while they list it, which warns.
+    with tempfile.TemporaryDirectory() as folder:
+        own = ("--basetemp", f"{folder}/tests")
+        command = [sys.executable, "-m", "pytest", "-q", *without, *own, "-m", "not gpu", "-W", _ITS_OWN, module]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if ended.returncode:
         pytest.fail(f"under the interpreter:\n{ended.stdout}{ended.stderr}", pytrace=False)

@@ -135,7 +135,7 @@ def watch_preemptions(manager: Manager) -> list[tuple[int, int]]:
 def propose_expected(manager: Manager, accuracy: float, seed: int = 0) -> None:
     """Draft the tokens that the simulated worker will sample; each is right with probability `accuracy`.
 
-    Some calls propose nothing. Drafts have random lengths, and go on with right tokens after a wrong one.
+    Some calls propose nothing. Drafts have random lengths, and continue with right tokens after a wrong one.
     """
     assert manager.speculator is not None
     table, rng = manager.table, np.random.default_rng(seed)

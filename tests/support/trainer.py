@@ -75,14 +75,14 @@ def run(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def say(process: subprocess.Popen[str]) -> None:
+def send_line(process: subprocess.Popen[str]) -> None:
     """Let the trainer broadcast its next model."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
 
 
-def hear(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     """Return the next line that the trainer prints."""
     assert process.stdout is not None
     return process.stdout.readline().strip()

@@ -15,7 +15,7 @@ from support.engines import assert_all_given_back, cpu_engine, manager_of, rando
 from support.grouping import group_eagerly
 from support.setup_audit import set_up_late
 from support.tiny_models import KINDS, change_weights, make_model, reference_greedy
-from support.trainer import hear, run
+from support.trainer import read_line, run
 from tok_core import Engine, EngineConfig, EngineError, ModelError, SamplingParams
 from tok_core.messages import IpcHandle
 
@@ -83,7 +83,7 @@ def test_tensors_of_another_process_on_the_gpu_are_read_in_place(tmp_path: Path,
         wanted = [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)]
     with engine(old, dtype="bfloat16") as one, run("share", new) as trainer:
         assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] != wanted
-        info = json.loads(hear(trainer))
+        info = json.loads(read_line(trainer))
         handles = [
             {uuid: IpcHandle(base64.b64decode(found["handle"]), found["offset"]) for uuid, found in each.items()}
             for each in info["ipc_handles"]

@@ -22,7 +22,7 @@ from support.engines import cpu_engine, manager_of, random_prompts
 from support.patience import wait_until
 from support.serving import free_port
 from support.tiny_models import change_weights, make_model, reference_greedy
-from support.trainer import hear, say, trainer, update_info, weights
+from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.worker.transfer.trainer_group import read_unique_id
 
@@ -73,16 +73,16 @@ def test_all_workers_get_what_the_trainer_broadcasts(
         transfer = engine.weight_transfer
         with trainer(port, workers + 1, new, old, bucket_bytes=bucket) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=workers + 1)
-            assert hear(process) == "joined"
+            assert read_line(process) == "joined"
             assert tokens(engine) == expected(old)
-            say(process)
+            send_line(process)
             transfer.receive(**announce(new), bucket_bytes=bucket)
             assert engine.weight_version == "1"
             outputs = engine.generate(PROMPTS, GREEDY)
             assert [output.outputs[0].token_ids for output in outputs] == expected(new)
             assert [output.cached_tokens for output in outputs] == [0] * len(PROMPTS)
             transfer.start()
-            say(process)
+            send_line(process)
             transfer.receive(**announce(old), bucket_bytes=bucket)
             assert tokens(engine) == expected(new)  # staged only
             transfer.finish("step-2")
@@ -92,7 +92,7 @@ def test_all_workers_get_what_the_trainer_broadcasts(
 
 
 def kill_when_stalled(process: subprocess.Popen[str]) -> None:
-    assert hear(process) == "stalled"
+    assert read_line(process) == "stalled"
     process.kill()
 
 
@@ -105,9 +105,9 @@ def test_a_killed_trainer_leaves_the_old_weights_and_another_one_may_follow(
         transfer, port = engine.weight_transfer, free_port()
         with trainer(port, workers + 1, new, stall=7) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=workers + 1)
-            assert hear(process) == "joined"
+            assert read_line(process) == "joined"
             transfer.start()
-            say(process)
+            send_line(process)
             killer = threading.Thread(target=kill_when_stalled, args=(process,))
             killer.start()
             with pytest.raises(ModelError, match="trainer"):
@@ -122,7 +122,7 @@ def test_a_killed_trainer_leaves_the_old_weights_and_another_one_may_follow(
         port = free_port()
         with trainer(port, workers + 1, new) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=workers + 1)
-            say(process)
+            send_line(process)
             transfer.receive(**announce(new))
         assert tokens(engine) == expected(new)
         assert engine.stats()["restarts"] == 0
@@ -160,11 +160,11 @@ def test_an_update_after_a_refused_one_uses_the_same_group(
             if break_it is rename:  # keep the order of the broadcasts
                 wrong = announce(new)
                 wrong["names"] = [name.replace(DOWN, DOWN.replace("layers.1", "layers.9")) for name in wrong["names"]]
-            say(process)
+            send_line(process)
             with pytest.raises(ModelError, match=message):
                 transfer.receive(**wrong)
             assert tokens(engine) == expected(old)
-            say(process)
+            send_line(process)
             transfer.receive(**announce(new))
             assert tokens(engine) == expected(new)
 
@@ -176,11 +176,11 @@ def test_numbers_that_the_model_cannot_hold_are_refused(old: Path, new: Path, tm
         transfer, port, before = engine.weight_transfer, free_port(), tokens(engine)
         with trainer(port, 2, broken, new) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
-            say(process)
+            send_line(process)
             with pytest.raises(ModelError, match=DOWN):
                 transfer.receive(**announce(broken))
             assert tokens(engine) == before
-            say(process)
+            send_line(process)
             transfer.receive(**announce(new))
             assert tokens(engine) == tokens(reference) != before
 
@@ -203,7 +203,7 @@ def test_tensors_that_an_update_leaves_out_stay(old: Path, tmp_path: Path) -> No
         transfer, port = engine.weight_transfer, free_port()
         with trainer(port, 2, sent) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
-            say(process)
+            send_line(process)
             transfer.receive(**announce(sent))
         found, wanted = (dict(runner_of(one).model.named_parameters()) for one in (engine, reference))
         for name, parameter in wanted.items():
@@ -225,11 +225,11 @@ def test_a_tied_models_head_is_its_embedding(tmp_path: Path) -> None:
         save_file({**sent, "lm_head.weight": sent["model.embed_tokens.weight"].clone()}, same / "model.safetensors")
         with trainer(port, 2, other, same) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
-            say(process)
+            send_line(process)
             with pytest.raises(ModelError, match="differs from"):
                 transfer.receive(**announce(other))
             assert tokens(engine) == expected(old)
-            say(process)
+            send_line(process)
             transfer.receive(**announce(same))
             assert tokens(engine) == expected(new)
 
@@ -243,7 +243,7 @@ def test_tensors_held_in_a_pause_are_applied_when_complete_or_at_the_resume(old:
         with trainer(port, 2, new, old, new, stall=2 * len(whole["names"]) + 9) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=2, name="weight_transfer")
             engine.pause()
-            say(process)
+            send_line(process)
             transfer.receive(**first, hold=True)
             assert engine.weight_version == "default"
             transfer.receive(**rest, hold=True, version="a")
@@ -251,12 +251,12 @@ def test_tensors_held_in_a_pause_are_applied_when_complete_or_at_the_resume(old:
             engine.resume()
             assert tokens(engine) == expected(new)
             engine.pause()
-            say(process)
+            send_line(process)
             transfer.receive(**announce(old), hold=True)
             engine.resume()
             assert tokens(engine) == expected(old)
             engine.pause()
-            say(process)
+            send_line(process)
             transfer.receive(**first, hold=True)
             process.kill()
             process.wait()
@@ -282,7 +282,7 @@ def test_a_replica_that_restarts_after_such_an_update_waits_for_the_next_one(
         transfer = engine.weight_transfer
         with trainer(port, 3, new) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=3)
-            say(process)
+            send_line(process)
             transfer.receive(**info)
         replica: Any = engine._core._replica_set.records[0].replica
         os.kill(replica.children["worker"].pid, signal.SIGKILL)
@@ -314,7 +314,7 @@ def test_an_update_during_which_a_replica_restarts_is_not_applied(old: Path, new
         with trainer(port, 2, new) as process:
             transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
             transfer.start()
-            say(process)
+            send_line(process)
             transfer.receive(**announce(new))
         replica: Any = engine._core._replica_set.records[0].replica
         os.kill(replica.children["worker"].pid, signal.SIGKILL)
@@ -361,8 +361,8 @@ def test_dropped_tensors_of_a_trainer_come_back_by_an_update_of_all(old: Path, n
     with cpu_engine(old, enable_sleep_mode=True) as engine, trainer(port, 2, new, new) as process:
         transfer = engine.weight_transfer
         transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
-        assert hear(process) == "joined"
-        say(process)
+        assert read_line(process) == "joined"
+        send_line(process)
         transfer.receive(**announce(new))
         engine.sleep(1)
         engine.wake_up()
@@ -371,7 +371,7 @@ def test_dropped_tensors_of_a_trainer_come_back_by_an_update_of_all(old: Path, n
         with pytest.raises(InvalidField, match=r"a trainer sent the weights, and they were dropped"):
             engine.wake_up()
         engine.wake_up(["weights"])
-        say(process)
+        send_line(process)
         transfer.receive(**announce(new))
         engine.wake_up()
         assert tokens(engine) == expected(new)

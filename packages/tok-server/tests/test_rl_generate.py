@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from support.background import Later
-from support.patience import wait_until
 from support.serving import Answer, Server, serving
-from support.tiny_models import make_model, reference_greedy, reference_logits
+from support.tiny_models import make_model, reference_logits
+from support.token_requests import (
+    GREEDY,
+    PROMPT,
+    SGLANG_GREEDY,
+    expected,
+    generate,
+    inference,
+    output_tokens_when_idle,
+    wait_until_running,
+)
 from tok_client import Client
-
-PROMPT = [5, 6, 7, 8, 9]
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-SGLANG_GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +31,9 @@ def rl_server(tiny_model: Path) -> Iterator[Server]:
         yield running
 
 
-def generate(server: Server, **fields: object) -> Answer:
-    return server.call("POST", "/generate", {"input_ids": PROMPT, "sampling_params": SGLANG_GREEDY, **fields})
-
-
-def inference(server: Server, **fields: object) -> Answer:
-    body = {"token_ids": PROMPT, "sampling_params": GREEDY, **fields}
-    return server.call("POST", "/inference/v1/generate", body)
-
-
 def ids_of(answer: Answer) -> list[int]:
     found: list[int] = answer.json()["output_ids"]  # type: ignore[assignment]
     return found
-
-
-def expected(path: Path, count: int = 8) -> list[int]:
-    return reference_greedy(path, [PROMPT], count)[0][0]
 
 
 def reference_logprobs(path: Path, tokens: list[int]) -> list[float]:
@@ -165,34 +157,30 @@ def test_sglang_names_what_ended_a_sample(rl_server: Server, tiny_model: Path) -
     assert total == rl_server.engine.info.max_model_len
 
 
-def running(server: Server, before: float) -> bool:
-    return server.engine.stats()["output_tokens"] > before + 5
-
-
 @pytest.mark.parametrize("body", [{"rid": "long"}, {"abort_all": True}])
 def test_sglang_answers_an_aborted_request_with_its_tokens(rl_server: Server, body: object) -> None:
-    before = rl_server.engine.stats()["output_tokens"]
+    before = output_tokens_when_idle(rl_server)
     params = {**SGLANG_GREEDY, "max_new_tokens": 600}
     long = Later(lambda: generate(rl_server, rid="long", sampling_params=params, return_logprob=True))
-    wait_until(lambda: running(rl_server, before))
+    wait_until_running(rl_server, before)
     assert rl_server.call("POST", "/abort_request", {"rid": "other"}).status == 200
     assert rl_server.call("POST", "/abort_request", body).status == 200
     found: Any = long.answer().json()
     assert found["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 5 < len(found["output_ids"]) < 600
+    assert 0 < len(found["output_ids"]) < 600
     assert len(found["meta_info"]["output_token_logprobs"]) == len(found["output_ids"])
 
 
 def test_vllm_answers_an_aborted_request_with_its_tokens(rl_server: Server) -> None:
-    before = rl_server.engine.stats()["output_tokens"]
+    before = output_tokens_when_idle(rl_server)
     long = Later(lambda: inference(rl_server, request_id="l", sampling_params={**GREEDY, "max_tokens": 600}))
-    wait_until(lambda: running(rl_server, before))
+    wait_until_running(rl_server, before)
     assert rl_server.call("POST", "/abort_requests", {"request_ids": ["x", "generate-tokens-l"]}).status == 200
     body: Any = long.answer().json()
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "abort"
     whole = expected_long(rl_server, len(choice["token_ids"]))
-    assert 5 < len(choice["token_ids"]) < 600
+    assert 0 < len(choice["token_ids"]) < 600
     assert choice["token_ids"] == whole
 
 
@@ -202,11 +190,11 @@ def expected_long(server: Server, count: int) -> list[int]:
 
 def test_answers_say_which_weights_made_which_tokens(rl_server: Server, tiny_model: Path, tmp_path: Path) -> None:
     new = make_model("llama", tmp_path / "new", seed=1)
-    before = rl_server.engine.stats()["output_tokens"]
+    before = output_tokens_when_idle(rl_server)
     params = {**SGLANG_GREEDY, "max_new_tokens": 500}
     first = Later(lambda: generate(rl_server, sampling_params=params))
     second = Later(lambda: inference(rl_server, sampling_params={**GREEDY, "max_tokens": 500}))
-    wait_until(lambda: running(rl_server, before))
+    wait_until_running(rl_server, before, sequences=2)
     try:
         body = {"weight_dir": str(new), "weight_version": "7"}
         assert rl_server.call("POST", "/update_weights", body).status == 200

@@ -11,14 +11,19 @@ from typing import Any, cast
 import pytest
 
 from support.background import Later
-from support.patience import wait_until
 from support.serving import Answer, Server, serving
-from support.tiny_models import make_model, reference_greedy
+from support.tiny_models import make_model
+from support.token_requests import (
+    GREEDY,
+    PROMPT,
+    SGLANG_GREEDY,
+    expected,
+    generate,
+    inference,
+    output_tokens_when_idle,
+    wait_until_running,
+)
 from tok_client import AsyncClient, Client
-
-PROMPT = [5, 6, 7, 8, 9]
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-SGLANG_GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -27,27 +32,10 @@ def rl_server(tiny_model: Path) -> Iterator[Server]:
         yield running
 
 
-def generate(server: Server, **fields: object) -> Answer:
-    return server.call("POST", "/generate", {"input_ids": PROMPT, "sampling_params": SGLANG_GREEDY, **fields})
-
-
-def inference(server: Server, **fields: object) -> Answer:
-    body = {"token_ids": PROMPT, "sampling_params": GREEDY, **fields}
-    return server.call("POST", "/inference/v1/generate", body)
-
-
-def expected(path: Path, count: int = 8) -> list[int]:
-    return reference_greedy(path, [PROMPT], count)[0][0]
-
-
 def samples(answer: Answer) -> list[Any]:
     found = json.loads(answer.body)
     assert isinstance(found, list)
     return found
-
-
-def running(server: Server, before: float) -> bool:
-    return server.engine.stats()["output_tokens"] > before + 5
 
 
 def sglang_events(answer: Answer) -> list[Any]:
@@ -146,31 +134,31 @@ def test_vllm_streams_new_tokens_and_the_usage(rl_server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate"])
 def test_streams_of_aborted_requests_end_with_their_tokens(rl_server: Server, path: str) -> None:
-    before = rl_server.engine.stats()["output_tokens"]
+    before = output_tokens_when_idle(rl_server)
     if path == "/generate":
         params: Any = {**SGLANG_GREEDY, "max_new_tokens": 600}
         long = Later(lambda: generate(rl_server, rid="long", sampling_params=params, stream=True))
     else:
         params = {**GREEDY, "max_tokens": 600}
         long = Later(lambda: inference(rl_server, request_id="long", sampling_params=params, stream=True))
-    wait_until(lambda: running(rl_server, before))
+    wait_until_running(rl_server, before)
     assert rl_server.call("POST", "/abort_request", {"rid": "long"}).status == 200
     chunks: Any = long.answer().chunks()
     if path == "/generate":
         assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 5 < len(chunks[-1]["output_ids"]) < 600
+        assert 0 < len(chunks[-1]["output_ids"]) < 600
     else:
         assert chunks[-1]["choices"][0]["finish_reason"] == "abort"
-        assert 5 < sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) < 600
+        assert 0 < sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) < 600
 
 
 def test_streams_say_which_weights_made_which_tokens(rl_server: Server, tiny_model: Path, tmp_path: Path) -> None:
     new = make_model("llama", tmp_path / "new", seed=1)
-    before = rl_server.engine.stats()["output_tokens"]
+    before = output_tokens_when_idle(rl_server)
     params = {**SGLANG_GREEDY, "max_new_tokens": 500}
     first = Later(lambda: generate(rl_server, sampling_params=params, stream=True))
     second = Later(lambda: inference(rl_server, sampling_params={**GREEDY, "max_tokens": 500}, stream=True))
-    wait_until(lambda: running(rl_server, before))
+    wait_until_running(rl_server, before, sequences=2)
     try:
         body = {"weight_dir": str(new), "weight_version": "7"}
         assert rl_server.call("POST", "/update_weights", body).status == 200

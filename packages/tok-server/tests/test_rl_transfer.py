@@ -10,7 +10,7 @@ import pytest
 
 from support.serving import Answer, Server, free_port, serving
 from support.tiny_models import make_model, reference_greedy
-from support.trainer import hear, say, trainer, update_info, weights
+from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_client import AsyncClient, BadRequestError, Client
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -65,7 +65,7 @@ def test_trl_joins_starts_updates_and_finishes(restored: Server, new_model: Path
         assert post(server, "/init_weight_transfer_engine", init).status == 200
         assert post(server, "/pause?mode=keep").status == 200
         assert post(server, "/start_weight_update", {"is_checkpoint_format": True}).status == 200
-        say(process)
+        send_line(process)
         answer = post(server, "/update_weights", {"update_info": update_info(weights(new_model))})
         assert (answer.status, answer.json()) == (200, {"status": "ok"})
         assert server.engine.weight_version == "default"
@@ -85,7 +85,7 @@ def test_skyrl_calls_the_methods_of_its_worker_extension(restored: Server, new_m
         assert post(server, "/init_weight_transfer_engine", {"init_info": group(port)}).status == 200
         assert post(server, "/pause?mode=keep&clear_cache=false").status == 200
         call("skyrl_start_weight_update", is_checkpoint_format=True)
-        say(process)
+        send_line(process)
         call("update_weights_nccl", update_info=update_info(weights(new_model)) | {"packed": True})
         call("skyrl_finish_weight_update")
         assert post(server, "/resume").status == 200
@@ -98,7 +98,7 @@ async def test_the_client_sends_tensors(restored: Server, new_model: Path, tiny_
         assert client.rl.world_size() == client.rl.world_size(include_dp=False) == 1
         client.rl.init_weight_transfer(group(port))
         client.rl.start_weight_update()
-        say(process)
+        send_line(process)
         client.rl.update_weights(update_info=info)
         client.rl.finish_weight_update(weight_version="a")
         assert client.rl.weight_version() == "a"
@@ -111,7 +111,7 @@ async def test_the_client_sends_tensors(restored: Server, new_model: Path, tiny_
             assert await client.rl.world_size() == 1
             await client.rl.init_weight_transfer(group(port))
             await client.rl.start_weight_update()
-            say(process)
+            send_line(process)
             await client.rl.update_weights(update_info=info, weight_version="b")
             await client.rl.finish_weight_update()
             assert await client.rl.weight_version() == "b"
@@ -129,7 +129,7 @@ def test_sglangs_trainer_joins_updates_in_two_calls_and_leaves(
         answer = post(server, "/init_weights_update_group", group(port, group_name="slime-pp_0", backend="gloo"))
         assert (answer.status, answer.json()["success"]) == (200, True)
         assert post(server, "/pause_generation", {"mode": "in_place"}).status == 200
-        say(process)
+        send_line(process)
         parts = [slice(None)] if load_format else [slice(None, 5), slice(5, None)]
         for part in parts:
             assert server.engine.weight_version != version
@@ -153,11 +153,11 @@ def test_a_trainer_killed_while_it_sends_leaves_the_old_weights(
     info = update_info(weights(new_model))
     with trainer(port, 2, new_model, stall=4) as process, ThreadPoolExecutor(1) as pool:
         assert post(server, "/init_weight_transfer_engine", {"init_info": group(port)}).status == 200
-        assert hear(process) == "joined"
+        assert read_line(process) == "joined"
         assert post(server, "/start_weight_update").status == 200
-        say(process)
+        send_line(process)
         update = pool.submit(post, server, "/update_weights", {"update_info": info})
-        assert hear(process) == "stalled"
+        assert read_line(process) == "stalled"
         process.kill()
         answer = update.result(timeout=60)
     assert (answer.status, answer.error()["code"]) == (400, "weights_refused")

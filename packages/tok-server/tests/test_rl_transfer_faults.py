@@ -12,7 +12,7 @@ from support.background import Later
 from support.patience import wait_until
 from support.serving import Answer, Server, free_port, serving
 from support.tiny_models import make_model, reference_greedy
-from support.trainer import hear, say, trainer, update_info, weights
+from support.trainer import read_line, send_line, trainer, update_info, weights
 
 PROMPT = [5, 6, 7, 8, 9]
 ASKED = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
@@ -63,21 +63,21 @@ def test_a_second_trainer_waits_for_the_first_one_and_may_follow_its_death(
     first_port = free_port()
     with trainer(first_port, 2, new_model, stall=4) as first, ThreadPoolExecutor(2) as pool:
         assert join(server, first_port).status == 200
-        assert hear(first) == "joined"
+        assert read_line(first) == "joined"
         second_port = free_port()
         with trainer(second_port, 2, new_model) as second:
             assert post(server, "/start_weight_update").status == 200
-            say(first)
+            send_line(first)
             update = pool.submit(post, server, "/update_weights", info)
-            assert hear(first) == "stalled"
+            assert read_line(first) == "stalled"
             joined = pool.submit(join, server, second_port)
             first.kill()
             assert update.result(timeout=60).status == 400
             assert joined.result(timeout=60).status == 200
-            assert hear(second) == "joined"
+            assert read_line(second) == "joined"
             assert tokens(server) == expected(tiny_model)
             assert post(server, "/start_weight_update").status == 200
-            say(second)
+            send_line(second)
             assert post(server, "/update_weights", info).status == 200
             assert post(server, "/finish_weight_update").status == 200
     assert tokens(server) == expected(new_model)
@@ -90,7 +90,7 @@ def test_a_second_session_drops_what_the_first_one_has_staged(
     with trainer(port, 2, new_model) as process:
         assert join(server, port).status == 200
         assert post(server, "/start_weight_update").status == 200
-        say(process)
+        send_line(process)
         assert post(server, "/update_weights", info).status == 200
         assert post(server, "/start_weight_update").status == 200
         assert post(server, "/finish_weight_update").status == 200
@@ -110,7 +110,7 @@ def test_a_tensor_that_does_not_fit_leaves_paused_requests_their_weights(
         assert post(server, "/pause?mode=keep").status == 200
         assert join(server, port).status == 200
         assert post(server, "/start_weight_update").status == 200
-        say(process)
+        send_line(process)
         answer = post(server, "/update_weights", {"update_info": info})
         assert (answer.status, answer.error()["code"]) == (400, "weights_refused")
         assert DOWN in str(answer.error()["message"])
@@ -129,17 +129,17 @@ def test_tensors_that_come_while_the_weights_sleep_are_refused(
     with trainer(port, 2, *[new_model] * 3) as process:
         assert join(server, port).status == 200
         assert post(server, f"/sleep?level={level}").status == 200
-        say(process)
+        send_line(process)
         answer = post(server, "/update_weights", info)
         assert (answer.status, answer.error()["param"]) == (400, "update_info")
         assert 'wake_up(["weights"])' in str(answer.error()["message"])
         assert post(server, "/start_weight_update").status == 200
-        say(process)
+        send_line(process)
         assert post(server, "/update_weights", info).status == 200
         answer = post(server, "/finish_weight_update")
         assert (answer.status, answer.error()["param"]) == (400, "update_info")
         assert post(server, "/wake_up").status == 200
         assert tokens(server) == expected(tiny_model)
-        say(process)
+        send_line(process)
         assert post(server, "/update_weights", info).status == 200
     assert tokens(server) == expected(new_model)

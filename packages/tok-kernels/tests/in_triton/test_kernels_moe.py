@@ -138,7 +138,7 @@ def test_fused_experts_take_weights_of_8_bits(
     ("gate_up", "down"),
     [
         (GroupedLaunch(16, 16, 32, 1, 2), GroupedLaunch(16, 64, 16, 2, 1)),
-        (GroupedLaunch(64, 32, 64, 4, 3), GroupedLaunch(64, 128, 32, 8, 3, weights_first=False)),
+        (GroupedLaunch(64, 32, 64, 4, 3), GroupedLaunch(64, 128, 32, 8, 3)),
     ],
 )
 def test_every_launch_config_gives_the_same_sums(

@@ -74,7 +74,7 @@ def test_a_mixed_step_equals_a_float64_loop(window: int | None, device: torch.de
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's matmul rounds by shape")
+@pytest.mark.skipif(INTERPRETING, reason="needs a CUDA device: the interpreter's matmul rounds by shape")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes, window=st.sampled_from([None, 20, 100]))
 def test_every_row_has_the_bits_of_its_sequence_alone(shape: Shape, window: int | None, device: torch.device) -> None:
@@ -151,7 +151,7 @@ def test_gated_few_rows_equal_a_float64_matmul(tokens: int, biased: bool, device
     torch.testing.assert_close(found, functional.silu(gate) * up, rtol=6e-3, atol=6e-3)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="torch multiplies on the CPU")
+@pytest.mark.skipif(INTERPRETING, reason="needs a CUDA device: cuBLASLt is compared")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(2048, 8192), (4096, 14336), (6144, 4096), (1544, 1368)])
 def test_rows_of_gemms_have_the_same_bits_among_any_number(

@@ -1,7 +1,7 @@
 """Token ids in, token ids out: the requests and answers of vLLM's `/inference/v1/generate` and SGLang's `/generate`.
 
 A server with --enable-rl has both endpoints. A sample that was aborted has the finish reason "abort" and the tokens so
-far, so that a client can go on from them. `weight_version` is that of the last token. `weight_spans`, if weights
+far, so that a client can continue from them. `weight_version` is that of the last token. `weight_spans`, if weights
 changed before the last token, are `[[version, index of its first token], …]`. `weight_versions` say the same
 for every sample, in the form of vLLM and SGLang.
 

@@ -40,7 +40,6 @@ class GroupedLaunch:
     block   inputs that it reads at a time
     warps   Triton's num_warps
     stages  Triton's num_stages
-    weights_first  the weights are the first operand of the tensor cores
     """
 
     rows: int
@@ -48,7 +47,6 @@ class GroupedLaunch:
     block: int
     warps: int
     stages: int
-    weights_first: bool = True
 
 
 def grouped_launch(tokens: int, routing: Routing, dtype: torch.dtype, *, gated: bool) -> GroupedLaunch:
@@ -138,7 +136,6 @@ def _multiply(
         GATED=gated,
         GROUP=group,
         SCALED=isinstance(weight, ScaledWeight),
-        FIRST=launch.weights_first,
         num_warps=launch.warps,
         **pdl_options(x.device),
     )

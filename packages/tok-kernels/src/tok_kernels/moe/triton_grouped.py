@@ -38,21 +38,14 @@ def _add_products(
     start: tl.tensor,
     inputs: tl.tensor,
     GROUP: tl.constexpr,
-    FIRST: tl.constexpr,
 ) -> tl.tensor:
     """Return `sums` plus the products of weights and inputs, multiplied by the scales of these columns with a GROUP."""
     w = w.to(x.dtype)
     if GROUP > 0:
         scale = tl.load(scale_ptr + line * tl.cdiv(inputs, GROUP) + start // GROUP)
-        if FIRST:
-            sums += tl.dot(w, x, input_precision="ieee") * scale[:, None]
-        else:
-            sums += tl.dot(tl.trans(x), tl.trans(w), input_precision="ieee") * scale[None, :]
+        sums += tl.dot(w, x, input_precision="ieee") * scale[:, None]
     else:
-        if FIRST:
-            sums = tl.dot(w, x, sums, input_precision="ieee")
-        else:
-            sums = tl.dot(tl.trans(x), tl.trans(w), sums, input_precision="ieee")
+        sums = tl.dot(w, x, sums, input_precision="ieee")
     return sums
 
 
@@ -77,7 +70,6 @@ def grouped_gemm_kernel(
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
-    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute LINES outputs of the ROWS rows of one tile.
@@ -88,7 +80,6 @@ def grouped_gemm_kernel(
     GATED   x has a row for each token, and results are `silu(gate) * up`, in the order of sorted rows. Else x has
             sorted rows, and results are in the order of pairs
     SCALED  the weights are 8-bit values with scales, of each line (GROUP 0) or of GROUP columns of it
-    FIRST   the weights are the first operand of the tensor cores
     PDL     this kernel may start before its predecessor ends
     """
     if PDL:
@@ -111,10 +102,7 @@ def grouped_gemm_kernel(
     line = expert * height + tl.minimum(n, outputs - 1)
     column = tl.arange(0, BLOCK)
     x_at = x_ptr + source.to(tl.int64)[None, :] * x_row + column[:, None]
-    if FIRST:
-        sums = tl.zeros((LINES, ROWS), tl.float32)
-    else:
-        sums = tl.zeros((ROWS, LINES), tl.float32)
+    sums = tl.zeros((LINES, ROWS), tl.float32)
     ups = sums
     for start in tl.range(0, inputs, BLOCK, num_stages=STAGES):
         if EVEN:
@@ -122,13 +110,12 @@ def grouped_gemm_kernel(
         else:
             x = tl.load(x_at + start, mask=(start + column < inputs)[:, None] & inside[None, :], other=0.0)
         w = _weights(weight_ptr, line, start + column, inputs, EVEN)
-        sums = _add_products(sums, w, x, scale_ptr, line, start, inputs, GROUP, FIRST)
+        sums = _add_products(sums, w, x, scale_ptr, line, start, inputs, GROUP)
         if GATED:
             w = _weights(weight_ptr, line + outputs, start + column, inputs, EVEN)
-            ups = _add_products(ups, w, x, scale_ptr, line + outputs, start, inputs, GROUP, FIRST)
-    if FIRST:
-        sums = tl.trans(sums)
-        ups = tl.trans(ups)
+            ups = _add_products(ups, w, x, scale_ptr, line + outputs, start, inputs, GROUP)
+    sums = tl.trans(sums)
+    ups = tl.trans(ups)
     if SCALED and GROUP == 0:
         sums *= tl.load(scale_ptr + line)[None, :]
         if GATED:

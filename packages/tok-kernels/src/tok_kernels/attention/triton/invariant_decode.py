@@ -82,8 +82,8 @@ def invariant_decode_kernel(
 ) -> None:
     """Attend from one decode row to one split of its own keys, for the query heads of one key/value head.
 
-    The first split goes on from the row's PRIOR states. The result is written if the row has no other split; otherwise
-    each split's state is, for `join_splits_kernel`. A row with more splits than programs is left out.
+    The first split continues from the row's PRIOR states. The result is written if the row has no other split;
+    otherwise each split's state is, for `join_splits_kernel`. A row with more splits than programs is left out.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)

@@ -210,7 +210,7 @@ def invariant_attention_kernel(
     Without PRIOR, the keys of a CAUSAL item begin at position 0, whatever its start says.
 
     min_splits  skip a CAUSAL item that has fewer splits
-    PRIOR       go on from the states
+    PRIOR       continue from the states
     LARGE       a tile of that many rows or more computes blocks without masks where it can
     """
     kv_head, item, packed, _, _ = find_tile(
@@ -226,7 +226,7 @@ def invariant_attention_kernel(
     slot = tl.load(slots_ptr + item).to(tl.int64)
     end = tl.load(end_ptr + item)
     start = tl.load(start_ptr + item)
-    grouped = start > 0  # an item that starts at position 0 goes on from no state
+    grouped = start > 0  # an item that starts at position 0 continues from no state
     start = start // KEYS * KEYS
     if CAUSAL:
         if not PRIOR:
