@@ -83,8 +83,8 @@ def test_a_second_trainer_waits_for_the_first_one_and_may_follow_its_death(
     assert tokens(server) == expected(new_model)
 
 
-def test_a_second_session_drops_what_the_first_one_has_staged(
-    restored: Server, new_model: Path, tiny_model: Path
+def test_a_second_session_drops_with_a_warning_what_the_first_one_has_staged(
+    restored: Server, new_model: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, info, port = restored, {"update_info": update_info(weights(new_model))}, free_port()
     with trainer(port, 2, new_model) as process:
@@ -92,7 +92,9 @@ def test_a_second_session_drops_what_the_first_one_has_staged(
         assert post(server, "/start_weight_update").status == 200
         send_line(process)
         assert post(server, "/update_weights", info).status == 200
+        assert "drops the tensors" not in caplog.text
         assert post(server, "/start_weight_update").status == 200
+        assert "drops the tensors received for one that was not finished" in caplog.text
         assert post(server, "/finish_weight_update").status == 200
         assert post(server, "/finish_weight_update").status == 400
     assert tokens(server) == expected(tiny_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
@@ -19,6 +20,8 @@ from tok_core.messages import (
     TransferTask,
     WorkerTask,
 )
+
+log = logging.getLogger("tok_core")
 
 VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
 
@@ -109,8 +112,13 @@ class WeightTransfer:
             self._control.execute(lambda _: LeaveGroup(name))
 
     def start(self) -> None:
-        """Open a session: tensors received from now on are applied by `finish`. Drops what an older session staged."""
+        """Open a session: tensors received from now on are applied by `finish`.
+
+        Drops what a session that was not finished has staged, with a warning: its trainer may have ended.
+        """
         with self._control.operation:
+            if self._received:
+                log.warning("a new weight update drops the tensors received for one that was not finished")
             self._drop()
             self._session = "open"
 
