@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tok_core.models.decoder import CausalLM, DecoderLayer
 from tok_core.models.layers import Linear, RMSNorm, TokenEmbedding
-from tok_core.models.registry import ARCHITECTURES, build, model_bytes
+from tok_core.models.registry import ARCHITECTURES, build, model_bytes, weight_reads
 from tok_core.models.weights import IncomingWeights, as_stored, check, dummy, load
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "dummy",
     "load",
     "model_bytes",
+    "weight_reads",
 ]

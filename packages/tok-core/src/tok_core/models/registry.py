@@ -11,6 +11,7 @@ from tok_core.config import RankCoordinates
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
+from tok_core.models.experts import MixtureOfExperts
 from tok_core.models.layers import Allocate, Placement
 from tok_core.models.llama import LlamaForCausalLM
 from tok_core.models.mistral import MistralForCausalLM
@@ -64,6 +65,31 @@ def model_bytes(
 
     Raises as `build` does.
     """
-    with torch.device("meta") as meta:
-        model = build(config, choose(torch.device("cpu")), meta, dtype, coordinates, None, quantization)
+    model = _on_meta(config, dtype, coordinates, quantization)
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def weight_reads(
+    config: ModelConfig, dtype: torch.dtype, coordinates: RankCoordinates, quantization: QuantizationConfig
+) -> tuple[int, int]:
+    """Return the bytes of parameters that every decode step reads, and those of all experts, of which it reads some.
+
+    Of an embedding that is no LM head, a step reads a row per token, which does not count. Raises as `build` does.
+    """
+    model = _on_meta(config, dtype, coordinates, quantization)
+    parts = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    experts = sum(_bytes(part.gate_up_proj) + _bytes(part.down_proj) for part in parts)
+    embedding = model.model.embed_tokens
+    looked_up = 0 if config.tied or embedding is None else _bytes(embedding)
+    return _bytes(model) - experts - looked_up, experts
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in module.parameters())
+
+
+def _on_meta(
+    config: ModelConfig, dtype: torch.dtype, coordinates: RankCoordinates, quantization: QuantizationConfig
+) -> CausalLM:
+    with torch.device("meta") as meta:
+        return build(config, choose(torch.device("cpu")), meta, dtype, coordinates, None, quantization)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tok_core.worker.runner import Launched, Runner
-from tok_core.worker.startup import KernelsMeasured, KernelTime, MemoryNeeds, PhaseReport, set_up
+from tok_core.worker.startup import KernelsMeasured, KernelTime, MemoryNeeds, PhaseReport, StepFloor, set_up
 
 __all__ = [
     "KernelTime",
@@ -12,5 +12,6 @@ __all__ = [
     "MemoryNeeds",
     "PhaseReport",
     "Runner",
+    "StepFloor",
     "set_up",
 ]

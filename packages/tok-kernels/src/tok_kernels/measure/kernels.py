@@ -81,13 +81,14 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure a device by a copy of 1 GiB and matmuls of 8192 × 8192 matrices."""
     operations = 2 * _MATRIX**3
     fp8_rate = operations / _fp8_matmul_ms(device) * 1e3 if multiplies_fp8(device) else 0.0
-    return Machine(2 * _COPY_BYTES / _copy_ms(device) * 1e3, operations / _matmul_ms(device, dtype) * 1e3, fp8_rate)
+    return Machine(measure_bandwidth(device), operations / _matmul_ms(device, dtype) * 1e3, fp8_rate)
 
 
-def _copy_ms(device: torch.device) -> float:
+def measure_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second, reads and writes added, of a copy of 1 GiB on a CUDA device."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return device_ms(lambda: target.copy_(source))
+    return 2 * _COPY_BYTES / device_ms(lambda: target.copy_(source)) * 1e3
 
 
 def _matmul_ms(device: torch.device, dtype: torch.dtype) -> float:

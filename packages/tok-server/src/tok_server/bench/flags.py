@@ -31,6 +31,13 @@ MANAGER_EXAMPLES = """examples:
   tok bench manager --workload monkeys --sequences 65536 --json
 """
 
+STEPS_EXAMPLES = """examples:
+  tok bench steps
+  tok bench steps --model ./config-only --load-format dummy --batch-sizes 1,8,32 --json
+"""
+STEPS_OWN_FLAGS = ("generation_config", "max_model_len", "dp", "eos_probability")
+"""Engine flags that `tok bench steps` does not take: it sets them itself, or they have no use in it."""
+
 SERVER_EXAMPLES = """examples:
   tok bench server
   tok bench server --scenario streamed --seconds 20 --json
@@ -79,6 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=BENCH_EXAMPLES,
     )
     add_bench_kernels(kernels)
+    steps = kinds.add_parser(
+        "steps",
+        help="decode steps at several batch sizes, compared with their lower bound on this machine",
+        description="Measure decode steps at several batch sizes; their lower bound is their bytes at copy bandwidth.",
+        epilog=STEPS_EXAMPLES,
+    )
+    add_steps(steps)
     manager = kinds.add_parser(
         "manager",
         help="the manager alone, with a simulated worker",
@@ -93,6 +107,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=SERVER_EXAMPLES,
     )
     add_server(server)
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tok bench steps`."""
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)")
+    add("--batch-sizes", default="1,4,8,16,32,64", metavar="B,…", help="sequences at once (default: %(default)s)")
+    add("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of each prompt (default: %(default)s)")
+    add("--steps", type=int, default=128, metavar="N", help="steps measured at each size (default: %(default)s)")
+    add("--reps", type=int, default=3, metavar="N", help="runs, of which the median counts (default: %(default)s)")
+    add("--json", action="store_true", help="print a line of JSON for each batch size instead of a table")
+    names = tuple(name for name in ENGINE_FLAGS if name not in STEPS_OWN_FLAGS)
+    add_engine_flags(parser.add_argument_group("engine, as in tok serve"), names)
+    parser.set_defaults(module="tok_server.bench.steps")
 
 
 def add_manager(parser: argparse.ArgumentParser) -> None:

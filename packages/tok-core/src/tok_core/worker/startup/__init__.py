@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport, measure, phases
+from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport, StepFloor, measure, phases
 from tok_core.worker.startup.memory_check import MemoryNeeds
 from tok_core.worker.startup.setup import set_up
 
@@ -11,6 +11,7 @@ __all__ = [
     "KernelsMeasured",
     "MemoryNeeds",
     "PhaseReport",
+    "StepFloor",
     "measure",
     "phases",
     "set_up",

@@ -12,17 +12,19 @@ import torch
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import EngineError, InvalidField
 from tok_core.model_config import read_config, resolve
+from tok_core.models import weight_reads
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import read_quantization
 from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
+from tok_core.worker.state import kv_bytes_per_token
 from tok_kernels import AttentionShape, choose
 from tok_kernels.attention.interface import PHASES, Phase
-from tok_kernels.measure import ExpertShape, KernelTime, ModelShape, measure_kernels
+from tok_kernels.measure import ExpertShape, KernelTime, ModelShape, measure_bandwidth, measure_kernels
 
 if TYPE_CHECKING:
     from tok_kernels.calibration import Measurement  # loads Triton
 
-__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "measure", "phases"]
+__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "StepFloor", "measure", "phases", "step_floor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,57 @@ class KernelsMeasured:
     rate: float
     fp8_rate: float
     kernels: Iterator[KernelTime]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFloor:
+    """Least time of a decode step: the bytes that rank 0 of each stage reads, at the bandwidth of a copy.
+
+    bandwidth    bytes per second, reads and writes added
+    weights      bytes of weights that every step reads
+    experts      bytes of all experts; `chosen_share` of them are chosen for a token
+    per_position bytes of a cached position, keys and values of all layers
+    """
+
+    bandwidth: float
+    weights: int
+    experts: int
+    chosen_share: float
+    per_position: int
+
+    def milliseconds(self, rows: int, positions: int) -> float:
+        """Return the floor of a step of `rows` that read `positions` each, if tokens choose experts evenly."""
+        experts = self.experts * (1 - (1 - self.chosen_share) ** rows)
+        return (self.weights + experts + rows * positions * self.per_position) / self.bandwidth * 1e3
+
+
+def step_floor(config: EngineConfig) -> StepFloor | None:
+    """Return the floor of decode steps on this machine; None without a CUDA device. Raises InvalidField, ModelError."""
+    device = choose_device(config, 0, RankCoordinates())
+    if device.type != "cuda":
+        return None
+    bandwidth = measure_bandwidth(device)
+    torch.cuda.empty_cache()  # the engine runs in other processes
+    return floor_at(bandwidth, config)
+
+
+def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
+    """Return the floor of decode steps on devices of this bandwidth. Raises InvalidField, ModelError."""
+    path = resolve(config.model, config.data_dir, config.revision)
+    model, quantization = (
+        read_config(path, config.ignore_config_keys or ()),
+        read_quantization(path, config.quantization),
+    )
+    dtype = choose_dtype(config.dtype, choose_device(config, 0, RankCoordinates()))
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
+    weights = experts = per_position = 0
+    for stage in range(config.pp):
+        worker = RankCoordinates(stage, config.pp, 0, config.tp)
+        always, some = weight_reads(model, dtype, worker, quantization)
+        weights, experts = weights + always, experts + some
+        per_position += kv_bytes_per_token(ShardPlan.of(model, worker).local(model), cache_dtype)
+    chosen = 0.0 if model.moe is None else model.moe.experts_per_token / model.moe.experts
+    return StepFloor(bandwidth, weights, experts, chosen, per_position)
 
 
 def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:
