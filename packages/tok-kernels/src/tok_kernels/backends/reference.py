@@ -9,36 +9,21 @@ from tok_kernels.attention import invariant as invariant_attention
 from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.reference import attention
 from tok_kernels.linear import invariant as invariant_linear
-from tok_kernels.linear.reference import (
-    dequantize,
-    gated_linear,
-    linear,
-    packed_gated_linear,
-    packed_linear,
-    scaled_gated_linear,
-    scaled_linear,
-)
+from tok_kernels.linear.reference import ReferenceLinear
 from tok_kernels.moe.reference import fused_experts, invariant_fused_experts, select_experts
 from tok_kernels.norm_rope_kv.reference import rms_norm, rope, rope_and_write_kv, silu_and_mul, write_kv
 from tok_kernels.sampling.reference.sampling import sample
 from tok_kernels.slots.reference import decode_rows, record_sampled_tokens
 
 
-class ReferenceBackend:
-    """A `tok_kernels.Backend` in plain torch; its operations are the functions of the same names."""
+class ReferenceBackend(ReferenceLinear):
+    """A `tok_kernels.Backend` in plain torch; its operations are the functions and methods of the same names."""
 
     name = "reference"
     needs_host_lengths: frozenset[Phase] = frozenset()
     capturable = False
 
     rms_norm = staticmethod(rms_norm)
-    linear = staticmethod(linear)
-    gated_linear = staticmethod(gated_linear)
-    scaled_linear = staticmethod(scaled_linear)
-    scaled_gated_linear = staticmethod(scaled_gated_linear)
-    packed_linear = staticmethod(packed_linear)
-    packed_gated_linear = staticmethod(packed_gated_linear)
-    dequantize = staticmethod(dequantize)
     select_experts = staticmethod(select_experts)
     fused_experts = staticmethod(fused_experts)
     rope = staticmethod(rope)
@@ -58,10 +43,6 @@ class InvariantReferenceBackend(ReferenceBackend):
 
     linear = staticmethod(invariant_linear.linear)
     gated_linear = staticmethod(invariant_linear.gated_linear)
-    scaled_linear = staticmethod(invariant_linear.scaled_linear)
-    scaled_gated_linear = staticmethod(invariant_linear.scaled_gated_linear)
-    packed_linear = staticmethod(invariant_linear.packed_linear)
-    packed_gated_linear = staticmethod(invariant_linear.packed_gated_linear)
     silu_and_mul = staticmethod(invariant_linear.silu_and_mul)
     fused_experts = staticmethod(invariant_fused_experts)
     attention = staticmethod(invariant_attention.attention)

@@ -11,7 +11,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
 from tok_kernels.linear.reference import matmul
 from tok_kernels.norm_rope_kv.reference import rms_norm
 
@@ -50,50 +49,6 @@ def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
     """Compute `Backend.silu_and_mul`. torch's silu is less precise at a tensor's end than elsewhere; exp is not."""
     gate, up = (part.float() for part in gate_up_TF.chunk(2, dim=-1))
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up_TF.dtype)
-
-
-def scaled_linear(
-    x_TK: Tensor | QuantizedRows,
-    weight: ScaledWeight,
-    bias_N: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    residual_TN: Tensor | None = None,
-) -> Tensor:
-    """Compute `Backend.scaled_linear` with the dequantised weight, without rounding x."""
-    assert isinstance(x_TK, Tensor), "rows are rounded by other backends only"
-    return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
-
-
-def scaled_gated_linear(
-    x_TK: Tensor,
-    gate_up: ScaledWeight,
-    bias_F: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    down: ScaledWeight | None = None,
-) -> Tensor | QuantizedRows:
-    """Compute `Backend.scaled_gated_linear` with the dequantised weight, without rounding x or the result."""
-    return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
-
-
-def packed_linear(
-    x_TK: Tensor,
-    weight: PackedWeight,
-    bias_N: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    residual_TN: Tensor | None = None,
-) -> Tensor:
-    """Compute `Backend.packed_linear` with the dequantised weight."""
-    return linear(x_TK, weight.dense(), bias_N, norm=norm, residual_TN=residual_TN)
-
-
-def packed_gated_linear(
-    x_TK: Tensor, gate_up: PackedWeight, bias_F: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None
-) -> Tensor:
-    """Compute `Backend.packed_gated_linear` with the dequantised weight."""
-    return gated_linear(x_TK, gate_up.dense(), bias_F, norm=norm)
 
 
 def _tile(rows_XN: Tensor, size: int) -> Tensor:

@@ -30,55 +30,6 @@ def gated_linear(
     return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
 
 
-def scaled_linear(
-    x_TK: Tensor | QuantizedRows,
-    weight: ScaledWeight,
-    bias_N: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    residual_TN: Tensor | None = None,
-) -> Tensor:
-    """Compute `Backend.scaled_linear` with the dequantised weight, without rounding x."""
-    assert isinstance(x_TK, Tensor), "rows are rounded by other backends only"
-    return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
-
-
-def scaled_gated_linear(
-    x_TK: Tensor,
-    gate_up: ScaledWeight,
-    bias_F: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    down: ScaledWeight | None = None,
-) -> Tensor | QuantizedRows:
-    """Compute `Backend.scaled_gated_linear` with the dequantised weight, without rounding x or the result."""
-    return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
-
-
-def packed_linear(
-    x_TK: Tensor,
-    weight: PackedWeight,
-    bias_N: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    residual_TN: Tensor | None = None,
-) -> Tensor:
-    """Compute `Backend.packed_linear` with the dequantised weight."""
-    return linear(x_TK, weight.dense(), bias_N, norm=norm, residual_TN=residual_TN)
-
-
-def packed_gated_linear(
-    x_TK: Tensor, gate_up: PackedWeight, bias_F: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None
-) -> Tensor:
-    """Compute `Backend.packed_gated_linear` with the dequantised weight."""
-    return gated_linear(x_TK, gate_up.dense(), bias_F, norm=norm)
-
-
-def dequantize(weight: PackedWeight) -> Tensor:
-    """Compute `Backend.dequantize`."""
-    return weight.dense()
-
-
 def matmul(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
     """Compute `Backend.linear` without a norm by torch's GEMM."""
     if residual_TN is not None:
@@ -90,3 +41,66 @@ def matmul(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: 
         wide_TN = functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
         return wide_TN.half()
     return functional.linear(x_TK, weight_NK, bias_N)
+
+
+class ReferenceLinear:
+    """The linear layers of a `tok_kernels.Backend` in plain torch: quantised weights are dequantised first.
+
+    Subclasses may replace `linear` and `gated_linear`, which multiply.
+    """
+
+    linear = staticmethod(linear)
+    gated_linear = staticmethod(gated_linear)
+
+    def scaled_linear(
+        self,
+        x_TK: Tensor | QuantizedRows,
+        weight: ScaledWeight,
+        bias_N: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `Backend.scaled_linear` without rounding x."""
+        assert isinstance(x_TK, Tensor), "rows are rounded by other backends only"
+        return self.linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
+
+    def scaled_gated_linear(
+        self,
+        x_TK: Tensor,
+        gate_up: ScaledWeight,
+        bias_F: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        down: ScaledWeight | None = None,
+    ) -> Tensor | QuantizedRows:
+        """Compute `Backend.scaled_gated_linear` without rounding x or the result."""
+        return self.gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
+
+    def packed_linear(
+        self,
+        x_TK: Tensor,
+        weight: PackedWeight,
+        bias_N: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `Backend.packed_linear`."""
+        return self.linear(x_TK, weight.dense(), bias_N, norm=norm, residual_TN=residual_TN)
+
+    def packed_gated_linear(
+        self,
+        x_TK: Tensor,
+        gate_up: PackedWeight,
+        bias_F: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        """Compute `Backend.packed_gated_linear`."""
+        return self.gated_linear(x_TK, gate_up.dense(), bias_F, norm=norm)
+
+    @staticmethod
+    def dequantize(weight: PackedWeight) -> Tensor:
+        """Compute `Backend.dequantize`."""
+        return weight.dense()
