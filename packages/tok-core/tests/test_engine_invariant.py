@@ -40,7 +40,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=3, top_k=30, top_p=0.9, max_tokens=NEW, ignore_eos=True, logprobs=0),
     SamplingParams(n=2, temperature=1.0, seed=4, presence_penalty=0.7, max_tokens=NEW, ignore_eos=True, logprobs=0),
     SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=2, prompt_logprobs=2),
-    SamplingParams(n=5, temperature=1.0, seed=6, max_tokens=100, stop_token_ids=(9,), ignore_eos=True, logprobs=0),
+    SamplingParams(n=4, temperature=1.0, seed=6, max_tokens=40, stop_token_ids=(9,), ignore_eos=True, logprobs=0),
     SamplingParams(temperature=1.0, seed=7, logit_bias={5: 3.0}, max_tokens=NEW, ignore_eos=True, logprobs=0),
 ]
 Answer = list[object]
