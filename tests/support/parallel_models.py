@@ -155,7 +155,7 @@ def compute(
     coordinates, tensor, found = peers.coordinates, TensorParallel(peers.tensor, CPU), []
     for path in paths:
         model = model_of(path, coordinates, tensor, quantization=quantization)
-        places = [RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks) for stage in range(2)]
+        places = [RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks, coordinates.ep) for stage in range(2)]
         stages = [model_of(path, place, tensor, quantization=quantization) for place in places]
         logits, chained = [], []
         for few in max_all_reduce_tokens:
@@ -178,7 +178,7 @@ def greedy_of_shards(
     coordinates, tensor, found = peers.coordinates, TensorParallel(peers.tensor, CPU), []
     for path, quantization in models:
         model = model_of(path, coordinates, tensor, quantization=quantization)
-        places = [RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks) for stage in range(2)]
+        places = [RankCoordinates(stage, 2, coordinates.rank, coordinates.ranks, coordinates.ep) for stage in range(2)]
         first, last = (Sequences(model_of(path, one, tensor, quantization=quantization), 1, 16) for one in places)
         staged, chunk = list[int](), list(prompt)
         for _ in range(count):

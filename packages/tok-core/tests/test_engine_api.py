@@ -381,6 +381,8 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"page_size": 3},
     {"tp": 0},
     {"async_tp_threshold": 512},
+    {"ep": 1, "tp": 2},
+    {"ep": True},
     {"async_tp_threshold": -1, "tp": 2},
     {"device": "tpu"},
     {"backend": "fast"},

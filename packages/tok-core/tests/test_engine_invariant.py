@@ -149,11 +149,12 @@ def test_without_the_mode_some_bits_depend_on_the_schedule(alone: tuple[Path, li
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}])
 def test_replicas_ranks_and_stages_do_not_depend_on_the_schedule(directory: Path, layout: dict[str, int]) -> None:
-    path = directory / "parallel"
+    kind = "qwen2-moe" if "ep" in layout else "qwen2"
+    path = directory / f"parallel-{kind}"
     if not path.exists():
-        make_model("qwen2", path, max_positions=256)
+        make_model(kind, path, max_positions=256)
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", batch_invariant=True, **layout)  # type: ignore[arg-type]
     order, found = tuple(range(len(PROMPTS))), []
     for options in ({"max_running": 2, "kv_cache_tokens": 4096}, {"max_step_tokens": 48, "kv_cache_tokens": 640}):

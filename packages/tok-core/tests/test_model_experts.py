@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from support.expert_models import MOE_KINDS, WEIGHTS, as_they_are, changed, quantised, single
 from support.parallel_models import CPU, logits_of, model_of
 from support.quantized_models import SCHEMES
 from support.sequences import Sequences
@@ -32,8 +31,6 @@ from tok_core.worker.startup import MemoryNeeds
 from tok_kernels import Routing, choose
 from tok_kernels.backends.reference import ReferenceBackend
 
-MOE_KINDS = ("mixtral", "qwen2-moe", "qwen3-moe")
-WEIGHTS = "model.safetensors"
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 
 
@@ -42,30 +39,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return models whose tensors are stacked, by their kinds."""
     directory = tmp_path_factory.mktemp("models")
     return {kind: make_model(kind, directory / kind) for kind in MOE_KINDS}
-
-
-def as_they_are(tensors: dict[str, Tensor]) -> None:
-    """Leave the tensors of a model as they are."""
-
-
-def changed(path: Path, out: Path, change: Callable[[dict[str, Tensor]], object] = as_they_are, **keys: object) -> Path:
-    """Write a copy of a model with other tensors, and with other `keys` of config.json; a key of None is removed."""
-    out.mkdir()
-    tensors, config = load_file(path / WEIGHTS), json.loads((path / "config.json").read_text())
-    change(tensors)
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    config = {key: value for key, value in (config | keys).items() if value is not None}
-    (out / "config.json").write_text(json.dumps(config))
-    return out
-
-
-def single(path: Path, out: Path) -> Path:
-    """Write a copy of a model with a tensor for each matrix of each expert, as transformers saves it."""
-    stored = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    model = AutoModelForCausalLM.from_config(stored.config)  # one that was loaded is saved as it was stored
-    model.load_state_dict(stored.state_dict())
-    model.save_pretrained(out)
-    return out
 
 
 def parameters(model: CausalLM) -> dict[str, Tensor]:
@@ -259,28 +232,12 @@ def test_dummy_weights_route_evenly_and_do_not_depend_on_shards(tmp_path: Path) 
             assert torch.equal(target.view, target.part_of(targets(whole)[name].view)), name
 
 
-ROUTERS = ["lm_head", "re:.*block_sparse_moe\\.gate$", "re:.*mlp\\.gate$", "re:.*shared_expert_gate$"]
-
-
 @pytest.mark.parametrize("kind", MOE_KINDS)
 @pytest.mark.parametrize("scheme", [name for name, one in SCHEMES.items() if one.config["quant_method"] != "gptq"])
 def test_quantised_experts_have_the_logits_of_their_dequantised_weights(
     scheme: str, kind: str, paths: dict[str, Path], tmp_path: Path
 ) -> None:
-    made, rng, dequantised = SCHEMES[scheme], np.random.default_rng(0), dict[str, Tensor]()
-
-    def quantise(tensors: dict[str, Tensor]) -> None:
-        dequantised.update(tensors)
-        for name in [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]:
-            rows, columns = tensors.pop(name).shape
-            parts, dequantised[name] = made.make(rows, columns, rng)
-            tensors.update({f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()})
-
-    key = "ignore" if made.config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
-    config = {**made.config, key: ROUTERS}
-    one_by_one = single(paths[kind], tmp_path / "single")
-    path = changed(one_by_one, tmp_path / "quantised", quantise, quantization_config=config)
-    equal = changed(one_by_one, tmp_path / "dequantised", lambda tensors: tensors.update(dequantised))
+    path, equal = quantised(single(paths[kind], tmp_path / "single"), scheme, tmp_path / "quantised")
     quantization = read_quantization(path)
     assert quantization.method_of(["model.layers.1.mlp.experts.3.up_proj"]) == quantization.method != DenseMethod()
     found, expected = logits_of(model_of(path, quantization=quantization)), logits_of(model_of(equal))

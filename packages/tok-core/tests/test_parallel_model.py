@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.expert_models import MOE_KINDS
 from support.parallel_models import (
     CPU,
     PROMPT,
@@ -69,18 +70,19 @@ def assert_equal_draws(found: list[Draws], expected: list[Draws]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds", "max_all_reduce_tokens"),
+    ("ranks", "kinds", "max_all_reduce_tokens", "ep"),
     [
-        (2, ("llama-untied", "qwen2", "qwen3"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
-        (2, ("mixtral", "qwen2-moe", "qwen3-moe"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE)),
-        (4, ("qwen3",), (ROWS_CUT, ALL_WHOLE)),  # two ranks for each key/value head
+        (2, ("llama-untied", "qwen2", "qwen3"), (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE), False),
+        (2, MOE_KINDS, (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE), False),
+        (2, MOE_KINDS, (ROWS_CUT, DECODES_WHOLE, ALL_WHOLE), True),
+        (4, ("qwen3",), (ROWS_CUT, ALL_WHOLE), False),  # two ranks for each key/value head
     ],
 )
 def test_tp_ranks_compute_logits_and_sample_tokens_of_one_process(
-    ranks: int, kinds: tuple[str, ...], max_all_reduce_tokens: tuple[int, ...], directory: Path
+    ranks: int, kinds: tuple[str, ...], max_all_reduce_tokens: tuple[int, ...], ep: bool, directory: Path
 ) -> None:
     paths = [model_path(directory, kind) for kind in kinds]
-    results = run_ranks(all_coordinates(1, ranks), compute, paths, max_all_reduce_tokens, STEPS)
+    results = run_ranks(all_coordinates(1, ranks, ep=ep), compute, paths, max_all_reduce_tokens, STEPS)
     for path, *of_ranks in zip(paths, *results, strict=True):
         alone = model_of(path)
         expected, tokens = logits_of(alone), greedy(alone, tokens_of(PROMPT), STEPS)

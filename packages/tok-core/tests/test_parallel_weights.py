@@ -93,8 +93,11 @@ class CountedSlice:
         return self.file.counted(self.stored[index])
 
 
-def test_worker_reads_only_the_checkpoint_bytes_of_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_model("llama-untied", tmp_path, layers=4)
+@pytest.mark.parametrize("kind", ["llama-untied", "qwen3-moe"])
+def test_worker_reads_only_the_checkpoint_bytes_of_its_shard(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ep = make_model(kind, tmp_path, layers=4), kind == "qwen3-moe"
     files: list[Counted] = []
 
     @contextmanager
@@ -106,15 +109,15 @@ def test_worker_reads_only_the_checkpoint_bytes_of_its_shard(tmp_path: Path, mon
     monkeypatch.setattr("tok_core.models.weights.loading.safe_open", counting)
     read = {}
     for stages, ranks in ((1, 1), (1, 2), (2, 2)):
-        for coordinates in all_coordinates(stages, ranks):
+        for coordinates in all_coordinates(stages, ranks, ep=ep):
             files.clear()
             model = share_of(path, coordinates)
             load(model, path)
             read[coordinates] = sum(file.read for file in files)
             assert read[coordinates] == sum(parameter.nbytes for parameter in model.parameters())
-    whole = read[RankCoordinates()]
-    assert read[RankCoordinates(0, 1, 0, 2)] < 0.52 * whole
-    assert max(read[coordinates] for coordinates in all_coordinates(2, 2)) < 0.3 * whole
+    whole = read[RankCoordinates(ep=ep)]
+    assert read[RankCoordinates(0, 1, 0, 2, ep)] < 0.53 * whole
+    assert max(read[coordinates] for coordinates in all_coordinates(2, 2, ep=ep)) < 0.3 * whole
 
 
 def test_pipeline_stage_rejects_tensors_that_no_stage_holds(tmp_path: Path) -> None:

@@ -138,9 +138,13 @@ def multiply_packed(tokens: int, bits: int, group: int | None, zeros: bool, *, o
     BACKEND.packed_linear(gated, weight(HIDDEN, INNER), residual_TN=residual)
 
 
-def mix_experts(tokens: int, group: int | None = None, dtype: torch.dtype = BF16) -> None:
-    """Compute Qwen3-30B-A3B's mixture of experts; weights of 8 bits have scales of lines, or of `group` columns."""
+def mix_experts(tokens: int, group: int | None = None, dtype: torch.dtype = BF16, held: range | None = None) -> None:
+    """Compute Qwen3-30B-A3B's mixture of experts, or the experts `held` by a rank.
+
+    Weights of 8 bits have scales of lines, or of `group` columns.
+    """
     experts, size, columns = 128, 2048, 768
+    count = experts if held is None else len(held)
 
     def weight(rows: int, width: int) -> Tensor | ScaledWeight:
         values = meta(rows, width, dtype=dtype)
@@ -151,7 +155,7 @@ def mix_experts(tokens: int, group: int | None = None, dtype: torch.dtype = BF16
     x = meta(tokens, size, dtype=BF16)
     for normalize in (True, False):
         routing = BACKEND.select_experts(meta(tokens, experts, dtype=BF16), 8, normalize=normalize)
-    weights = ExpertWeights(weight(experts * 2 * columns, size), weight(experts * size, columns))
+    weights = ExpertWeights(weight(count * 2 * columns, size), weight(count * size, columns), held)
     BACKEND.fused_experts(x, routing, weights)
     BACKEND.fused_experts(x, routing, weights, residual_TN=x)
 
@@ -228,6 +232,9 @@ def launch_all() -> None:
         mix_experts(tokens)
     for group in (None, 128):
         mix_experts(16, group, FP8)
+        mix_experts(16, group, FP8, range(48, 64))
+    for tokens in (1, 256, 8192):
+        mix_experts(tokens, held=range(48, 64))
     mix_experts(8192, None, torch.int8)
     sample()
     sample(all_greedy=True)

@@ -48,6 +48,7 @@ SERVE_FLAGS = {
     "--dp": 1,
     "--tp": 1,
     "--pp": 1,
+    "--ep": False,
     "--async-tp-threshold": None,
     "--ray": None,
     "--kv-cache-dtype": "auto",
@@ -160,6 +161,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--share-prefixes",
         "--enable-rl",
         "--enable-sleep-mode",
+        "--ep",
         "--served-model-name",
         "a",
         "b",
@@ -170,7 +172,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
     for flag, value in given.items():
         name = flag[2:].replace("-", "_")
         assert getattr(config if name in ENGINE_FLAGS else settings, name) == value, flag
-    assert (config.prefix_groups, config.cuda_graphs, config.enable_sleep_mode) == (False, False, True)
+    assert (config.prefix_groups, config.cuda_graphs, config.enable_sleep_mode, config.ep) == (False, False, True, True)
     assert (settings.share_prefixes, settings.enable_rl) == (True, True)
     assert config.ignore_config_keys == ("one", "two")
     assert (settings.model_name, settings.model_names) == ("a", ("a", "b"))
@@ -180,6 +182,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--share-prefixes",
         "--enable-rl",
         "--enable-sleep-mode",
+        "--ep",
         "--log-level",
         "--log-format",
         "--no-batches",

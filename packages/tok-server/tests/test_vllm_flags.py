@@ -14,6 +14,7 @@ from tok_server.flags.vllm_flags import ALWAYS_TRUE, REFUSED, SAME_FLAGS
 VALUES = {
     "--gpu-memory-fraction": ["0.5"],
     "--no-cuda-graphs": [],
+    "--ep": [],
     "--tls-cert": ["c"],
     "--tls-key": ["k"],
     "--quantization": ["fp8"],

@@ -67,6 +67,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len        maximum number of tokens of prompt and output together; None: what model and cache allow
     dp, tp, pp           number of replicas; tensor-parallel ranks and pipeline stages of each. An engine takes
                          dp × tp × pp devices
+    ep                   the experts of a mixture are spread over the tensor-parallel ranks of a replica (expert
+                         parallelism). Otherwise each rank holds some columns of every expert
     ray                  Ray cluster that places the replicas, with this host as a node: auto, or the HOST:PORT of its
                          head; None: all replicas run on this host
     async_tp_threshold   tokens of a step from which GEMMs overlap with their collectives (async TP), on GPUs; 0:
@@ -119,6 +121,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: bool = False
     ray: str | None = None
     async_tp_threshold: int | None = None
     cuda_graphs: bool = True
@@ -170,11 +173,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
         if not isinstance(self.data_dir, str | None):
             raise InvalidField("data_dir", self.data_dir, "a directory")
-        for field in ("cuda_graphs", "batch_invariant", "enable_sleep_mode", "prefix_groups"):
+        for field in ("ep", "cuda_graphs", "batch_invariant", "enable_sleep_mode", "prefix_groups"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidField(field, getattr(self, field), "true or false")
         for field in ("dp", "tp", "pp"):
             _between(field, getattr(self, field), 1, MAX_PARALLEL_DEGREE)
+        if self.ep and self.tp == 1:
+            raise InvalidField("ep", True, "only if tp is above 1")
         self._check_ray()
         self._check_invariance()
         if self.async_tp_threshold is not None:
@@ -247,12 +252,14 @@ class RankCoordinates(msgspec.Struct, frozen=True):
 
     Workers are numbered stage by stage: `number = stage × ranks + rank`. Worker `number` of replica `i` takes device
     `i × stages × ranks + number`. The ranks of a stage communicate most and so get neighbouring devices.
+    `ep`: the experts of a mixture are spread over the ranks, instead of the columns of each.
     """
 
     stage: int = 0
     stages: int = 1
     rank: int = 0
     ranks: int = 1
+    ep: bool = False
 
     @property
     def number(self) -> int:
@@ -280,11 +287,11 @@ class RankCoordinates(msgspec.Struct, frozen=True):
         return self.last and self.rank == 0
 
 
-def all_coordinates(pp: int, tp: int) -> Iterator[RankCoordinates]:
+def all_coordinates(pp: int, tp: int, *, ep: bool = False) -> Iterator[RankCoordinates]:
     """Yield the coordinates of all workers of a replica, in order of `number`."""
     for stage in range(pp):
         for rank in range(tp):
-            yield RankCoordinates(stage, pp, rank, tp)
+            yield RankCoordinates(stage, pp, rank, tp, ep)
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

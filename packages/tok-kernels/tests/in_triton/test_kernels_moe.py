@@ -12,6 +12,7 @@ from support.noise import noise
 from tok_kernels import MAX_TILES, ExpertWeights, PackedWeight, Routing, ScaledWeight, pack_columns
 from tok_kernels.backends.reference import InvariantReferenceBackend, ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.moe.interface import Weight
 from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
 from tok_kernels.moe.triton_route import sort_pairs
 
@@ -48,9 +49,10 @@ def exact(x_TN: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     return out_TN
 
 
-def assert_near(found: Tensor, expected: Tensor) -> None:
+def assert_near(found: Tensor, expected: Tensor, scale: float | None = None) -> None:
     step = 16 * torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found.double(), expected, rtol=step, atol=step * float(expected.std()))
+    atol = step * (float(expected.std()) if scale is None else scale)
+    torch.testing.assert_close(found.double(), expected, rtol=step, atol=atol)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -130,8 +132,21 @@ def test_fused_experts_take_weights_of_8_bits(
     routing = routing_of(tokens, experts, 2, device)
     weights = ExpertWeights(scaled(experts * 2 * columns, size), scaled(experts * size, columns))
     expected = exact(x_TN, routing, weights)
+    held = ExpertWeights(scaled(2 * 2 * columns, size), scaled(2 * size, columns), range(1, 3))
+    some = torch.isin(routing.expert_TC, torch.tensor(held.held, device=device))
+    whole = ExpertWeights(with_zeros(held.gate_up), with_zeros(held.down))
+    expected_of_held = exact(x_TN, Routing(routing.expert_TC, routing.weight_TC * some, experts), whole)
     for backend in BACKENDS:
         assert_near(backend.fused_experts(x_TN, routing, weights), expected)
+        assert_near(backend.fused_experts(x_TN, routing, held), expected_of_held)
+
+
+def with_zeros(weight: Weight) -> Tensor:
+    """Return the dense matrices of four experts: zeros, those of two experts, and zeros."""
+    assert isinstance(weight, ScaledWeight)
+    dense = weight.dense(torch.float32)
+    zeros = dense.new_zeros(len(dense) // 2, dense.shape[1])
+    return torch.cat([zeros, dense, zeros])
 
 
 @pytest.mark.parametrize(
@@ -182,3 +197,59 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
         triton.fused_experts(x_TN[:2], routing, weights)
     with pytest.raises(ValueError, match="residual has shape"):
         triton.fused_experts(x_TN, routing, weights, residual_TN=x_TN[:2])
+    for held in (range(0), range(2, 5), range(0, 4, 2)):
+        with pytest.raises(ValueError, match=r"held is range.*consecutive experts below 4"):
+            triton.fused_experts(x_TN, routing, ExpertWeights(weights.gate_up, weights.down, held))
+
+
+@pytest.mark.parametrize("skew", [0.0, 4.0])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), SHAPES)
+def test_tiles_cover_only_pairs_of_the_experts_held(
+    tokens: int, experts: int, chosen: int, skew: float, device: torch.device
+) -> None:
+    routing = routing_of(tokens, experts, chosen, device, skew)
+    expert_P = routing.expert_TC.flatten()
+    for held in held_by_ranks(experts):
+        order = sort_pairs(routing, 16, held)
+        covered: list[int] = []
+        for place, start, end in order.tile_3S.t().tolist():
+            if place >= 0:
+                pairs = order.pair_R[start : min(end, start + 16)]
+                assert (expert_P[pairs] == held[place]).all()
+                covered += pairs.tolist()
+        expected = [pair for pair in expert_P.argsort(stable=True).tolist() if expert_P[pair] in held]
+        assert covered == expected
+
+
+def held_by_ranks(experts: int) -> tuple[range, ...]:
+    """Return the experts of three ranks, of which tokens of a skewed law hardly choose the last."""
+    return range(1), range(1, experts - 1), range(experts - 1, experts)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), SHAPES)
+def test_ranks_add_the_results_of_the_experts_held_and_read_no_others(
+    tokens: int, experts: int, chosen: int, device: torch.device
+) -> None:
+    size, columns, dtype, add = 48, 40, torch.float16, tokens > 20
+    x_TN = noise(tokens, size, dtype=dtype, device=device)
+    routing, whole = (
+        routing_of(tokens, experts, chosen, device, 0.5),
+        dense_weights(experts, size, columns, dtype, device),
+    )
+    scale = float(exact(x_TN, routing, whole).std())
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    try:
+        for held in held_by_ranks(experts):
+            here = (routing.expert_TC >= held.start) & (routing.expert_TC < held.stop)
+            expected = exact(x_TN, Routing(routing.expert_TC, routing.weight_TC * here, experts), whole)
+            gate_up, down = (
+                torch.cat([whole.dense(expert, experts, dtype)[part] for expert in held]) for part in range(2)
+            )
+            residual = noise(tokens, size, dtype=dtype, device=device).flip(0) if add else None
+            expected += 0 if residual is None else residual.double()
+            for backend in (*BACKENDS, InvariantReferenceBackend()):
+                given = None if residual is None else residual.clone()
+                found = backend.fused_experts(x_TN, routing, ExpertWeights(gate_up, down, held), residual_TN=given)
+                assert_near(found, expected, scale)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,6 +1,7 @@
 """Implement a mixture of experts as a layer's feed-forward half, whole or as one tensor-parallel rank's shard.
 
-Axes: T tokens of the step, N hidden size, E experts, F intermediate size of an expert (the rank's own part).
+Axes: T tokens of the step, N hidden size, E experts (that the rank holds), F intermediate size of an expert (the rank's
+own part).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from tok_kernels import ExpertWeights
 class MixtureOfExperts(FeedForward):
     """Each token's most likely experts, weighted by the router (Shazeer et al. 2017; Fedus et al. 2022).
 
-    Every expert is a SwiGLU MLP. Ranks hold some columns of each expert. The matrices of all experts are stacked in one
-    `Linear`, so that weight formats store, load and shard them as those of other layers.
+    Every expert is a SwiGLU MLP. Ranks hold some columns of each expert, or with expert parallelism some experts
+    (Lepikhin et al. 2021): each computes its part of all tokens' results, and the layout sums them. The matrices of a
+    rank's experts are stacked in one `Linear`, so that weight formats store, load and shard them as those of other
+    layers.
     """
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
@@ -31,11 +34,14 @@ class MixtureOfExperts(FeedForward):
         assert moe is not None, "the model has no experts"
         self.chosen, self.normalize = moe.experts_per_token, moe.normalize
         self.backend = placement.backend
-        hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.part(moe.intermediate_size)
+        hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.expert_columns
+        self.experts = placement.shard_plan.experts
+        held = range(self.experts.start, self.experts.stop)
+        self.held = None if self.experts.is_whole else held
         self.gate = Linear(hidden, {"gate": Slice.whole(moe.experts)}, placement)
-        parts = [f"experts.{expert}.{name}" for expert in range(moe.experts) for name in ("gate_proj", "up_proj")]
+        parts = [f"experts.{expert}.{name}" for expert in held for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = Linear(hidden, dict.fromkeys(parts, own), placement)
-        parts = [f"experts.{expert}.down_proj" for expert in range(moe.experts)]
+        parts = [f"experts.{expert}.down_proj" for expert in held]
         self.down_proj = Linear(own, dict.fromkeys(parts, hidden), placement)
         method = self.gate_up_proj.method
         if isinstance(method, PackedMethod) and placement.device.type == "cuda":
@@ -50,17 +56,18 @@ class MixtureOfExperts(FeedForward):
     def stacked_targets(self) -> Iterator[tuple[str, StackedTarget]]:
         """Yield the names of tensors that hold a matrix of all experts, in place of one for each, and what each fills.
 
-        "experts.gate_up_proj" is `[E, 2F, N]`, and "experts.down_proj" `[E, N, F]`.
+        "experts.gate_up_proj" is `[E, 2F, N]`, and "experts.down_proj" `[E, N, F]`, both of all ranks' experts.
         """
         for name, linear in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
             targets = dict(linear.targets())
             if all(end.endswith(".weight") and len(target.shape) == 2 for end, target in targets.items()):
-                yield f"experts.{name}", StackedTarget.of(targets, len(self.down_proj.parts))
+                yield f"experts.{name}", StackedTarget.of(targets, self.experts)
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
         normed_TN = norm(x_TN) if layout is None else layout.gather(x_TN, norm)
         routing = self.backend.select_experts(self.gate(normed_TN), self.chosen, normalize=self.normalize)
-        weights = ExpertWeights(*(one.method.operand(one) for one in (self.gate_up_proj, self.down_proj)))
+        gate_up, down = (one.method.operand(one) for one in (self.gate_up_proj, self.down_proj))
+        weights = ExpertWeights(gate_up, down, self.held)
         residual_TN = x_TN if layout is None else None
         out_TN = self.backend.fused_experts(normed_TN, routing, weights, residual_TN=residual_TN)
         if self.shared_expert is not None and self.shared_expert_gate is not None:

@@ -53,6 +53,8 @@ class ShardPlan:
     heads, kv_heads   query heads, and the key/value heads that they attend to; with more ranks than key/value heads
                       several ranks hold the same key/value head
     intermediate      columns between the MLP's two GEMMs
+    experts           of each layer that has some
+    expert_columns    columns between the two GEMMs of each of these experts
     vocabulary        rows of the embedding and of the LM head
     layers            indices in the model
     """
@@ -61,23 +63,29 @@ class ShardPlan:
     heads: Slice
     kv_heads: Slice
     intermediate: Slice
+    experts: Slice
+    expert_columns: Slice
     vocabulary: Slice
     layers: range
 
     @classmethod
     def of(cls, config: ModelConfig, coordinates: RankCoordinates) -> ShardPlan:
-        """Return the shard of the worker at `coordinates`. Raise InvalidField if `tp` or `pp` does not fit."""
-        _check_ranks(config, coordinates.ranks)
-        kv_heads = Slice.of(config.num_kv_heads, coordinates.rank, coordinates.ranks)
+        """Return the shard of the worker at `coordinates`. Raise InvalidField if `tp`, `pp` or `ep` does not fit."""
+        _check_ranks(config, coordinates)
+        own = coordinates.rank, coordinates.ranks
+        kv_heads = Slice.of(config.num_kv_heads, *own)
         if config.num_kv_heads < coordinates.ranks:
             one = coordinates.rank * config.num_kv_heads // coordinates.ranks
             kv_heads = Slice(one, one + 1, config.num_kv_heads)
+        experts, columns = (config.moe.experts, config.moe.intermediate_size) if config.moe else (0, 0)
         return cls(
             coordinates=coordinates,
-            heads=Slice.of(config.num_heads, coordinates.rank, coordinates.ranks),
+            heads=Slice.of(config.num_heads, *own),
             kv_heads=kv_heads,
-            intermediate=Slice.of(config.intermediate_size, coordinates.rank, coordinates.ranks),
-            vocabulary=Slice.of(config.vocab_size, coordinates.rank, coordinates.ranks),
+            intermediate=Slice.of(config.intermediate_size, *own),
+            experts=Slice.of(experts, *own) if coordinates.ep else Slice.whole(experts),
+            expert_columns=Slice.whole(columns) if coordinates.ep else Slice.of(columns, *own),
+            vocabulary=Slice.of(config.vocab_size, *own),
             layers=stage_layers(config, coordinates.stages)[coordinates.stage],
         )
 
@@ -154,17 +162,22 @@ def layers_per_stage(layers: int, cost: int, first: int, last: int, stages: int)
     return min(candidates(), key=cost_of)
 
 
-def _check_ranks(config: ModelConfig, ranks: int) -> None:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+def _check_ranks(config: ModelConfig, coordinates: RankCoordinates) -> None:
+    ranks, heads, kv_heads = coordinates.ranks, config.num_heads, config.num_kv_heads
     if heads % ranks:
         raise InvalidField("tp", ranks, f"divisors of {heads}, the model's query heads")
     if kv_heads % ranks and ranks % kv_heads:
         raise InvalidField("tp", ranks, f"divisors and multiples of {kv_heads}, the model's key/value heads")
+    if coordinates.ep and config.moe is None:
+        raise InvalidField("ep", True, "false for a model without experts")
     sizes = {}
     if config.moe is None or len(config.moe.layers) < config.num_layers:
         sizes["intermediate size"] = config.intermediate_size
     if config.moe is not None:
-        sizes["experts' intermediate size"] = config.moe.intermediate_size
+        if coordinates.ep:
+            sizes["experts (with ep)"] = config.moe.experts
+        else:
+            sizes["experts' intermediate size"] = config.moe.intermediate_size
         sizes["shared expert's intermediate size"] = config.moe.shared_intermediate_size
     for name, size in sizes.items():
         if size % ranks:

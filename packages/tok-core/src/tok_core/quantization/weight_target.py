@@ -128,20 +128,19 @@ def _stays_finite(own: Tensor, cast: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedTarget(WeightTarget):
-    """Target of a tensor that stacks the matrices of all experts: `[E, rows of an expert, columns]`.
+    """Target of a tensor that stacks the matrices of all experts, of which a rank may hold some: `[E, rows, columns]`.
 
-    pieces  what the matrices fill, in order, by the names of the tensors that would hold one each
+    pieces  what the matrices of the rank's experts fill, in order, by the names of tensors that would hold one each
     """
 
     pieces: Mapping[str, WeightTarget]
 
     @classmethod
-    def of(cls, pieces: Mapping[str, WeightTarget], experts: int) -> StackedTarget:
-        """Return the target that stacks `pieces`, matrices of one shape, equally many of each of the experts."""
+    def of(cls, pieces: Mapping[str, WeightTarget], experts: Slice) -> StackedTarget:
+        """Return the target that stacks `pieces`, matrices of one shape, equally many of each of the rank's experts."""
         first = next(iter(pieces.values()))
         rows, columns = first.shape
-        sizes = experts, len(pieces) // experts * rows, columns
-        parts = tuple(Slice.whole(size) for size in sizes)
+        parts = experts, Slice.whole(len(pieces) // experts.count * rows), Slice.whole(columns)
         return cls(first.view, parts, stored_dtypes=first.stored_dtypes, pieces=pieces)
 
     def fill(self, own: Tensor) -> bool:

@@ -51,7 +51,7 @@ class RayActors:
         """Place and start all actors; return when all have started. Raise EngineError if one cannot be."""
         kind = kind_of_bundle(self._config)
         self._config = msgspec.structs.replace(self._config, device="cuda" if kind == "GPU" else "cpu")
-        each = list(all_coordinates(self._config.pp, self._config.tp))
+        each = list(all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep))
         self._group = placement_group([{kind: 1.0} for _ in each], strategy="PACK")
         await_placement(self._group, self._closing)
         if self._closing():
@@ -67,7 +67,7 @@ class RayActors:
 
     def run(self, replica: int, reports: str) -> None:
         """Make all actors serve, with reports sent to the address `reports`."""
-        each = list(all_coordinates(self._config.pp, self._config.tp))
+        each = list(all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep))
         for role, coordinates in zip(self.members, [*each, None], strict=True):
             launch = self.launch(role, coordinates, replica, reports)
             self._runs[self.members[role].run.remote(encode(launch), self.visible(role))] = role

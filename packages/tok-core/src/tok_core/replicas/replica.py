@@ -152,7 +152,7 @@ class ProcessReplica:
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
         self._index = index
-        self._coordinates = list(all_coordinates(config.pp, config.tp))
+        self._coordinates = list(all_coordinates(config.pp, config.tp, ep=config.ep))
         self._report = report
         self._death = death
         self._directory = ScratchDirectory("sockets")

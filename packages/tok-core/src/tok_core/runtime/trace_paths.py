@@ -26,5 +26,5 @@ def trace_files(config: EngineConfig) -> dict[RankCoordinates, Path]:
         return {}
     return {
         coordinates: trace_file(Path(config.trace), coordinates)
-        for coordinates in all_coordinates(config.pp, config.tp)
+        for coordinates in all_coordinates(config.pp, config.tp, ep=config.ep)
     }

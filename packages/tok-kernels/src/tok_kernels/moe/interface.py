@@ -31,18 +31,27 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of E experts, stacked by rows.
+    """The matrices of E experts, stacked by rows, or of those that one rank holds.
 
     gate_up  `[E × 2F, N]`: rows of expert 0's gate projection, of its up projection, then those of expert 1, …
     down     `[E × N, F]`
+    held     the consecutive experts whose matrices these are: with experts 4 to 7 held, the first rows are those of
+             expert 4. Others add nothing to a token's result; None: all are held
     """
 
     gate_up: Weight
     down: Weight
+    held: range | None = None
+
+    def held_of(self, experts: int) -> range:
+        """Return the experts, of `experts` in all, whose matrices these are."""
+        return range(experts) if self.held is None else self.held
 
     def dense(self, expert: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the matrices of one of `experts`, `[2F, N]` and `[N, F]`."""
-        gate_up, down = (_dense_rows(weight, expert, experts, dtype) for weight in (self.gate_up, self.down))
+        """Return the matrices of one of `experts` that is held, `[2F, N]` and `[N, F]`."""
+        held = self.held_of(experts)
+        place = expert - held.start
+        gate_up, down = (_dense_rows(weight, place, len(held), dtype) for weight in (self.gate_up, self.down))
         return gate_up, down
 
 
@@ -53,9 +62,9 @@ def rows_of(weight: Weight) -> int:
     return weight.shape[0]
 
 
-def _dense_rows(weight: Weight, expert: int, experts: int, dtype: torch.dtype) -> Tensor:
+def _dense_rows(weight: Weight, place: int, experts: int, dtype: torch.dtype) -> Tensor:
     count = rows_of(weight) // experts
-    rows = slice(expert * count, (expert + 1) * count)
+    rows = slice(place * count, (place + 1) * count)
     if isinstance(weight, Tensor):
         return weight[rows]
     if isinstance(weight, ScaledWeight):

@@ -54,10 +54,10 @@ def _one_by_one(
     expert_P = routing.expert_TC.flatten().long()
     pair_P = expert_P.argsort(stable=True)
     counts = torch.bincount(expert_P, minlength=routing.experts).tolist()
-    chosen = routing.expert_TC.shape[1]
-    y_PN = x_TN.new_empty((len(expert_P), x_TN.shape[1]))
+    chosen, held = routing.expert_TC.shape[1], weights.held_of(routing.experts)
+    y_PN = x_TN.new_zeros((len(expert_P), x_TN.shape[1]))
     for expert, pairs in enumerate(torch.split(pair_P, counts)):
-        if len(pairs):
+        if len(pairs) and expert in held:
             gate_up, down = weights.dense(expert, routing.experts, x_TN.dtype)
             y_PN[pairs] = multiply(gated(x_TN[pairs // chosen], gate_up), down)
     sum_TN = torch.zeros_like(x_TN, dtype=torch.float32)

@@ -76,8 +76,8 @@ def fused_experts(
     if isinstance(weights.gate_up, ScaledWeight) or isinstance(weights.down, ScaledWeight):
         if gate_up.rows > _MAX_EIGHT_BIT_ROWS:
             # On an H200, Triton 3.6 gave wrong sums of weights that tiles of 128 rows converted.
-            both = (_dequantized(weight, x_TN.dtype) for weight in (weights.gate_up, weights.down))
-            weights = ExpertWeights(*both)
+            gate_up_weight, down_weight = (_dequantized(one, x_TN.dtype) for one in (weights.gate_up, weights.down))
+            weights = ExpertWeights(gate_up_weight, down_weight, weights.held)
         else:
             gate_up, down = (replace(launch, rows=_MIN_ROWS) for launch in (gate_up, down))
     return fused_experts_with(gate_up, down, x_TN, routing, weights, residual_TN)
@@ -98,17 +98,19 @@ def fused_experts_with(
     if not tokens:
         return out_TN
     x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
-    columns = rows_of(weights.gate_up) // routing.experts // 2
-    order = sort_pairs(routing, gate_up.rows)
+    held = weights.held_of(routing.experts)
+    columns = rows_of(weights.gate_up) // len(held) // 2
+    order = sort_pairs(routing, gate_up.rows, held)
     h_RF = torch.empty((tokens * chosen, columns), dtype=x_TN.dtype, device=x_TN.device)
     y_PN = torch.empty((tokens * chosen, size), dtype=x_TN.dtype, device=x_TN.device)
     _multiply(gate_up, x_TN, weights.gate_up, h_RF, order, chosen, gated=True)
     _multiply(down, h_RF, weights.down, y_PN, order, chosen, gated=False)
     combine_kernel[(tokens, triton.cdiv(size, _COMBINE_BLOCK))](
-        *(y_PN, routing.weight_TC, out_TN, out_TN.stride(0), size),
+        *(y_PN, routing.weight_TC, routing.expert_TC, out_TN, out_TN.stride(0), size, held.start, len(held)),
         C=chosen,
         BLOCK=min(_COMBINE_BLOCK, power_of_two(size)),
         ADD=residual_TN is not None,
+        REMOTE=len(held) < routing.experts,
         num_warps=4,
         **pdl_options(x_TN.device),
     )
@@ -161,7 +163,10 @@ def _multiplies(weight: ScaledWeight, device: torch.device) -> bool:
 
 
 def _check(x_TN: Tensor, routing: Routing, weights: ExpertWeights, residual_TN: Tensor | None) -> None:
-    experts, size = routing.experts, x_TN.shape[1]
+    held, size = weights.held_of(routing.experts), x_TN.shape[1]
+    if not held or held.step != 1 or held.start < 0 or held.stop > routing.experts:
+        raise ValueError(f"held is {held}; allowed: consecutive experts below {routing.experts}")
+    experts = len(held)
     for name, weight in (("gate_up", weights.gate_up), ("down", weights.down)):
         if isinstance(weight, PackedWeight):
             raise ValueError(f"{name} has packed integers; allowed: dense weights, or weights of 8 bits with scales")

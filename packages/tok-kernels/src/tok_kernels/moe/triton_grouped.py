@@ -130,17 +130,22 @@ def grouped_gemm_kernel(
 def combine_kernel(
     y_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    expert_ptr: tl.tensor,
     out_ptr: tl.tensor,
     out_row: tl.tensor,
     size: tl.tensor,
+    first: tl.tensor,
+    held: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    REMOTE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Add up BLOCK columns of the C results of a token, in order, each multiplied by its weight.
 
-    ADD  the values at `out` are added to the sum
+    ADD     the values at `out` are added to the sum
+    REMOTE  only `held` experts from `first` on have results; those of others are not read
     """
     if PDL:
         gdc_launch_dependents()
@@ -150,7 +155,11 @@ def combine_kernel(
     inside = column < size
     total = tl.zeros((BLOCK,), tl.float32)
     for c in tl.static_range(C):
-        y = tl.load(y_ptr + (token * C + c) * size + column, mask=inside, other=0.0).to(tl.float32)
+        there = inside
+        if REMOTE:
+            place = tl.load(expert_ptr + token * C + c) - first
+            there = inside & (place >= 0) & (place < held)
+        y = tl.load(y_ptr + (token * C + c) * size + column, mask=there, other=0.0).to(tl.float32)
         total += y * tl.load(weight_ptr + token * C + c)
     at = out_ptr + token * out_row + column
     if ADD:

@@ -68,9 +68,13 @@ def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routin
     return Routing(expert_TC, weight_TC, experts)
 
 
-def sort_pairs(routing: Routing, tile_rows: int) -> SortedPairs:
-    """Sort pairs by expert, pairs of one expert by their numbers, and cut each expert's rows into tiles."""
-    expert_P, experts = routing.expert_TC.view(-1), routing.experts
+def sort_pairs(routing: Routing, tile_rows: int, held: range | None = None) -> SortedPairs:
+    """Sort pairs by expert, pairs of one expert by their numbers, and cut each expert's rows into tiles.
+
+    With `held`, pairs of other experts are left out, and the tiles number the held experts from 0 on.
+    """
+    held = held or range(routing.experts)
+    expert_P, experts = routing.expert_TC.view(-1), len(held)
     pairs, device = expert_P.numel(), expert_P.device
     width = power_of_two(experts)
     block = max(16, min(_BLOCK_ELEMENTS // width, 64, power_of_two(pairs)))
@@ -79,15 +83,15 @@ def sort_pairs(routing: Routing, tile_rows: int) -> SortedPairs:
     counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
     pair_R = torch.empty(pairs, dtype=torch.int32, device=device)
     tile_3S = torch.empty((3, pairs // tile_rows + min(experts, pairs)), dtype=torch.int32, device=device)
-    sizes = {"E": experts, "CHUNK": chunk, "BLOCK": block, "WIDTH": width, "num_warps": _SORT_WARPS}
+    sizes = {"E": experts, "CHUNK": chunk, "BLOCK": block, "WIDTH": width, "REMOTE": experts < routing.experts}
+    options = {**sizes, "num_warps": _SORT_WARPS, **pdl_options(device)}
     if chunks > 1:
-        _count_kernel[(chunks,)](expert_P, counts, pairs, **sizes, **pdl_options(device))
+        _count_kernel[(chunks,)](expert_P, counts, pairs, held.start, **options)
     _sort_kernel[(chunks,)](
-        *(expert_P, counts, pair_R, tile_3S, pairs, chunks, tile_3S.shape[1]),
-        **sizes,
+        *(expert_P, counts, pair_R, tile_3S, pairs, held.start, chunks, tile_3S.shape[1]),
         TILE=tile_rows,
         COUNTED=chunks > 1,
-        **pdl_options(device),
+        **options,
     )
     return SortedPairs(pair_R, tile_3S, tile_rows)
 
@@ -137,12 +141,29 @@ def _select_kernel(
 
 
 @triton.jit
+def _held_experts(
+    expert_ptr: tl.tensor, pair: tl.tensor, pairs: tl.tensor, low: tl.tensor, E: tl.constexpr, REMOTE: tl.constexpr
+) -> tl.tensor:
+    """Return the experts of `pair`, counted from `low` on; −1 for those that are not held, and past the last pair."""
+    expert = tl.load(expert_ptr + pair, mask=pair < pairs, other=-1)
+    if REMOTE:
+        expert = tl.where((expert >= low) & (expert < low + E), expert - low, -1)
+    return expert
+
+
+@triton.jit
 def _matches(
-    expert_ptr: tl.tensor, first: tl.tensor, stop: tl.tensor, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    expert_ptr: tl.tensor,
+    first: tl.tensor,
+    pairs: tl.tensor,
+    low: tl.tensor,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REMOTE: tl.constexpr,
 ) -> tl.tensor:
     """Return for BLOCK pairs from `first` on whether their expert is that of the column, int32 `[BLOCK, WIDTH]`."""
-    pair = first + tl.arange(0, BLOCK)
-    expert = tl.load(expert_ptr + pair, mask=pair < stop, other=-1)
+    expert = _held_experts(expert_ptr, first + tl.arange(0, BLOCK), pairs, low, E, REMOTE)
     return (expert[:, None] == tl.arange(0, WIDTH)[None, :]).to(tl.int32)
 
 
@@ -150,15 +171,18 @@ def _matches(
 def _count(
     expert_ptr: tl.tensor,
     pairs: tl.tensor,
+    low: tl.tensor,
+    E: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    REMOTE: tl.constexpr,
 ) -> tl.tensor:
     """Return the number of pairs of each expert in this program's chunk."""
     count = tl.zeros((WIDTH,), tl.int32)
     start = tl.program_id(0) * CHUNK
     for first in range(0, CHUNK, BLOCK):
-        count += tl.sum(_matches(expert_ptr, start + first, pairs, BLOCK, WIDTH), 0)
+        count += tl.sum(_matches(expert_ptr, start + first, pairs, low, E, BLOCK, WIDTH, REMOTE), 0)
     return count
 
 
@@ -167,10 +191,12 @@ def _count_kernel(
     expert_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     pairs: tl.tensor,
+    low: tl.tensor,
     E: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    REMOTE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Write the number of pairs of each expert in this program's chunk."""
@@ -178,7 +204,7 @@ def _count_kernel(
         gdc_launch_dependents()
         gdc_wait()
     expert = tl.arange(0, WIDTH)
-    count = _count(expert_ptr, pairs, CHUNK, BLOCK, WIDTH)
+    count = _count(expert_ptr, pairs, low, E, CHUNK, BLOCK, WIDTH, REMOTE)
     tl.store(counts_ptr + tl.program_id(0) * E + expert, count, mask=expert < E)
 
 
@@ -189,12 +215,14 @@ def _sort_kernel(
     pair_ptr: tl.tensor,
     tile_ptr: tl.tensor,
     pairs: tl.tensor,
+    low: tl.tensor,
     chunks: tl.tensor,
     tiles: tl.tensor,
     E: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    REMOTE: tl.constexpr,
     TILE: tl.constexpr,
     COUNTED: tl.constexpr,
     PDL: tl.constexpr,
@@ -202,6 +230,7 @@ def _sort_kernel(
     """Write the rows of this program's chunk of pairs, and its share of the tiles.
 
     COUNTED  `_count_kernel` has counted the pairs of all chunks; else there is one chunk
+    REMOTE   only pairs of the E experts from `low` on are sorted
     """
     if PDL:
         gdc_launch_dependents()
@@ -218,17 +247,20 @@ def _sort_kernel(
             total += tl.sum(count, 0)
             earlier += tl.sum(tl.where((other < chunk)[:, None], count, 0), 0)
     else:
-        total = _count(expert_ptr, pairs, CHUNK, BLOCK, WIDTH)
+        total = _count(expert_ptr, pairs, low, E, CHUNK, BLOCK, WIDTH, REMOTE)
     stop = tl.cumsum(total, 0)
     row = stop - total + earlier
     for first in range(0, CHUNK, BLOCK):
-        match = _matches(expert_ptr, chunk * CHUNK + first, pairs, BLOCK, WIDTH)
+        match = _matches(expert_ptr, chunk * CHUNK + first, pairs, low, E, BLOCK, WIDTH, REMOTE)
         pair = chunk * CHUNK + first + tl.arange(0, BLOCK)
-        own_expert = tl.load(expert_ptr + pair, mask=pair < pairs, other=-1)
+        own_expert = _held_experts(expert_ptr, pair, pairs, low, E, REMOTE)
         earlier_pair = own_expert[None, :] == own_expert[:, None]
         earlier_pair &= pair[None, :] < pair[:, None]
         at = tl.sum(match * row[None, :], 1) + tl.sum(earlier_pair.to(tl.int32), 1)
-        tl.store(pair_ptr + at, pair, mask=pair < pairs)
+        inside = pair < pairs
+        if REMOTE:
+            inside &= own_expert >= 0
+        tl.store(pair_ptr + at, pair, mask=inside)
         row += tl.sum(match, 0)
     own = tl.cdiv(total, TILE)
     last = tl.cumsum(own, 0)

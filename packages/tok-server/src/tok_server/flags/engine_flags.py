@@ -80,6 +80,7 @@ ENGINE_TEXTS = {
     "dp": ("N", "data-parallel replicas; each uses --tp × --pp devices"),
     "tp": ("N", "tensor-parallel ranks; each layer is sharded over them"),
     "pp": ("N", "pipeline stages; the layers are divided among them"),
+    "ep": ("", "expert parallelism: each of the --tp ranks holds some experts of a mixture, instead of a part of each"),
     "ray": ("ADDRESS", "Ray cluster to place the replicas on: auto, or HOST:PORT of its head (default: none)"),
     "async_tp_threshold": (
         "N",

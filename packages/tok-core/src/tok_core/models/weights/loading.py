@@ -37,6 +37,7 @@ _FEED_FORWARD = re.compile(
     r"mlp\.(gate|(experts\.(\d+\.)?|shared_expert\.)?(gate|up|down)_proj|shared_expert_gate|experts)"
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d{1,4})\.")
 
 
 def load(model: CausalLM, path: Path) -> None:
@@ -269,8 +270,9 @@ class TensorFile(Protocol):
 class SkippedTensors:
     """Set of tensor names that a checkpoint may hold although this worker's model does not.
 
-    The set has all tensors of other pipeline stages' modules, whose names those stages check, and redundant tensors:
-    rotary frequencies, the LM head of a tied model, and those that weight formats repeat.
+    The set has all tensors of other pipeline stages' modules, whose names those stages check, tensors of experts that
+    other ranks hold, and redundant tensors: rotary frequencies, the LM head of a tied model, and those that weight
+    formats repeat.
     """
 
     def __init__(self, model: CausalLM, model_targets: Iterable[str]) -> None:
@@ -278,7 +280,9 @@ class SkippedTensors:
         self._layers = range(model.config.num_layers)
         self._mixed = model.config.moe is not None
         self._tied = model.config.tied
-        self._own = {_module(name) for name in model_targets}
+        self._experts = model.shard_plan.experts
+        self._targets = set(model_targets)
+        self._own = {_module(name) for name in self._targets}
         self._redundant = {
             f"{prefix}{name}.{end}"
             for prefix, module in modules(model)
@@ -298,6 +302,8 @@ class SkippedTensors:
     def __contains__(self, name: str) -> bool:
         if name.endswith("rotary_emb.inv_freq") or name in self._redundant or (self._tied and name == HEAD):
             return True
+        if self._is_of_other_rank(name):
+            return True
         module = _module(name)
         if module in self._own:
             return False
@@ -307,6 +313,14 @@ class SkippedTensors:
         may_differ = self._mixed and found[1] not in self._own_layers
         known = found[2] in self._of_layer or (may_differ and _FEED_FORWARD.fullmatch(found[2]) is not None)
         return known and int(found[1]) in self._layers
+
+    def _is_of_other_rank(self, name: str) -> bool:
+        """Return whether the tensor belongs to an expert of another rank, and has a place there by its name."""
+        found, own = _EXPERT.search(name), self._experts
+        if found is None or own.start <= int(found[1]) < own.stop or int(found[1]) >= own.size:
+            return False
+        twin = f"{name[: found.start(1)]}{own.start}{name[found.end(1) :]}"  # of an expert that this rank holds
+        return twin in self._targets or twin in self._redundant
 
 
 def _module(name: str) -> str:

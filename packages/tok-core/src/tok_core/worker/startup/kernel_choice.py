@@ -210,7 +210,7 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
     experts = None
     if model.moe is not None:
-        columns = shard_plan.part(model.moe.intermediate_size).count
+        columns = shard_plan.expert_columns.count
         experts = ExpertShape(model.moe.experts, model.moe.experts_per_token, columns)
     vocabulary = shard_plan.vocabulary.count
     return device, ModelShape(attention, local.hidden_size, local.intermediate_size, vocabulary, experts)
