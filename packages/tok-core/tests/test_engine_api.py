@@ -383,6 +383,8 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"async_tp_threshold": 512},
     {"ep": 1, "tp": 2},
     {"ep": True},
+    {"moe_skew": 1.0},
+    {"moe_skew": -1.0, "load_format": "dummy"},
     {"async_tp_threshold": -1, "tp": 2},
     {"device": "tpu"},
     {"backend": "fast"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from tok_core.models import CausalLM, IncomingWeights, build, check, dummy, load
 from tok_core.models.experts import MixtureOfExperts
 from tok_core.models.layers import Placement
 from tok_core.models.weights import round_checkpoint
+from tok_core.models.weights.dummy_weights import zipf_shares
 from tok_core.models.weights.targets import stacked_targets, targets
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import DenseMethod, PackQuantizedMethod, QuantizationConfig, read_quantization
@@ -198,17 +201,16 @@ def test_memory_counts_all_experts(kind: str, paths: dict[str, Path]) -> None:
     assert stored / 2 < halves[0] < stored / 2 * 1.15  # norms and routers are whole on both ranks
 
 
-def test_dummy_weights_route_evenly_and_do_not_depend_on_shards(tmp_path: Path) -> None:
-    path = make_model("qwen3-moe", tmp_path / "moe", hidden_size=128)
-    config = read_config(path)
+def dummy_model(path: Path, coordinates: RankCoordinates = RankCoordinates(), **options: Any) -> CausalLM:
+    model = build(read_config(path), choose(CPU), CPU, torch.float32, coordinates)
+    dummy(model, 3, **options)
+    return model
 
-    def dummy_model(coordinates: RankCoordinates = RankCoordinates()) -> CausalLM:
-        model = build(config, choose(CPU), CPU, torch.float32, coordinates)
-        dummy(model, 3, eos_probability=0.01)
-        return model
 
-    whole, counted = dummy_model(), torch.zeros(2, 12)
-    select = choose(CPU).select_experts
+def chosen_experts(model: CausalLM, tokens: list[int]) -> Tensor:
+    """Return how many tokens of a prompt each expert of each layer computes."""
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    counted, select = torch.zeros(len(mixtures), mixtures[0].experts.size), choose(CPU).select_experts
 
     class Counting(ReferenceBackend):
         def __init__(self, layer: int) -> None:
@@ -216,20 +218,57 @@ def test_dummy_weights_route_evenly_and_do_not_depend_on_shards(tmp_path: Path) 
 
         def select_experts(self, logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
             routing = select(logits_TE, chosen, normalize=normalize)
-            counted[self.layer] += torch.bincount(routing.expert_TC.flatten(), minlength=12)
+            counted[self.layer] += torch.bincount(routing.expert_TC.flatten(), minlength=counted.shape[1])
             return routing
 
-    for layer, one in enumerate(module for module in whole.modules() if isinstance(module, MixtureOfExperts)):
+    for layer, one in enumerate(mixtures):
         one.backend = Counting(layer)
-    tokens = torch.randint(0, 512, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
-    Sequences(whole, 1, 64, max_len=1024).feed([(0, tokens)], [0])
+    Sequences(model, 1, 64, max_len=1024).feed([(0, tokens)], [0])
+    return counted
+
+
+def random_tokens(vocabulary: int) -> list[int]:
+    tokens: list[int] = torch.randint(0, vocabulary, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
+    return tokens
+
+
+def test_dummy_weights_route_evenly_and_do_not_depend_on_shards(tmp_path: Path) -> None:
+    path = make_model("qwen3-moe", tmp_path / "moe", hidden_size=128)
+    whole = dummy_model(path, eos_probability=0.01)
+    counted = chosen_experts(whole, random_tokens(512))
     assert counted.sum(1).tolist() == [4000, 4000]
     # 512 distinct tokens: an expert has 333 of them in the mean, with a standard deviation of about 21.
     assert counted.min() > 220
     assert counted.max() < 450
-    for coordinates in all_coordinates(1, 2):
-        for name, target in targets(dummy_model(coordinates)).items():
-            assert torch.equal(target.view, target.part_of(targets(whole)[name].view)), name
+    both: list[dict[str, Any]] = [{"eos_probability": 0.01}, {"moe_skew": 1.0}]
+    for options in both:
+        whole = dummy_model(path, **options)
+        for coordinates in all_coordinates(1, 2):
+            for name, target in targets(dummy_model(path, coordinates, **options)).items():
+                assert torch.equal(target.view, target.part_of(targets(whole)[name].view)), name
+
+
+@pytest.mark.parametrize(("options", "layers"), [({}, 2), ({"eos_probability": 0.1}, 1)])
+@pytest.mark.parametrize("skew", [0.6, 1.5])
+def test_dummy_weights_route_by_a_zipf_law(skew: float, options: dict[str, Any], layers: int, tmp_path: Path) -> None:
+    path = make_model("qwen3-moe", tmp_path / "moe", hidden_size=256, vocab_size=4096, layers=layers)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_experts": 32, "num_local_experts": 32}))
+    counted = chosen_experts(dummy_model(path, moe_skew=skew, **options), random_tokens(4000))
+    expected = 1000 * zipf_shares(32, 4, skew)
+    assert math.isclose(expected.sum(), 4000)
+    assert expected[0] > 2 * expected[8]
+    # Logits are sums over 256 coordinates, so that an expert's offset counts for about 6 % more or less.
+    spread = 4 * expected.sqrt() + 0.2 * expected
+    for layer in counted:
+        assert ((layer.sort(descending=True).values - expected).abs() < spread).all()
+    favourites = [layer.argmax().item() for layer in counted]
+    assert len(set(favourites)) == layers  # not the same in all layers
+
+
+def test_a_skew_needs_experts(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match=r"moe_skew is 1\.0; allowed: 0 for a model without experts"):
+        dummy_model(make_model("qwen3", tmp_path), moe_skew=1.0)
 
 
 @pytest.mark.parametrize("kind", MOE_KINDS)

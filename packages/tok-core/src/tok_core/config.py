@@ -27,6 +27,7 @@ TRACE_WARM_UP = 10
 TRACE_STEPS = 20
 MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
 MAX_DRAFT_TOKENS = 16  # limit of `speculate`
+MAX_MOE_SKEW = 4.0  # limit of `moe_skew`
 MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp
 _HOST_AND_PORT = re.compile(r"[^\s:/]+:\d{1,5}")
 
@@ -91,6 +92,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed                 seed of dummy weights
     eos_probability      with dummy weights: probability that a token is an end id; None: as probable as any id
     eos_temperature      the temperature at which `eos_probability` holds
+    moe_skew             with dummy weights of a mixture of experts: exponent of the Zipf law by which tokens choose
+                         experts. The r-th most popular of a layer computes a share of tokens proportional to
+                         `r ** -moe_skew`, all of them at most; 0: all experts are equally popular
     trace                file for a trace of the worker's steps in Chrome's format; None: no trace. Only the first
                          replica is traced: its worker that returns tokens writes this file, the others write files
                          beside it (`trace_files`)
@@ -138,6 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     eos_probability: float | None = None
     eos_temperature: float = EOS_TEMPERATURE
+    moe_skew: float = 0.0
     trace: str | None = None
     trace_from: int = TRACE_WARM_UP + 1
     trace_steps: int = TRACE_STEPS
@@ -198,6 +203,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not _is_number(value) or not value > 0:
                 raise InvalidField(field, value, "seconds above 0")
         self._check_eos()
+        if not _is_number(self.moe_skew) or not 0 <= self.moe_skew <= MAX_MOE_SKEW:
+            raise InvalidField("moe_skew", self.moe_skew, f"numbers from 0 to {MAX_MOE_SKEW:g}")
+        if self.moe_skew and self.load_format != "dummy":
+            raise InvalidField("moe_skew", self.moe_skew, "0 unless load_format is dummy")
         self._check_trace()
 
     def _check_ray(self) -> None:

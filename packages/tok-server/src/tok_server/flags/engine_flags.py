@@ -102,6 +102,10 @@ ENGINE_TEXTS = {
         "with --load-format dummy: probability that a token ends its sample, at temperature 0.6 "
         "(default: as for any id)",
     ),
+    "moe_skew": (
+        "S",
+        "with --load-format dummy: tokens choose experts by a Zipf law with exponent S; 0: evenly",
+    ),
     "step_timeout": ("S", "seconds without a finished step or process progress after which a replica is restarted"),
     "start_timeout": ("S", "seconds without progress after which the start of a replica fails"),
     "max_restarts": ("N", "maximum number of restarts of a failed replica within --restart-window"),

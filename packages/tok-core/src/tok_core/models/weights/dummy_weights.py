@@ -19,22 +19,31 @@ from tok_core.runtime import HEARTBEAT
 
 NOISE = 1e-3  # dummy weights are uniform in ±NOISE
 BLOCK = 1 << 24  # entries generated at once; bounds the memory
+TRIALS, TRIAL_ROUNDS = 1 << 14, 12  # tokens, and how often their experts are chosen, to find offsets of router logits
 
 
 def dummy(
-    model: CausalLM, seed: int = 0, *, eos_probability: float | None = None, eos_temperature: float = 0.6
+    model: CausalLM,
+    seed: int = 0,
+    *,
+    eos_probability: float | None = None,
+    eos_temperature: float = 0.6,
+    moe_skew: float = 0.0,
 ) -> None:
     """Fill the model from dense tensors, norms included, that are uniform in ±1e-3, so that logits are nearly flat.
 
-    Routers send tokens to all experts evenly.
+    Routers send tokens to all experts evenly, or with `moe_skew` to the r-th most popular of a layer in proportion to
+    `r ** -moe_skew`, but not more than each token once. Raises InvalidField for a model without experts.
     With `eos_probability`, each token sampled at `eos_temperature` is an end id with that probability, whatever
     precedes it: lengths are geometric. Raises InvalidField for a model without end ids.
     Equal seeds give equal weights on one kind of device, however the model is sharded.
     """
     generator = torch.Generator(model.cos_sin_LD.device)
     column_0: dict[str, Tensor] = {}
+    if eos_probability is not None or moe_skew:
+        column_0 = _router_columns(model.config, model.dtype, moe_skew, seed)
     if eos_probability is not None:
-        column_0 = _end_id_columns(model.config, model.dtype, eos_probability, eos_temperature)
+        column_0 |= _end_id_columns(model.config, model.dtype, eos_probability, eos_temperature)
 
     def fill(prefix: str, name: str, target: WeightTarget) -> None:
         HEARTBEAT.turned()
@@ -72,23 +81,84 @@ def _end_id_columns(
     """Return column 0 of the dense tensors that give end ids their logits, `[…, 1]` by name.
 
     Coordinate 0 of the last hidden state becomes 1 after every token, so that column 0 of the LM head is added to the
-    logits. Every token's embedding has the value `lift` there, and the layers add next to nothing. `lift` is twice the
-    root mean square of the hidden state, so that the final norm with weight 1/2 maps it to 1.
+    logits. Every token's embedding has the value `_lift` there, which the final norm with weight 1/2 maps to 1.
     """
     ends = list(config.eos_token_ids)
     if not ends:
         raise InvalidField("eos_probability", probability, "none, because the model has no end id")
-    size = config.hidden_size
-    others = NOISE**2 / 3 * (size - 1) / size + config.rms_norm_eps
-    # Rounded to the stored dtype: with tied weights `lift` is also the logit of every other id.
-    lift = torch.tensor(2 * math.sqrt(others / (1 - 4 / size)), dtype=dtype).item()
+    lift = _lift(config, dtype)
     rest = config.vocab_size - len(ends)
     gain = temperature * math.log(rest * probability / (len(ends) * (1 - probability)))
     embedding, head = (torch.full((config.vocab_size, 1), base, dtype=torch.float64) for base in (lift, 0.0))
     (embedding if config.tied else head)[ends] += gain
-    columns = {EMBEDDING: embedding, NORM: torch.tensor([0.5]), HEAD: head}
-    if config.moe is not None:  # what all tokens have in common must not choose their experts
-        columns |= {
-            f"model.layers.{layer}.mlp.gate.weight": torch.zeros(config.moe.experts, 1) for layer in config.moe.layers
-        }
+    return {EMBEDDING: embedding, NORM: torch.tensor([0.5]), HEAD: head}
+
+
+def _router_columns(config: ModelConfig, dtype: torch.dtype, skew: float, seed: int) -> dict[str, Tensor]:
+    """Return column 0 of the tensors by which coordinate 0, alike in all tokens, makes some experts more popular.
+
+    All other coordinates add noise to the logits, which is normal over tokens. Which experts are popular differs from
+    layer to layer. Without a skew the coordinate is ignored.
+    """
+    moe = config.moe
+    if moe is None:
+        if skew:
+            raise InvalidField("moe_skew", skew, "0 for a model without experts")
+        return {}
+    lift = _lift(config, dtype)
+    columns = {EMBEDDING: torch.full((config.vocab_size, 1), lift)}
+    deviation = NOISE**2 / 3 * math.sqrt(config.hidden_size - 1) * (NOISE / math.sqrt(3)) / (lift / 2)  # of the noise
+    offset_E = zipf_offsets(moe.experts, moe.experts_per_token, skew) * deviation / (2 * NOISE)
+    for layer in moe.layers:
+        source = torch.Generator().manual_seed(zlib.crc32(f"{seed} {layer}".encode()))
+        gate = offset_E[torch.randperm(moe.experts, generator=source)]
+        columns[f"model.layers.{layer}.mlp.gate.weight"] = gate.unsqueeze(1)
+        columns[f"model.layers.{layer}.post_attention_layernorm.weight"] = torch.tensor([NOISE])
     return columns
+
+
+def zipf_shares(experts: int, chosen: int, skew: float) -> Tensor:
+    """Return the share of tokens that each expert computes, the most popular first: `min(1, c · r ** -skew)`.
+
+    >>> zipf_shares(4, 2, 2.0).tolist()  # the most popular expert computes every token
+    [1.0, 0.5901639344262295, 0.26229508196721313, 0.14754098360655737]
+    """
+    share = torch.zeros(experts, dtype=torch.float64)
+    weight = torch.arange(1, experts + 1, dtype=torch.float64) ** -skew
+    for full in range(chosen):  # experts that compute every token
+        share[full:] = (chosen - full) * weight[full:] / weight[full:].sum()
+        if share[full] <= 1:
+            break
+        share[full] = 1
+    return share
+
+
+def zipf_offsets(experts: int, chosen: int, skew: float) -> Tensor:
+    """Return offsets of standard normal logits by which experts get `zipf_shares` of the tokens.
+
+    Found by trial on random logits, by steps of the difference that it would be with a fixed threshold.
+    """
+    offset = torch.zeros(experts)
+    if not skew:
+        return offset
+    noise = torch.randn((TRIALS, experts), generator=torch.Generator().manual_seed(0))
+    quantile = _quantiles(zipf_shares(experts, chosen, skew))
+    for _ in range(TRIAL_ROUNDS):
+        found = torch.bincount((noise + offset).topk(chosen).indices.flatten(), minlength=experts)
+        offset += quantile - _quantiles(found / TRIALS)
+    return offset
+
+
+def _quantiles(share: Tensor) -> Tensor:
+    quantile: Tensor = torch.special.ndtri(share.clamp(0.5 / TRIALS, 1 - 0.5 / TRIALS)).float()
+    return quantile
+
+
+def _lift(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Return the value of coordinate 0 of every token's embedding: twice the root mean square of the hidden state.
+
+    The layers add next to nothing to it. It is rounded to the stored dtype: with tied weights it is also every logit.
+    """
+    size = config.hidden_size
+    others = NOISE**2 / 3 * (size - 1) / size + config.rms_norm_eps
+    return torch.tensor(2 * math.sqrt(others / (1 - 4 / size)), dtype=dtype).item()

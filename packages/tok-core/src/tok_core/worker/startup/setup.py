@@ -226,6 +226,7 @@ def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
             config.seed,
             eos_probability=config.eos_probability,
             eos_temperature=config.eos_temperature,
+            moe_skew=config.moe_skew,
         )
     else:
         load(model, path)
