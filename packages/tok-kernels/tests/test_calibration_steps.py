@@ -121,13 +121,14 @@ def test_every_measured_kernel_states_the_bytes_it_must_move() -> None:
 
 
 def test_models_with_experts_have_cases_of_experts_in_place_of_an_mlp() -> None:
-    model = replace(MODEL, experts=ExpertShape(6, 2, 40))
+    model = replace(MODEL, experts=ExpertShape(6, 2, 40, 6))
     assert list(expert_cases(choose(CPU), MODEL, CPU)) == []
     names = {case.kernel for case in cases(choose(CPU), model, CPU, tokens=8, attention=())}
     assert not names & {"gated_linear, norm", "linear, residual", "silu_and_mul", "GEMMs of a forward pass"}
     found = list(expert_cases(choose(CPU), model, CPU, tokens=(1, 30)))
     assert [case.kernel for case in found] == [
-        *(["select_experts", "fused_experts, even", "fused_experts, Zipf"] * 2), "GEMMs of a forward pass"
+        *(["linear, router", "select_experts", "fused_experts, even", "fused_experts, Zipf"] * 2),
+        "GEMMs of a forward pass",
     ]  # fmt: skip
     for case in found:
         with FlopCounterMode(display=False) as counter:

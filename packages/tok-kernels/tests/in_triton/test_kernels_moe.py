@@ -9,9 +9,11 @@ from torch.nn import functional
 
 from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
-from tok_kernels import MAX_TILES, ExpertWeights, PackedWeight, Routing, ScaledWeight, pack_columns
+from tok_kernels import MAX_TILES, AttentionShape, ExpertWeights, PackedWeight, Routing, ScaledWeight, pack_columns
 from tok_kernels.backends.reference import InvariantReferenceBackend, ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.measure import ExpertShape, ModelShape
+from tok_kernels.measure.expert_cases import expert_cases
 from tok_kernels.moe.interface import Weight
 from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
 from tok_kernels.moe.triton_route import sort_pairs
@@ -253,3 +255,24 @@ def test_ranks_add_the_results_of_the_experts_held_and_read_no_others(
                 assert_near(found, expected, scale)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("held", [6, 3])
+def test_each_kernel_of_a_mixture_is_measured_beside_its_floor(held: int, device: torch.device) -> None:
+    attention = AttentionShape(4, 2, 16, 16, 2, torch.float32, torch.float32)
+    model = ModelShape(attention, 48, 80, 300, ExpertShape(6, 2, 40, held))
+    found = {case.kernel: case for case in expert_cases(TritonBackend(), model, device, tokens=(30,))}
+    names = ("fused_experts", "sort_pairs", "grouped GEMM, gate and up", "grouped GEMM, down", "combine")
+    laws = [f"{name}, {law}" for law in ("even", "Zipf") for name in names]
+    assert list(found) == ["linear, router", "select_experts", *laws, "GEMMs of a forward pass"]
+    for case in found.values():
+        case.run()
+        assert case.moved > 0
+    fused, _, gate_up, down, combine = (found[f"{name}, even"] for name in names)
+    assert gate_up.operations == 2 * down.operations
+    assert gate_up.operations + down.operations == fused.operations
+    pairs = fused.operations // (6 * 48 * 40)
+    assert pairs == 60 if held == 6 else 15 < pairs < 45
+    assert combine.moved == 4 * (pairs * 48 + 30 * 2 + 30 * 48)
+    assert gate_up.moved == 4 * (min(pairs, 30) * 48 + pairs * 40 + held * 2 * 48 * 40)
+    assert down.moved == 4 * (pairs * 40 + pairs * 48 + held * 48 * 40)

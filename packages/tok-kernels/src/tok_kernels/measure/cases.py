@@ -35,11 +35,18 @@ ATTENTION = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """Number of a layer's experts, number of them that compute a token, and columns of each (of a rank's part)."""
+    """Experts of a layer.
+
+    experts  their number
+    chosen   number of them that compute a token
+    columns  columns of each (of a rank's part)
+    held     number of them that the rank holds, the first ones
+    """
 
     experts: int
     chosen: int
     columns: int
+    held: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,21 @@ Tokens choose experts evenly, or by a Zipf law: the expert of rank r with a prob
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tok_kernels.backend import Backend
+from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.measure.cases import CACHE_BYTES, Case, ExpertShape, ModelShape, layer_gemms
 from tok_kernels.moe.interface import ExpertWeights, Routing
 
 Law = Literal["even", "Zipf"]
+LAWS: tuple[Law, ...] = get_args(Law)
 TOKENS = (1, 16, 256, 8192)
 
 
@@ -27,35 +30,116 @@ def expert_cases(
     if model.experts is None:
         return
     for count in tokens:
-        yield _router(backend, model, model.experts, device, count)
-        for law in ("even", "Zipf"):
-            yield _experts(backend, model, model.experts, device, count, law)
+        yield from _router(backend, model, model.experts, device, count)
+        for law in LAWS:
+            step = _ExpertStep.of(model, model.experts, device, count, law)
+            yield step.fused(backend)
+            if not isinstance(backend, ReferenceBackend):
+                yield from step.kernels()
     yield _forward(backend, model, model.experts, device, tokens[-1])
 
 
-def _router(backend: Backend, model: ModelShape, shape: ExpertShape, device: torch.device, tokens: int) -> Case:
-    logits = torch.randn((tokens, shape.experts), dtype=model.attention.dtype, device=device)
+def _router(
+    backend: Backend, model: ModelShape, shape: ExpertShape, device: torch.device, tokens: int
+) -> Iterator[Case]:
+    x = torch.randn((tokens, model.hidden_size), dtype=model.attention.dtype, device=device)
+    gate = torch.randn((shape.experts, model.hidden_size), dtype=x.dtype, device=device)
+    logits = torch.randn((tokens, shape.experts), dtype=x.dtype, device=device)
+    yield Case(
+        "linear, router",
+        f"{tokens} × {model.hidden_size} → {shape.experts}",
+        lambda: backend.linear(x, gate),
+        x.nbytes + gate.nbytes + logits.nbytes,
+        2 * tokens * gate.numel(),
+    )
     size = f"{tokens} × {shape.experts} → {shape.chosen}"
     moved = logits.nbytes + 8 * tokens * shape.chosen
-    return Case("select_experts", size, lambda: backend.select_experts(logits, shape.chosen, normalize=True), moved)
+    yield Case("select_experts", size, lambda: backend.select_experts(logits, shape.chosen, normalize=True), moved)
 
 
-def _experts(
-    backend: Backend, model: ModelShape, shape: ExpertShape, device: torch.device, tokens: int, law: Law
-) -> Case:
-    """Return a case whose floor counts the matrices of the experts that have tokens, inputs and outputs."""
-    x, residual = torch.randn((2, tokens, model.hidden_size), dtype=model.attention.dtype, device=device)
-    routing = _routing(shape, device, tokens, law)
-    matrices = 3 * model.hidden_size * shape.columns * x.itemsize  # bytes of an expert
-    copies = cycle([_weights(model, shape, device) for _ in range(max(1, CACHE_BYTES // (shape.experts * matrices)))])
-    moved = len(set(routing.expert_TC.flatten().tolist())) * matrices + 3 * x.nbytes
-    return Case(
-        f"fused_experts, {law}",
-        f"{tokens} × {model.hidden_size}, {shape.chosen} of {shape.experts} × {shape.columns}",
-        lambda: backend.fused_experts(x, routing, next(copies), residual_TN=residual),
-        moved,
-        2 * tokens * shape.chosen * matrices // x.itemsize,
-    )
+@dataclass(frozen=True, slots=True)
+class _ExpertStep:
+    """Tokens of a step, the experts that they choose, and copies of the weights to read in turn.
+
+    hit    held experts that have tokens
+    pairs  pairs of a token and one of its experts that is held
+    """
+
+    shape: ExpertShape
+    law: Law
+    x_TN: Tensor
+    routing: Routing
+    copies: Iterator[ExpertWeights]
+    hit: int
+    pairs: int
+
+    @classmethod
+    def of(cls, model: ModelShape, shape: ExpertShape, device: torch.device, tokens: int, law: Law) -> _ExpertStep:
+        """Return a step of random tokens and weights."""
+        x_TN = torch.randn((tokens, model.hidden_size), dtype=model.attention.dtype, device=device)
+        routing = _routing(shape, device, tokens, law)
+        held = [expert for expert in routing.expert_TC.flatten().tolist() if expert < shape.held]
+        size = 3 * shape.held * model.hidden_size * shape.columns * x_TN.itemsize
+        weights = [_weights(model, shape, device) for _ in range(max(1, CACHE_BYTES // size))]
+        return cls(shape, law, x_TN, routing, cycle(weights), len(set(held)), len(held))
+
+    def fused(self, backend: Backend) -> Case:
+        """Return the case of all experts; the floor counts the matrices of experts hit, inputs and outputs."""
+        x_TN, residual_TN = self.x_TN, torch.zeros_like(self.x_TN)
+        return self._case(
+            "fused_experts",
+            lambda: backend.fused_experts(x_TN, self.routing, next(self.copies), residual_TN=residual_TN),
+            3 * x_TN.nbytes,
+            matrices=3,
+        )
+
+    def kernels(self) -> Iterator[Case]:
+        """Yield the cases of Triton's kernels one by one. Importing them loads Triton."""
+        from tok_kernels.moe.triton import combine, grouped_launch, multiply
+        from tok_kernels.moe.triton_route import sort_pairs
+
+        x_TN, routing, held = self.x_TN, self.routing, range(self.shape.held)
+        (tokens, size), chosen = x_TN.shape, self.shape.chosen
+        gate_up, down = (grouped_launch(tokens, routing, x_TN.dtype, gated=gated) for gated in (True, False))
+        order = sort_pairs(routing, gate_up.rows, held)
+        out_TN = torch.empty_like(x_TN)
+        h_RF, y_PN = (x_TN.new_zeros((tokens * chosen, width)) for width in (self.shape.columns, size))
+        rows = self.pairs * self.shape.columns * x_TN.itemsize  # bytes of the rows between both GEMMs
+        yield self._case(
+            "sort_pairs",
+            lambda: sort_pairs(routing, gate_up.rows, held),
+            routing.expert_TC.nbytes + 4 * self.pairs + order.tile_3S.nbytes,
+        )
+        yield self._case(
+            "grouped GEMM, gate and up",
+            lambda: multiply(gate_up, x_TN, next(self.copies).gate_up, h_RF, order, chosen, gated=True),
+            min(tokens, self.pairs) * size * x_TN.itemsize + rows,
+            matrices=2,
+        )
+        yield self._case(
+            "grouped GEMM, down",
+            lambda: multiply(down, h_RF, next(self.copies).down, y_PN, order, chosen, gated=False),
+            rows + self.pairs * size * x_TN.itemsize,
+            matrices=1,
+        )
+        yield self._case(
+            "combine",
+            lambda: combine(y_PN, routing, held, out_TN, add=False),
+            self.pairs * size * x_TN.itemsize + routing.weight_TC.nbytes + x_TN.nbytes,
+        )
+
+    def _case(self, kernel: str, run: Callable[[], object], moved: int, matrices: int = 0) -> Case:
+        """Return a case that moves `moved` bytes besides so many matrices of each expert hit."""
+        (tokens, size), shape = self.x_TN.shape, self.shape
+        matrix = matrices * size * shape.columns  # elements
+        held = f", {shape.held} held" if shape.held < shape.experts else ""
+        return Case(
+            f"{kernel}, {self.law}",
+            f"{tokens} × {size}, {shape.chosen} of {shape.experts} × {shape.columns}{held}",
+            run,
+            moved + self.hit * matrix * self.x_TN.itemsize,
+            2 * self.pairs * matrix,
+        )
 
 
 def _forward(backend: Backend, model: ModelShape, shape: ExpertShape, device: torch.device, rows: int) -> Case:
@@ -78,16 +162,16 @@ def _forward(backend: Backend, model: ModelShape, shape: ExpertShape, device: to
 
     of_expert = 3 * hidden * shape.columns
     of_layer = sum(weight.numel() for weight in attention)
-    hit = len(set(routing.expert_TC.flatten().tolist()))
-    moved = (layers * (of_layer + hit * of_expert) + head.numel()) * dtype.itemsize
-    operations = 2 * rows * (layers * (of_layer + shape.chosen * of_expert) + head.numel())
+    held = [expert for expert in routing.expert_TC.flatten().tolist() if expert < shape.held]
+    moved = (layers * (of_layer + len(set(held)) * of_expert) + head.numel()) * dtype.itemsize
+    operations = 2 * (layers * (rows * of_layer + len(held) * of_expert) + rows * head.numel())
     return Case("GEMMs of a forward pass", f"{rows} rows", run, moved, operations, tokens=rows)
 
 
 def _weights(model: ModelShape, shape: ExpertShape, device: torch.device) -> ExpertWeights:
-    sizes = (2 * shape.experts * shape.columns, model.hidden_size), (shape.experts * model.hidden_size, shape.columns)
+    sizes = (2 * shape.held * shape.columns, model.hidden_size), (shape.held * model.hidden_size, shape.columns)
     gate_up, down = (torch.randn(size, dtype=model.attention.dtype, device=device) for size in sizes)
-    return ExpertWeights(gate_up, down)
+    return ExpertWeights(gate_up, down, range(shape.held))
 
 
 def _routing(shape: ExpertShape, device: torch.device, tokens: int, law: Law) -> Routing:

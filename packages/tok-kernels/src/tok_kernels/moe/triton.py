@@ -15,7 +15,15 @@ from tok_kernels.moe.interface import ExpertWeights, Routing, Weight, rows_of
 from tok_kernels.moe.triton_grouped import combine_kernel, grouped_gemm_kernel
 from tok_kernels.moe.triton_route import SortedPairs, select_experts, sort_pairs
 
-__all__ = ["GroupedLaunch", "fused_experts", "fused_experts_with", "grouped_launch", "select_experts"]
+__all__ = [
+    "GroupedLaunch",
+    "combine",
+    "fused_experts",
+    "fused_experts_with",
+    "grouped_launch",
+    "multiply",
+    "select_experts",
+]
 
 _COMBINE_BLOCK = 1024  # columns that a program of the weighted sum computes
 _FLOAT8_CAPABILITY = (8, 9)  # of GPUs, from which Triton converts float8 numbers
@@ -103,23 +111,19 @@ def fused_experts_with(
     order = sort_pairs(routing, gate_up.rows, held)
     h_RF = torch.empty((tokens * chosen, columns), dtype=x_TN.dtype, device=x_TN.device)
     y_PN = torch.empty((tokens * chosen, size), dtype=x_TN.dtype, device=x_TN.device)
-    _multiply(gate_up, x_TN, weights.gate_up, h_RF, order, chosen, gated=True)
-    _multiply(down, h_RF, weights.down, y_PN, order, chosen, gated=False)
-    combine_kernel[(tokens, triton.cdiv(size, _COMBINE_BLOCK))](
-        *(y_PN, routing.weight_TC, routing.expert_TC, out_TN, out_TN.stride(0), size, held.start, len(held)),
-        C=chosen,
-        BLOCK=min(_COMBINE_BLOCK, power_of_two(size)),
-        ADD=residual_TN is not None,
-        REMOTE=len(held) < routing.experts,
-        num_warps=4,
-        **pdl_options(x_TN.device),
-    )
+    multiply(gate_up, x_TN, weights.gate_up, h_RF, order, chosen, gated=True)
+    multiply(down, h_RF, weights.down, y_PN, order, chosen, gated=False)
+    combine(y_PN, routing, held, out_TN, add=residual_TN is not None)
     return out_TN
 
 
-def _multiply(
+def multiply(
     launch: GroupedLaunch, x: Tensor, weight: Weight, out: Tensor, order: SortedPairs, chosen: int, *, gated: bool
 ) -> None:
+    """Multiply sorted rows by their experts' matrices: tokens by gate and up projections, or their results by down.
+
+    gated  write `silu(gate) * up` of rows of tokens, in the order of sorted rows; else write rows in the order of pairs
+    """
     outputs, inputs = out.shape[1], x.shape[1]
     if isinstance(weight, ScaledWeight) and not _multiplies(weight, x.device):
         weight = _dequantized(weight, x.dtype)
@@ -140,6 +144,20 @@ def _multiply(
         SCALED=isinstance(weight, ScaledWeight),
         num_warps=launch.warps,
         **pdl_options(x.device),
+    )
+
+
+def combine(y_PN: Tensor, routing: Routing, held: range, out_TN: Tensor, *, add: bool) -> None:
+    """Write the weighted sum of each token's results of the experts `held`, or `add` it to `out`."""
+    tokens, size = out_TN.shape
+    combine_kernel[(tokens, triton.cdiv(size, _COMBINE_BLOCK))](
+        *(y_PN, routing.weight_TC, routing.expert_TC, out_TN, out_TN.stride(0), size, held.start, len(held)),
+        C=routing.expert_TC.shape[1],
+        BLOCK=min(_COMBINE_BLOCK, power_of_two(size)),
+        ADD=add,
+        REMOTE=len(held) < routing.experts,
+        num_warps=4,
+        **pdl_options(out_TN.device),
     )
 
 

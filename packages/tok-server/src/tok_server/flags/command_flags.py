@@ -84,7 +84,7 @@ def add_bench_kernels(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench kernels`."""
     _add_model(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
-    _add_engine(parser)
+    _add_engine(parser, "ep")
     parser.set_defaults(module="tok_server.commands.bench_kernels")
 
 
@@ -94,6 +94,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def _add_engine(parser: argparse.ArgumentParser, *more: str) -> None:
     tp = "tensor-parallel ranks; only the shard of rank 0 is computed, on one device (default: 1)"
-    add_engine_flags(parser.add_argument_group("engine, as in tok serve"), KERNEL_ENGINE_FLAGS, tp=tp)
+    add_engine_flags(parser.add_argument_group("engine, as in tok serve"), (*KERNEL_ENGINE_FLAGS, *more), tp=tp)

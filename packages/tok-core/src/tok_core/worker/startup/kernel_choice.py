@@ -112,7 +112,7 @@ def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     weights = experts = per_position = 0
     for stage in range(config.pp):
-        worker = RankCoordinates(stage, config.pp, 0, config.tp)
+        worker = RankCoordinates(stage, config.pp, 0, config.tp, config.ep)
         always, some = weight_reads(model, dtype, worker, quantization)
         weights, experts = weights + always, experts + some
         per_position += kv_bytes_per_token(ShardPlan.of(model, worker).local(model), cache_dtype)
@@ -202,7 +202,7 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     )
     if model.num_heads % model.num_kv_heads:
         raise InvalidField("heads", model.num_heads, f"multiples of {model.num_kv_heads}, the key/value heads")
-    shard_plan = ShardPlan.of(model, RankCoordinates(ranks=config.tp))
+    shard_plan = ShardPlan.of(model, RankCoordinates(ranks=config.tp, ep=config.ep))
     local, cache_dtype = (
         shard_plan.local(model),
         choose_cache_dtype(config.kv_cache_dtype, dtype, read_quantization(path)),
@@ -210,8 +210,8 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
     experts = None
     if model.moe is not None:
-        columns = shard_plan.expert_columns.count
-        experts = ExpertShape(model.moe.experts, model.moe.experts_per_token, columns)
+        held, columns = shard_plan.experts.count, shard_plan.expert_columns.count
+        experts = ExpertShape(model.moe.experts, model.moe.experts_per_token, columns, held)
     vocabulary = shard_plan.vocabulary.count
     return device, ModelShape(attention, local.hidden_size, local.intermediate_size, vocabulary, experts)
 
