@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from support.expert_models import MOE_KINDS, WEIGHTS, as_they_are, changed, quan
 from support.parallel_models import CPU, logits_of, model_of
 from support.quantized_models import SCHEMES
 from support.sequences import Sequences
-from support.tiny_models import make_model, reference_logits
+from support.tiny_models import make_model, randomise, reference_logits, write_checkpoint
 from tok_core import InvalidField, ModelError
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, IncomingWeights, build, check, dummy, load, model_bytes
 from tok_core.models.experts import MixtureOfExperts
-from tok_core.models.layers import Placement
+from tok_core.models.layers import Linear, Placement
 from tok_core.models.weights import round_checkpoint
 from tok_core.models.weights.dummy_weights import zipf_shares
+from tok_core.models.weights.rounding import FLOAT8
 from tok_core.models.weights.targets import stacked_targets, targets
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import DenseMethod, PackQuantizedMethod, QuantizationConfig, read_quantization
@@ -284,10 +286,52 @@ def test_quantised_experts_have_the_logits_of_their_dequantised_weights(
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max(initial=1))
 
 
-def test_models_with_experts_are_not_written_rounded(paths: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="mixtral: has experts; allowed: models without; --quantization fp8 rounds"):
-        list(round_checkpoint(paths["mixtral"], tmp_path / "out", "fp8-dynamic"))
-    assert not (tmp_path / "out").exists()
+def wide_moe(kind: str, directory: Path) -> Path:
+    """Write a mixture of experts whose matrices have multiples of 128 rows and columns."""
+    path = make_model(kind, directory, hidden_size=128, head_dim=64)
+    if kind == "mixtral":
+        return path
+    config = json.loads((path / "config.json").read_text())
+    config |= {key: 128 for key in config if key.endswith("expert_intermediate_size") or key == "moe_intermediate_size"}
+    model = AutoModelForCausalLM.from_config(type(AutoModelForCausalLM.from_pretrained(path).config)(**config))
+    randomise(model, 3)
+    write_checkpoint(model, path)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("kind", MOE_KINDS)
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-block", "int4-g128"])
+def test_experts_are_written_rounded_by_the_names_of_real_checkpoints(scheme: str, kind: str, tmp_path: Path) -> None:
+    stacked = wide_moe(kind, tmp_path / "stacked")
+    found = []
+    for path in (stacked, single(stacked, tmp_path / "single")):
+        out = tmp_path / f"{path.name}-rounded"
+        written = list(round_checkpoint(path, out, scheme))
+        assert {one.source for one in written} == set(load_file(path / WEIGHTS))
+        tensors, config = load_file(out / WEIGHTS), json.loads((out / "config.json").read_text())
+        found.append((tensors, config["quantization_config"]))
+        names = {one.name for one in written if one.error is not None}
+        end = "weight_packed" if scheme.startswith("int4") else "weight"
+        assert all(tensors[f"{name.removesuffix('weight')}{end}"].dtype in (FLOAT8, torch.int32) for name in names)
+        experts = "block_sparse_moe.experts.3.w2" if kind == "mixtral" else "mlp.experts.3.down_proj"
+        assert f"model.layers.1.{experts}.weight" in names
+        routers = {name for name in tensors if re.search(r"gate\.weight$", name)}
+        assert routers
+        assert not routers & names
+        assert all(one.error is None or 0 < one.error < 0.15 for one in written)
+        quantization = read_quantization(out)
+        model, dense = model_of(out, quantization=quantization), model_of(path)
+        linears = {name: one for name, one in dense.named_modules() if isinstance(one, Linear)}
+        for name, linear in linears.items():
+            other = model.get_submodule(name)
+            assert isinstance(other, Linear)
+            exact, rounded = (one.method.dense_weight(one) for one in (linear, other))
+            error = (rounded - exact).norm() / exact.norm()
+            assert error == 0 if name.endswith(("gate", "lm_head")) else 0.01 < error < 0.15
+    assert found[0][0].keys() == found[1][0].keys()
+    assert all(torch.equal(tensor, found[1][0][name]) for name, tensor in found[0][0].items())
+    assert found[0][1] == found[1][1]
 
 
 def test_packed_experts_are_refused_on_a_gpu(paths: dict[str, Path]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from support.quantized_models import write_kv_scales
+from support.tiny_models import make_model
 from tok_core.model_config import read_config
 from tok_server.cli import main
 from tok_server.demo import MODEL_DIR
@@ -31,6 +32,17 @@ def test_quantize_writes_a_model_and_reports_the_error_of_each_matrix(
     write_kv_scales(out, torch.ones(read_config(out).num_layers, 2))
     assert main(["models", str(out)]) == 0
     assert "KV cache       float8 with a scale for each layer" in capsys.readouterr().out
+
+
+def test_all_experts_of_a_layer_share_a_row_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_model("qwen2-moe", tmp_path / "moe")
+    assert main(["quantize", str(path), str(tmp_path / "fp8")]) == 0
+    rows = {row[1]: row for row in (line.split() for line in capsys.readouterr().out.splitlines()) if len(row) > 1}
+    for name in ("gate", "up", "down"):
+        assert rows[f"mlp.experts.*.{name}_proj"][7] == "1"  # only layer 1 has experts
+        assert f"mlp.shared_expert.{name}_proj" in rows
+    assert main(["models", str(tmp_path / "fp8")]) == 0
+    assert "float8 with a scale for each row; dense: lm_head" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -19,16 +20,17 @@ def main(options: argparse.Namespace) -> int:
     from tok_core.models.weights import round_checkpoint
 
     source, out = resolve(options.model, options.data_dir), Path(options.out).expanduser()
-    errors: dict[str, dict[int, float]] = {}
+    errors: dict[str, list[tuple[float, str]]] = {}
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("rounding", total=stored_tensors(source))
+        task, sources = progress.add_task("rounding", total=stored_tensors(source)), set[str]()
         for tensor in round_checkpoint(source, out, options.scheme):
-            progress.advance(task)
+            sources.add(tensor.source)
+            progress.update(task, completed=len(sources))
             if tensor.error is not None:
                 layer, kind = _place(tensor.name)
-                errors.setdefault(kind, {})[layer] = tensor.error
+                errors.setdefault(kind, []).append((tensor.error, layer))
     if not errors:
         raise ModelError(f"{source}: has no linear layer that {options.scheme} rounds")
     Console().print(_table(errors))
@@ -36,17 +38,20 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _place(name: str) -> tuple[int, str]:
-    """Return layer and kind of a matrix: 3, "mlp.down_proj" for "model.layers.3.mlp.down_proj.weight"."""
+def _place(name: str) -> tuple[str, str]:
+    """Return layer and kind of a matrix: "3", "mlp.down_proj" for "model.layers.3.mlp.down_proj.weight".
+
+    All experts of a layer have one kind: "mlp.experts.*.down_proj".
+    """
     layer, _, kind = name.rpartition("layers.")[2].removesuffix(".weight").partition(".")
-    return int(layer), kind
+    return layer, re.sub(r"\.experts\.\d+\.", ".experts.*.", kind)
 
 
-def _table(errors: dict[str, dict[int, float]]) -> Table:
+def _table(errors: dict[str, list[tuple[float, str]]]) -> Table:
     table = Table(title="relative error of the rounded weights")
     for heading in ("matrix", "mean", "largest", "in layer"):
         table.add_column(heading, justify="left" if heading == "matrix" else "right")
     for kind, found in sorted(errors.items()):
-        worst = max(found, key=found.__getitem__)
-        table.add_row(kind, f"{sum(found.values()) / len(found):.4f}", f"{found[worst]:.4f}", str(worst))
+        largest, layer = max(found)
+        table.add_row(kind, f"{sum(error for error, _ in found) / len(found):.4f}", f"{largest:.4f}", layer)
     return table

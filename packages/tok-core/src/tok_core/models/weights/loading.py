@@ -32,6 +32,7 @@ _KV_SCALE = re.compile(r"\.([kv])_proj\.(?:output_scale|\1_scale)$")  # names th
 MIXTRAL = ".block_sparse_moe."  # in its checkpoints' names, in place of ".mlp."
 MIXTRAL_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MIXTRAL_MATRIX = re.compile(r"\.(w[123])\.")
+_EXPERT_MATRIX = re.compile(r"(\.experts\.\d+\.)(gate_proj|up_proj|down_proj)\.")
 # Modules of feed-forwards, which may differ from layer to layer.
 _FEED_FORWARD = re.compile(
     r"mlp\.(gate|(experts\.(\d+\.)?|shared_expert\.)?(gate|up|down)_proj|shared_expert_gate|experts)"
@@ -160,6 +161,13 @@ def canonical_name(name: str) -> str:
     if MIXTRAL not in name:
         return name
     return _MIXTRAL_MATRIX.sub(lambda found: f".{MIXTRAL_MATRICES[found[1]]}.", name.replace(MIXTRAL, ".mlp."))
+
+
+def mixtral_name(name: str) -> str:
+    """Return the name of a tensor in Mixtral's checkpoints by the model's name, or by itself."""
+    name = name.replace(".mlp.", MIXTRAL)
+    names = {own: stored for stored, own in MIXTRAL_MATRICES.items()}
+    return _EXPERT_MATRIX.sub(lambda found: f"{found[1]}{names[found[2]]}.", name)
 
 
 def _canonical_names(model: CausalLM, files: list[Path]) -> dict[Path, dict[str, str]]:

@@ -19,12 +19,15 @@ from tok_core.config import RankCoordinates
 from tok_core.errors import InvalidField, ModelError
 from tok_core.model_config import read_config
 from tok_core.models.layers import Linear, Placement
-from tok_core.models.weights.loading import INDEX, checkpoint_files
+from tok_core.models.weights.loading import INDEX, checkpoint_files, mixtral_name
 from tok_core.parallel import ShardPlan, Slice
 from tok_core.quantization import LinearMethod, PackQuantizedMethod, QuantizationConfig, ScaledMethod, read_quantization
 from tok_kernels import choose
 
-LINEAR = re.compile(r"layers\.\d+\..*_proj\.weight$")  # the linear layers of all supported families but the LM head
+# The linear layers of all supported families but the LM head and routers, and matrices of all experts in one tensor.
+LINEAR = re.compile(r"layers\.\d+\..*(_proj|\.experts\.\d+\.w[123])\.weight$")
+STACKED = re.compile(r"(.*layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj$")
+IN_LAYER = re.compile(r".*layers\.\d+\.(.+)\.weight$")
 CPU, FLOAT8, BLOCK = torch.device("cpu"), torch.float8_e4m3fn, (128, 128)
 TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -48,11 +51,13 @@ class RoundingScheme:
 class RoundedTensor:
     """A tensor that has been written.
 
-    error  length of the difference, relative to the length of the tensor; None: the tensor is written as it was
+    error   length of the difference, relative to the length of the tensor; None: the tensor is written as it was
+    source  name of the tensor that it was, or a part of, in the dense checkpoint
     """
 
     name: str
     error: float | None
+    source: str
 
 
 def _int4(group: int) -> RoundingScheme:
@@ -83,10 +88,12 @@ SCHEMES: Mapping[str, RoundingScheme] = MappingProxyType(
 def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTensor]:
     """Write the model in directory `source` to the new directory `out`, each linear layer rounded to the nearest.
 
-    Embedding, LM head and norms stay as they are. Yields each tensor once it is rounded; a file is written when all its
-    tensors are, and config.json last. One file of tensors is in memory at a time.
+    Embedding, LM head, norms and routers stay as they are. Experts get a tensor for each matrix, by the names of
+    Mixtral's and Qwen's checkpoints, also where the dense checkpoint stacks them. Yields each tensor once it is
+    rounded; a file is written when all its tensors are, and config.json last. One file of tensors is in memory at a
+    time.
     Errors: InvalidField for an unknown scheme or an `out` that exists; ModelError for a model that cannot be read or
-    is quantised already or has experts, and for columns that the scheme cannot divide.
+    is quantised already, and for columns that the scheme cannot divide.
     """
     if scheme not in SCHEMES:
         raise InvalidField("scheme", scheme, ", ".join(SCHEMES))
@@ -95,24 +102,25 @@ def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTe
     if read_quantization(source) != QuantizationConfig():
         raise ModelError(f"{source}: is quantised already; allowed: a model of float32, float16 or bfloat16")
     chosen, files, config = SCHEMES[scheme], checkpoint_files(source), read_config(source)
-    if config.moe is not None:
-        raise ModelError(f"{source}: has experts; allowed: models without; --quantization fp8 rounds while loading")
     plan = ShardPlan.of(config, RankCoordinates())
     placement = Placement(choose(CPU), CPU, torch.float32, plan, quantization=QuantizationConfig(chosen.method))
     _check_sizes(files, chosen)
     out.mkdir(parents=True)
     where: dict[str, str] = {}
+    dense_ends = {"lm_head"}
     for file in files:
         tensors: dict[str, Tensor] = {}
         with safe_open(file, framework="pt", device="cpu") as stored:
-            for name in stored.keys():  # noqa: SIM118 – no mapping
-                dense = stored.get_tensor(name)
-                rounded, error = {name: dense}, None
-                if LINEAR.search(name):
-                    rows, columns = (Slice.whole(size) for size in dense.shape)
-                    rounded, error = _round(name, dense, Linear(columns, {"": rows}, placement))
-                tensors |= rounded
-                yield RoundedTensor(name, error)
+            for source_name in stored.keys():  # noqa: SIM118 – no mapping
+                for name, dense in _matrices(source_name, stored.get_tensor(source_name), config.architecture):
+                    rounded, error = {name: dense}, None
+                    if LINEAR.search(name):
+                        rows, columns = (Slice.whole(size) for size in dense.shape)
+                        rounded, error = _round(name, dense, Linear(columns, {"": rows}, placement))
+                    elif dense.ndim == 2 and (found := IN_LAYER.fullmatch(name)):
+                        dense_ends.add(f"re:.*{re.escape(found[1])}$")
+                    tensors |= rounded
+                    yield RoundedTensor(name, error, source_name)
         save_file(tensors, out / file.name, {"format": "pt"})
         where |= dict.fromkeys(tensors, file.name)
     if len(files) > 1:
@@ -121,15 +129,36 @@ def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTe
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
             shutil.copy(path, out)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    _write_json(out / "config.json", config | {"quantization_config": _config(chosen)})
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    _write_json(out / "config.json", values | {"quantization_config": _config(chosen, sorted(dense_ends))})
+
+
+def _matrices(name: str, tensor: Tensor, architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensor, or the matrices that it stacks, by their names in the model's usual checkpoints."""
+    found, mixtral = STACKED.fullmatch(name), architecture.startswith("Mixtral")
+    if found is None:
+        yield mixtral_name(name) if mixtral else name, tensor
+        return
+    parts = _parts(found)
+    for expert, stack in enumerate(tensor):
+        for part, matrix in zip(parts, stack.chunk(len(parts)), strict=True):
+            own = f"{found[1]}{expert}.{part}.weight"
+            yield mixtral_name(own) if mixtral else own, matrix
+
+
+def _parts(stacked: re.Match[str]) -> tuple[str, ...]:
+    return ("gate_proj", "up_proj") if stacked[2] == "gate_up" else ("down_proj",)
 
 
 def _check_sizes(files: list[Path], scheme: RoundingScheme) -> None:
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as stored:
-            for name in filter(LINEAR.search, stored.keys()):
+            for name in stored.keys():  # noqa: SIM118 – no mapping
                 shape = stored.get_slice(name).get_shape()
+                if found := STACKED.fullmatch(name):
+                    shape = [shape[1] // len(_parts(found)), shape[2]]
+                elif not LINEAR.search(name):
+                    continue
                 if any(size % multiple for size, multiple in zip(shape, scheme.multiples, strict=True)):
                     raise ModelError(f"{name}: is {shape}; allowed: multiples of {list(scheme.multiples)}")
 
@@ -147,14 +176,14 @@ def _round(name: str, dense: Tensor, linear: Linear) -> tuple[dict[str, Tensor],
     return {f"{start}{end}": tensor for end, tensor in tensors.items()}, error.item()
 
 
-def _config(scheme: RoundingScheme) -> dict[str, object]:
+def _config(scheme: RoundingScheme, ignore: list[str]) -> dict[str, object]:
     group = {"targets": ["Linear"], "weights": scheme.weights, "input_activations": scheme.inputs}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": scheme.form,
         "config_groups": {"group_0": {**group, "output_activations": None, "format": scheme.form}},
-        "ignore": ["lm_head"],
+        "ignore": ignore,
     }
 
 
