@@ -18,6 +18,7 @@ from tok_core.parallel import PendingTokens, Pipeline
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import prompt_values, step_tensors
 from tok_core.worker.cuda_graphs import NO_SAMPLED_TOKENS, DecodeGraph, DecodeGraphs
+from tok_core.worker.launch_watch import LaunchWatch
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
 from tok_core.worker.sleep import SleepingMemory
 from tok_core.worker.staging import OutputStaging, Staging
@@ -25,6 +26,7 @@ from tok_core.worker.state import WorkerState, changes
 from tok_core.worker.transfer import WeightReceiver
 from tok_core.worker.weights import FillModel, change_weights
 from tok_kernels import Backend
+from tok_kernels.compilation import kernel_builds
 
 if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
@@ -114,6 +116,7 @@ class Runner:
         self._start_weights = start_weights
         self._receiver = WeightReceiver(model, pipeline.coordinates.number)
         self._memory = memory
+        self._watch = LaunchWatch(kernel_builds() if state.device.type == "cuda" else ())
 
     @property
     def max_len(self) -> int:
@@ -126,6 +129,7 @@ class Runner:
         HEARTBEAT.turned()  # startup launches steps to measure and to warm up
         if self._tracer is not None:
             self._tracer.before(step.step)
+        self._watch.begin()
         time_began = time.perf_counter()
         coordinates, pending_tokens = self.pipeline.coordinates, self.pipeline.pending_tokens(step)
         graph = self.graphs.find(step)
@@ -152,12 +156,15 @@ class Runner:
             sampled_tokens, top = NO_SAMPLED_TOKENS, NO_TOP
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
-        return self._send(step, time_began, began, sampled_tokens, top, prompt_outputs)
+        launched = self._send(step, time_began, began, sampled_tokens, top, prompt_outputs)
+        self._watch.end(step.step, launched.launch_seconds, graph=graph is not None)
+        return launched
 
     def reset(self) -> None:
         """Reset to the state before the first step: no slot has a sequence."""
         self.pipeline.reset()
         self.state.reset()
+        self._watch.reset()
         if self.host_lengths is not None:
             self.host_lengths.reset()
 
