@@ -1,4 +1,4 @@
-"""Kernels that a process builds are listed."""
+"""Kernels that a process builds are listed, and recorded variants are compiled in parallel for later launches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from tok_kernels.compilation import kernel_builds
+from tok_kernels.compilation import Variant, compile_variants, kernel_builds, record
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
+
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 @pytest.fixture
@@ -54,3 +56,34 @@ def test_builds_say_whether_a_kernel_was_compiled_or_loaded(compiling: Path) -> 
     assert compiled.startswith("_rms_norm_kernel (compiled, ")
     assert loaded.startswith("_rms_norm_kernel (loaded, ")
     assert kernel_builds() is builds
+
+
+@FORKS
+def test_recorded_variants_are_compiled_by_processes_and_then_loaded(compiling: Path) -> None:
+    with record(90) as variants:
+        for size in (2000, 2000, 4000):
+            normalise(size)
+    assert [name for name, _ in variants] == ["tok_kernels.norm_rope_kv.triton_norm._rms_norm_kernel"] * 2
+    assert list(compiling.iterdir()) == []  # nothing was compiled
+    assert compile_variants(list(variants.values()), 2, launchers=False) == []
+    builds = kernel_builds()
+    before = len(builds)
+    for size in (2000, 4000, 8000):
+        normalise(size)
+    assert [build.partition(",")[0] for build in builds[before:]] == [
+        *["_rms_norm_kernel (loaded"] * 2,
+        "_rms_norm_kernel (compiled",
+    ]
+
+
+@FORKS
+def test_variant_that_cannot_be_compiled_is_named_and_the_others_are_compiled(compiling: Path) -> None:
+    with record(90) as variants:
+        normalise(96)
+    (variant,) = variants.values()
+    error = compile_variants([Variant(variant.kernel, ("too", "few")), variant], 1, launchers=False)
+    (line,) = error
+    assert line.startswith("tok_kernels.norm_rope_kv.triton_norm._rms_norm_kernel: TypeError: ")
+    before = len(kernel_builds())
+    normalise(96)
+    assert kernel_builds()[before].startswith("_rms_norm_kernel (loaded, ")

@@ -144,8 +144,13 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def supports_pdl(device: torch.device) -> bool:
-    """Return whether a kernel may start before its predecessor ends (programmatic dependent launch, since Hopper)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Return whether a kernel may start before its predecessor ends (programmatic dependent launch, since Hopper).
+
+    Tensors of the device "meta" stand for those of a Hopper GPU: their launches only say what has to be compiled.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "meta"
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:

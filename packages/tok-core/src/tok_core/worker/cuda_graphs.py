@@ -105,16 +105,26 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, graph_sizes: Iterable[int]) -> None:
         """Capture graphs of these sizes, largest first, so that smaller ones reuse the memory of larger ones."""
-        recorder, longest, largest_first = _Recorder(self._state.device), self._state.max_len, sorted(graph_sizes)[::-1]
+        recorder, largest_first = _Recorder(self._state.device), sorted(graph_sizes)[::-1]
         if not self._coordinates.first:
             self._stage_input = self._make_stage_input(largest_first)
         for size in largest_first:
-            two_variants = size <= FINE_GRAPH_ROWS and longest > SHORT_KV_TOKENS
             for groups in (False, True) if size > 1 else (False,):
-                long = self._capture(size, groups, longest, recorder)
-                short = self._capture(size, groups, SHORT_KV_TOKENS, recorder) if two_variants else long
-                self._graphs |= {(size, GraphKey(groups, True)): long, (size, GraphKey(groups, False)): short}
+                long, *short = (self._capture(size, groups, max_kv, recorder) for max_kv in self._max_kvs(size))
+                self._graphs |= {
+                    (size, GraphKey(groups, True)): long,
+                    (size, GraphKey(groups, False)): short[0] if short else long,
+                }
         self._sizes = sorted({size for size, _ in self._graphs})
+
+    @torch.inference_mode()
+    def launch(self, graph_sizes: Iterable[int]) -> None:
+        """Launch what `capture` captures at the first and last stage, on any device."""
+        for size in graph_sizes:
+            for groups in (False, True) if size > 1 else (False,):
+                for max_kv in self._max_kvs(size):
+                    put, q_start = self._inputs(size, groups)
+                    self._sample(put, self._forward(put, None, q_start, max_kv))
 
     def capture_again(self) -> None:
         """Capture all graphs again, once parameters of the model were replaced and no memory is released."""
@@ -133,9 +143,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, grouped: bool, max_kv: int, recorder: _Recorder) -> DecodeGraph:
         HEARTBEAT.turned()
-        padding, groups = self._state.slots, min(MAX_GRAPH_GROUPS, size // 2) if grouped else 0
-        put = self._staging.put(_arrays(None, size, groups, padding))
-        q_start = torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
+        put, q_start = self._inputs(size, grouped)
         stage_input = None if self._stage_input is None else self._stage_input[: self._model.stream_rows(size)]
         hidden = self._forward(put, stage_input, q_start, max_kv)  # compiles kernels and initialises libraries
         sampled_tokens = self._sample(put, hidden) if self._coordinates.last else NO_SAMPLED_TOKENS
@@ -146,9 +154,20 @@ class DecodeGraphs:
         if self._coordinates.last:
             with recorder.recording() as sample_graph:
                 sampled_tokens = self._sample(put, hidden)
+        padding, groups = self._state.slots, _group_count(size, grouped)
         return DecodeGraph(
             size, groups, padding, forward, stage_input, hidden, sample_graph, sampled_tokens, (q_start,)
         )
+
+    def _max_kvs(self, size: int) -> list[int]:
+        """Return the bounds of a context's length for which graphs of a size are captured, the greatest first."""
+        longest = self._state.max_len
+        return [longest, SHORT_KV_TOKENS] if size <= FINE_GRAPH_ROWS and longest > SHORT_KV_TOKENS else [longest]
+
+    def _inputs(self, size: int, grouped: bool) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the arrays of a step of padding rows on the device, and its `q_start`."""
+        put = self._staging.put(_arrays(None, size, _group_count(size, grouped), self._state.slots))
+        return put, torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
 
     def _make_stage_input(self, graph_sizes: Iterable[int]) -> Tensor:
         """Allocate the input of all sizes, `[rows, N]`; zeros, because steps run on it before their capture."""
@@ -220,6 +239,10 @@ def graph_sizes(max_rows: int) -> list[int]:
 def total_graph_rows(max_rows: int) -> int:
     """Return the total rows of all graphs up to `max_rows`: each graph keeps its hidden states and sampled tokens."""
     return sum(size * (4 if size <= FINE_GRAPH_ROWS else 2) for size in graph_sizes(max_rows))
+
+
+def _group_count(size: int, grouped: bool) -> int:
+    return min(MAX_GRAPH_GROUPS, size // 2) if grouped else 0
 
 
 def _arrays(step: StepInput | None, size: int, groups: int, padding: int) -> dict[str, np.ndarray]:

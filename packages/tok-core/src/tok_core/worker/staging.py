@@ -35,7 +35,7 @@ class Staging:
         the same addresses, whatever follows them.
         """
         if self.device.type != "cuda":
-            return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+            return {name: torch.from_numpy(np.array(array)).to(self.device) for name, array in arrays.items()}
         self._turn = (self._turn + 1) % len(self._sources)
         source, end = self._sources[self._turn], 0
         self._copied[self._turn].synchronize()

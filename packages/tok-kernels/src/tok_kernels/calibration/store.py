@@ -35,8 +35,8 @@ def key_of(shape: AttentionShape, device: torch.device, among: Sequence[Candidat
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "shape": shape.as_json(),
         "candidates": [f"{one.phase} {one.name}" for one in among],
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "kernels": _digest(),
+        "versions": versions(),
+        "kernels": sources_digest(),
     }
 
 
@@ -63,6 +63,11 @@ def _file(directory: Path, key: Key) -> Path:
     return directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of the packages on which kernels depend."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -71,7 +76,7 @@ def _version(package: str) -> str:
 
 
 @cache
-def _digest() -> str:
+def sources_digest() -> str:
     """Return a hash of the sources of this package, which may change without a new version."""
     digest = hashlib.sha256()
     for file in sorted(Path(tok_kernels.__file__).parent.rglob("*.py")):

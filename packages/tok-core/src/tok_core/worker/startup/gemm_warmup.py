@@ -15,7 +15,6 @@ import torch
 
 from tok_core.models import CausalLM, DecoderLayer, Linear
 from tok_core.parallel import choose_layout
-from tok_core.quantization import LinearMethod
 
 MAX_CONSECUTIVE_ROWS = 1024  # every number of rows up to this is warmed up. Above it:
 LAYER_ROW_STEP = 16  # multiples of this, for layers
@@ -31,20 +30,26 @@ def warm_up_gemms(model: CausalLM, max_tokens: int, max_rows: int) -> None:
     """
     if model.shard_plan.coordinates.stages == 1:
         return
-    layers = cast("Iterable[DecoderLayer]", model.model.layers.values())
-    different = {_formats(layer): layer for layer in layers}
+    layers = [cast("DecoderLayer", model.model.layers[str(number)]) for number in different_layers(model)]
     device, size = model.cos_sin_LD.device, model.config.hidden_size
     for tokens in row_counts(max_tokens, LAYER_ROW_STEP):
         layout = None if model.tensor is None else choose_layout(model.tensor, tokens)
-        for layer in different.values():
+        for layer in layers:
             layer.run_gemms(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), layout)
     for rows in row_counts(max_rows, HEAD_ROW_STEP) if model.shard_plan.coordinates.last else ():
         model.logits(torch.zeros((rows, size), dtype=model.dtype, device=device))
 
 
-def _formats(layer: DecoderLayer) -> tuple[tuple[LinearMethod, torch.dtype], ...]:
-    """Return the methods and dtypes of the layer's linear layers: layers that share them run the same GEMM kernels."""
-    return tuple((module.method, module.dtype) for module in layer.modules() if isinstance(module, Linear))
+def different_layers(model: CausalLM) -> list[int]:
+    """Return the numbers of a stage's layers, one of those that run the same kernels.
+
+    Such layers agree in the methods and dtypes of their linear layers, in their second half and in their window.
+    """
+    different: dict[object, int] = {}
+    for layer in cast("Iterable[DecoderLayer]", model.model.layers.values()):
+        formats = tuple((module.method, module.dtype) for module in layer.modules() if isinstance(module, Linear))
+        different.setdefault((formats, type(layer.mlp), layer.self_attn.window), layer.number)
+    return list(different.values())
 
 
 def row_counts(max_rows: int, step: int) -> list[int]:

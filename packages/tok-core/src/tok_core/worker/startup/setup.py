@@ -16,8 +16,8 @@ import torch
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import EngineInfo, Rendezvous
-from tok_core.model_config import Fields, ModelConfig, read_config, short_prompt
-from tok_core.models import CausalLM, as_stored, build, dummy, load
+from tok_core.model_config import Fields, ModelConfig, short_prompt
+from tok_core.models import CausalLM, build, dummy, load
 from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, join
 from tok_core.quantization import QuantizationConfig, ScaledMethod, read_quantization
 from tok_core.runtime import HEARTBEAT
@@ -37,6 +37,8 @@ from tok_core.worker.startup.invariance_check import check_rows
 from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, report_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
 from tok_core.worker.startup.memory_check import require_memory
+from tok_core.worker.startup.precompile import Precompilation, log_compiled
+from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
 from tok_core.worker.startup.tp_calibration import calibrate
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
@@ -71,10 +73,11 @@ def set_up(
     """
     path, coordinates = Path(config.model), coordinates or next(all_coordinates(config.pp, config.tp))
     clock = StartupTimer()
-    model_config = _model_config(config, path)
+    model_config = resolve_model_config(config, path)
     defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
     local = ShardPlan.of(model_config, coordinates).local(model_config)
     device = choose_device(config, replica, coordinates, gpu)
+    precompilation = Precompilation(config, device, coordinates.workers)
     peers = join(coordinates, rendezvous, device)
     clock.done("device and peers")
     dtype = choose_dtype(config.dtype, device)
@@ -88,16 +91,14 @@ def set_up(
         _require_invariant(config, model_config, quantization, device)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
+        precompilation.wait()
+        clock.done("kernels compiled ahead")
         backend = choose_backend(config, device, shape)
     clock.done("choice of kernels")
     memory = sleeping_memory(device) if config.enable_sleep_mode else None
     model = _load_model(config, path, model_config, backend, peers, dtype, quantization, memory)
     clock.done("weights")
-    default_running, default_step_tokens = (8192, 8192) if device.type == "cuda" else (256, 1024)
-    max_running = config.max_running or min(default_running, config.max_step_tokens or default_running)
-    max_step_tokens = config.max_step_tokens or max(default_step_tokens, max_running)
-    if max_step_tokens < max_running:
-        raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
+    max_running, max_step_tokens = resolve_step_sizes(config, device.type)
     if config.batch_invariant and device.type != "cpu":
         check_rows(model, max_step_tokens)
         clock.done("bits of linear layers")
@@ -115,9 +116,7 @@ def set_up(
         clock.done("scales and error of the cache")
     measured, words = None, 0
     if device.type == "cuda":
-        # Without a tokenizer there is no guided decoding. All workers must measure the same steps.
-        guided = peers.all_reduce_min((path / "tokenizer.json").is_file())
-        words = -(-model_config.vocab_size // 32) if guided else 0
+        words = peers.all_reduce_min(mask_words(model_config, path))  # all workers must measure the same steps
         measured = _measure(config, model, backend, pipeline, cache_dtype, scales, max_running, max_step_tokens, words)
         clock.done("largest step, and rows of graphs")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
@@ -131,6 +130,7 @@ def set_up(
     clock.done("cache")
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens, words)
+        log_compiled()
     peers.all_reduce_min(0)  # waits for the others
     clock.done("graphs and warm-up")
     info = EngineInfo(
@@ -176,19 +176,6 @@ def sleeping_memory(device: torch.device) -> SleepingMemory:
     if device.type == "cuda" and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):
         raise InvalidField("enable_sleep_mode", True, "false (the package cuda-bindings is not installed)")
     return SleepingMemory(device)
-
-
-def _model_config(config: EngineConfig, path: Path) -> ModelConfig:
-    """Return the directory's config, untied if its checkpoint is, without windows of `max_model_len` or longer."""
-    model = read_config(path, config.ignore_config_keys or ())
-    if config.load_format != "dummy" and model.tied:
-        model = as_stored(model, path)
-        if not model.tied:
-            log.warning(
-                "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding and is used", path
-            )
-    longest = config.max_model_len or model.max_positions
-    return replace(model, windows=tuple(None if one is None or one >= longest else one for one in model.windows))
 
 
 def _load_model(

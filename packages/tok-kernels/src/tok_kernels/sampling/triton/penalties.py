@@ -51,7 +51,8 @@ def penalise(logits_RV: Tensor, penalties: Penalties, entry_R: Tensor) -> None:
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+# The width of the page table differs between the state that the start measures and the one that runs.
+@triton.jit(do_not_specialize=["pages"], do_not_specialize_on_alignment=_UNALIGNED)
 def _penalise_kernel(
     logits: tl.tensor,
     stride: tl.tensor,

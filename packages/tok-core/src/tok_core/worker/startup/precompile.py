@@ -1,0 +1,221 @@
+"""Compile the Triton kernels of a start in parallel processes, before the start launches them one after the other.
+
+The worker starts one more process. That process builds the model on the device "meta", launches the steps of the start
+on it, which computes nothing and records the variants of kernels, and compiles these in processes of its own. The
+worker then loads them from Triton's cache. A marker in the cache says that a start of these sizes has all its kernels,
+so that later starts skip this. Kernels that are missing in spite of it are compiled at their first launch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import nn
+
+from tok_core.config import EngineConfig
+from tok_core.models import build
+from tok_core.quantization import read_quantization
+from tok_core.worker.cuda_graphs import graph_sizes
+from tok_core.worker.runner import Runner
+from tok_core.worker.startup.backend import choose_cache_dtype, choose_dtype
+from tok_core.worker.startup.gemm_warmup import different_layers
+from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
+from tok_core.worker.startup.warmup import warm_up_steps
+from tok_core.worker.state import WorkerState
+from tok_kernels.compilation import compile_variants, kernel_builds, record
+
+if TYPE_CHECKING:
+    from tok_kernels import Backend
+    from tok_kernels.compilation import Variant
+
+log = logging.getLogger("tok_core")
+
+HOPPER = 9  # major compute capability of the GPUs that meta tensors stand for
+MAX_PROCESSES = 16
+MAX_SECONDS = 300.0  # until the worker compiles by itself
+# Fields of EngineConfig that decide which kernels a start launches, beside the model's own files.
+FIELDS = (
+    *("dtype", "backend", "quantization", "logprobs_mode", "kv_cache_dtype", "page_size", "max_running"),
+    *("max_step_tokens", "max_model_len", "cuda_graphs", "batch_invariant", "load_format"),
+)
+
+
+class CompileRequest(msgspec.Struct, frozen=True):
+    """Message to the compiling process: compile what a start of `config` launches, and then write `marker`."""
+
+    config: EngineConfig
+    capability: int
+    marker: str
+
+
+class CompileReport(msgspec.Struct, frozen=True):
+    """Message of the compiling process: variants found, seconds until they were compiled, and errors."""
+
+    variants: int
+    seconds: float
+    errors: list[str]
+
+
+class Precompilation:
+    """Compiling process of one worker; it does nothing if the cache has all kernels, or if they are not known ahead.
+
+    Only the kernels of replicas with a single worker on a Hopper GPU are known ahead.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device, workers: int) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if device.type != "cuda" or workers > 1 or config.backend == "reference" or find_spec("triton") is None:
+            return
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != HOPPER:
+            return
+        kernel_builds()  # lists what is built from now on
+        request = CompileRequest(config, 10 * major + minor, str(marker_of(config, 10 * major + minor)))
+        if not Path(request.marker).exists():
+            self._start(request)
+
+    def _start(self, request: CompileRequest) -> None:
+        # -c with this process's import path, so that the child finds the packages wherever this process loaded them.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.worker.startup.precompile import main; main()"
+        try:
+            with tempfile.TemporaryFile() as file:
+                file.write(msgspec.json.encode(request))
+                file.seek(0)
+                self._process = subprocess.Popen([sys.executable, "-c", code], stdin=file, stdout=subprocess.PIPE)
+        except OSError as error:
+            log.warning("kernels are compiled one by one: the compiling process cannot be started (%s)", error)
+
+    def wait(self) -> None:
+        """Wait until the kernels are compiled. A failure is logged; the start then compiles them itself."""
+        if self._process is None:
+            return
+        try:
+            output, _ = self._process.communicate(timeout=MAX_SECONDS)
+            report = msgspec.json.decode(output, type=CompileReport)
+        except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
+            self._process.kill()
+            self._process.communicate()
+            log.warning("kernels are compiled one by one: the compiling process failed (%s)", error)
+            return
+        if report.errors:
+            more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
+            log.warning("kernels are compiled at their first launch: %s%s", report.errors[0], more)
+        log.debug("start: %d kernels compiled in %.1f s", report.variants, report.seconds)
+
+
+def log_compiled() -> None:
+    """Log the kernels that this process had to compile by itself, at level debug."""
+    compiled = [build for build in kernel_builds() if "(compiled" in build]
+    log.debug("start: %d kernels compiled one by one: %s", len(compiled), ", ".join(compiled))
+
+
+def marker_of(config: EngineConfig, capability: int) -> Path:
+    """Return the file in Triton's cache that says that a start of this configuration has all its kernels."""
+    from triton import knobs  # type: ignore[import-untyped]
+
+    from tok_kernels.calibration.store import sources_digest, versions
+
+    path = Path(config.model)
+    key = {
+        "fields": {name: getattr(config, name) for name in FIELDS},
+        "model": (path / "config.json").read_text(encoding="utf-8"),
+        "guided": (path / "tokenizer.json").is_file(),
+        "capability": capability,
+        "versions": versions(),
+        "kernels": sources_digest(),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return Path(knobs.cache.dir) / f"tok-start-{digest[:24]}"
+
+
+def main() -> None:
+    """Run the compiling process: read a CompileRequest from standard input, and write a CompileReport."""
+    logging.disable()  # the worker logs the same
+    began = time.monotonic()
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileRequest)
+    try:
+        report = _compile(request, began)
+    # Whatever is wrong with the configuration, the worker finds it, too, and says so.
+    except Exception as error:
+        report = CompileReport(0, time.monotonic() - began, [f"{type(error).__name__}: {error}"])
+    sys.stdout.buffer.write(msgspec.json.encode(report))
+
+
+def _compile(request: CompileRequest, began: float) -> CompileReport:
+    variants = start_variants(request.config, request.capability)
+    marker = Path(request.marker)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    # Replicas that start together must not compile the same kernels: the first one does, the others wait for it.
+    with open(marker.parent / "tok-start.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        errors = []
+        if not marker.exists():
+            errors = compile_variants(variants, min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
+        if not errors:
+            marker.touch()
+    return CompileReport(len(variants), time.monotonic() - began, errors)
+
+
+def start_variants(config: EngineConfig, capability: int) -> list[Variant]:
+    """Return the variants of kernels that a start launches on a GPU, those with the longest source first."""
+    with record(capability) as variants:
+        launch_start(config)
+    return sorted(variants.values(), key=lambda variant: -len(variant.kernel.src))
+
+
+def launch_start(config: EngineConfig) -> None:
+    """Launch on the device "meta" the steps that a start launches on a GPU.
+
+    Of layers that launch the same kernels, only one is launched. The page table has as many positions as the model,
+    unless `max_model_len` limits them; the size of the KV cache changes no kernel.
+    """
+    path, meta = Path(config.model), torch.device("meta")
+    model_config = resolve_model_config(config, path)
+    dtype = choose_dtype(config.dtype, torch.device("cuda"))
+    quantization = read_quantization(path, config.quantization)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
+    max_running, max_step_tokens = resolve_step_sizes(config, "cuda")
+    backend = _backend(config)
+    model = build(model_config, backend, meta, dtype, quantization=quantization)
+    scales = None
+    if cache_dtype != dtype and config.kv_cache_dtype != "fp8_unscaled":
+        scales = torch.ones((model_config.num_layers, 2, model_config.num_kv_heads), device=meta)
+    state = WorkerState(
+        *(model_config, meta, cache_dtype),
+        slots=max_running,
+        num_pages=1,
+        page_size=config.page_size,
+        pages_per_slot=-(-(config.max_model_len or model_config.max_positions) // config.page_size),
+        scales=scales,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
+    )
+    kept = different_layers(model)
+    state.caches = [state.caches[number] for number in kept]
+    model.model.layers = nn.ModuleDict({str(number): model.model.layers[str(number)] for number in kept})
+    runner = Runner(model, backend, state)
+    words = mask_words(model_config, path)
+    for step in warm_up_steps(max_running, max_step_tokens, runner.max_len, config.page_size, words):
+        runner.reset()
+        runner.launch(step)
+    if config.cuda_graphs:
+        runner.graphs.launch(graph_sizes(max_running))
+
+
+def _backend(config: EngineConfig) -> Backend:
+    """Return a backend whose attention is Triton's; calibration measures it whatever it chooses then."""
+    from tok_kernels.backends.triton import InvariantTritonBackend, TritonBackend
+
+    return InvariantTritonBackend() if config.batch_invariant else TritonBackend()

@@ -1,0 +1,42 @@
+"""Resolve the model and the sizes of steps that an EngineConfig leaves open, before anything is on a device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from tok_core.config import EngineConfig
+from tok_core.errors import InvalidField
+from tok_core.model_config import ModelConfig, read_config
+from tok_core.models import as_stored
+
+log = logging.getLogger("tok_core")
+
+
+def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
+    """Return the directory's config, untied if its checkpoint is, without windows of `max_model_len` or longer."""
+    model = read_config(path, config.ignore_config_keys or ())
+    if config.load_format != "dummy" and model.tied:
+        model = as_stored(model, path)
+        if not model.tied:
+            log.warning(
+                "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding and is used", path
+            )
+    longest = config.max_model_len or model.max_positions
+    return replace(model, windows=tuple(None if one is None or one >= longest else one for one in model.windows))
+
+
+def resolve_step_sizes(config: EngineConfig, device_type: str) -> tuple[int, int]:
+    """Return `max_running` and `max_step_tokens`. Raises InvalidField if the former exceeds the latter."""
+    default_running, default_step_tokens = (8192, 8192) if device_type == "cuda" else (256, 1024)
+    max_running = config.max_running or min(default_running, config.max_step_tokens or default_running)
+    max_step_tokens = config.max_step_tokens or max(default_step_tokens, max_running)
+    if max_step_tokens < max_running:
+        raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
+    return max_running, max_step_tokens
+
+
+def mask_words(model: ModelConfig, path: Path) -> int:
+    """Return the words of a grammar mask; 0 without a tokenizer, and hence without guided decoding."""
+    return -(-model.vocab_size // 32) if (path / "tokenizer.json").is_file() else 0

@@ -1,0 +1,194 @@
+"""A start compiles its kernels ahead: they are those that warm-up launches, and a failure changes nothing else.
+
+Kernels are recorded in place of running, for compute capability 9.0, on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from support.tiny_models import make_model
+from tok_core import EngineConfig
+from tok_core.models.registry import build
+from tok_core.worker import cuda_graphs
+from tok_core.worker.runner import Runner
+from tok_core.worker.startup import precompile
+from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
+from tok_core.worker.startup.memory import StepMemory, largest_step, measured_len
+from tok_core.worker.startup.precompile import CompileReport, CompileRequest, Precompilation, marker_of, start_variants
+from tok_core.worker.startup.sizes import mask_words, resolve_model_config
+from tok_core.worker.startup.warmup import warm_up
+from tok_core.worker.state import WorkerState
+from tok_kernels import launch_config
+from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.compilation import record
+
+CPU, CUDA, SLOTS, TOKENS = torch.device("cpu"), torch.device("cuda"), 20, 96
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3-window", "qwen2-moe"])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path = make_model(request.param, tmp_path_factory.mktemp("precompile") / request.param, max_positions=4160)
+    return EngineConfig(
+        model=str(path), load_format="dummy", dtype="bfloat16", max_running=SLOTS, max_step_tokens=TOKENS
+    )
+
+
+@pytest.fixture
+def gpu_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors on the CPU pass for those of a Hopper GPU; memory that no kernel writes holds zeros."""
+
+    @contextmanager
+    def recording() -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(replay=lambda: None)
+
+    def zeros_like(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **options: make(*args, **options).zero_()
+
+    monkeypatch.setattr(launch_config, "supports_pdl", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "_Recorder", lambda device: SimpleNamespace(recording=recording))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, zeros_like(getattr(owner, name)))
+
+
+def launched_by_warm_up(config: EngineConfig) -> set[tuple[str, str]]:
+    """Return the kernels and keys that the start's own measurement and warm-up launch, on the CPU."""
+    path = Path(config.model)
+    model_config = resolve_model_config(config, path)
+    backend, words = TritonBackend(), mask_words(model_config, path)
+    with record(90) as variants:
+        model = build(model_config, backend, CPU, torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        length = measured_len(model_config.max_positions, SLOTS, TOKENS)
+        measuring, running = (
+            Runner(
+                *(model, backend),
+                WorkerState(
+                    *(model_config, CPU, torch.bfloat16),
+                    slots=SLOTS,
+                    num_pages=pages,
+                    page_size=config.page_size,
+                    pages_per_slot=-(-positions // config.page_size),
+                ),
+            )
+            for pages, positions in ((1, length), (300, model_config.max_positions))
+        )
+        for step in (largest_step(SLOTS, TOKENS, measuring.max_len, words), dummy_step(decode=1), dummy_step(decode=9)):
+            run_dummy_step(measuring, step)
+        for rows in (0, SLOTS):
+            warm_up(running, StepMemory(step_bytes=1, graph_rows=rows, graph_bytes=0), TOKENS, words)
+    return set(variants)
+
+
+@pytest.mark.usefixtures("gpu_like")
+def test_every_variant_that_warm_up_launches_is_compiled_ahead(config: EngineConfig) -> None:
+    ahead = {(variant.name, variant.arguments[0]) for variant in start_variants(config, 90)}
+    launched = launched_by_warm_up(config)
+    assert len(launched) > 15
+    assert sorted(launched - ahead) == []
+
+
+def test_variants_are_those_of_the_engine_configuration(config: EngineConfig) -> None:
+    processed = msgspec.structs.replace(config, logprobs_mode="processed_logprobs")
+    keys = [
+        {variant.arguments[0] for variant in start_variants(one, 90) if "block_sampling" in variant.name}
+        for one in (config, processed)
+    ]
+    assert keys[0] != keys[1]
+
+
+@pytest.fixture
+def small(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    """Return the configuration, for a Hopper GPU and an empty cache of kernels."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return config
+
+
+def run_main(request: CompileRequest, monkeypatch: pytest.MonkeyPatch) -> CompileReport:
+    stdout = SimpleNamespace(buffer=io.BytesIO())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(request))))
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    precompile.main()
+    return msgspec.json.decode(stdout.buffer.getvalue(), type=CompileReport)
+
+
+def test_marker_is_written_once_all_kernels_are_compiled(small: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    results = iter([["rope_kernel: RuntimeError: no compiler"], []])
+
+    def compile_variants(variants: list[object], processes: int) -> list[str]:
+        calls.append(len(variants))
+        return next(results)
+
+    monkeypatch.setattr(precompile, "compile_variants", compile_variants)
+    marker = marker_of(small, 90)
+    request = CompileRequest(small, 90, str(marker))
+    report = run_main(request, monkeypatch)
+    assert report.errors == ["rope_kernel: RuntimeError: no compiler"]
+    assert not marker.exists()
+    assert run_main(request, monkeypatch).errors == []
+    assert marker.exists()
+    assert run_main(request, monkeypatch).errors == []
+    assert calls == [report.variants] * 2  # the third process found the marker
+
+
+def test_marker_depends_on_what_decides_the_kernels(small: EngineConfig) -> None:
+    markers = {
+        marker_of(one, capability)
+        for one in (small, msgspec.structs.replace(small, max_running=3), msgspec.structs.replace(small, page_size=8))
+        for capability in (90, 100)
+    }
+    assert len(markers) == 6
+    assert marker_of(msgspec.structs.replace(small, run_ahead=3), 90) in markers
+
+
+def test_process_that_cannot_compile_is_logged_and_the_start_goes_on(
+    small: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"architectures": ["Unknown"]}', encoding="utf-8")
+    Precompilation(msgspec.structs.replace(small, model=str(broken)), CUDA, 1).wait()
+    (line,) = caplog.messages
+    assert line.startswith("kernels are compiled at their first launch: ModelError: ")
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/no/such/program"])
+def test_process_that_cannot_run_is_logged_and_the_start_goes_on(
+    small: EngineConfig, program: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    Precompilation(small, CUDA, 1).wait()
+    (line,) = caplog.messages
+    assert line.startswith("kernels are compiled one by one: the compiling process ")
+
+
+def test_nothing_is_compiled_ahead_where_the_kernels_are_there_or_unknown(
+    small: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
+    Precompilation(small, CPU, 1).wait()
+    Precompilation(small, CUDA, 2).wait()
+    Precompilation(msgspec.structs.replace(small, backend="reference"), CUDA, 1).wait()
+    marker = marker_of(small, 90)
+    marker.parent.mkdir()
+    marker.touch()
+    Precompilation(small, CUDA, 1).wait()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    Precompilation(msgspec.structs.replace(small, page_size=8), CUDA, 1).wait()
+    assert caplog.messages == []
