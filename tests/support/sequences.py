@@ -18,11 +18,18 @@ class Sequences:
     """A few sequences over one paged cache, one per slot; every forward feeds chunks to some of them.
 
     Pages are handed out in random order and hold NaN until written. With `scales`, float32 `[layers, 2, K]`, they hold
-    float8.
+    float8; with `int8`, integers with a scale for each position and head.
     """
 
     def __init__(
-        self, model: CausalLM, slots: int, page_size: int, max_len: int = 256, scales: Tensor | None = None
+        self,
+        model: CausalLM,
+        slots: int,
+        page_size: int,
+        max_len: int = 256,
+        scales: Tensor | None = None,
+        *,
+        int8: bool = False,
     ) -> None:
         config = model.local
         pages = -(-max_len // page_size)
@@ -31,6 +38,17 @@ class Sequences:
         self.page_table_SP = order.to(torch.int32).view(slots, pages)
         self.length = [0] * slots
         shape = (slots * pages, page_size, config.num_kv_heads, config.head_dim)
+        if int8:
+            of_tokens = (shape[0], shape[2], page_size)
+            self.caches = [
+                LayerCache(
+                    *(torch.zeros(shape, dtype=torch.int8) for _ in range(2)),
+                    *(None, None),
+                    *(torch.full(of_tokens, torch.nan) for _ in range(2)),
+                )
+                for _ in range(config.num_layers)
+            ]
+            return
         dtype = model.dtype if scales is None else torch.float8_e4m3fn
         self.caches = [
             LayerCache(*(torch.full(shape, torch.nan).to(dtype) for _ in range(2)), *of_layer)

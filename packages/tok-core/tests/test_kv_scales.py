@@ -232,7 +232,9 @@ def test_dummy_weights_have_scales_of_one(stored: Path) -> None:
 
 def test_a_gpu_without_float8_refuses_an_8_bit_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
-    with pytest.raises(InvalidField, match="kv_cache_dtype is 'auto'; allowed: unquantized on cuda, which cannot"):
+    with pytest.raises(
+        InvalidField, match="kv_cache_dtype is 'auto'; allowed: int8, unquantized on cuda, which cannot"
+    ):
         require_float8("auto", torch.device("cuda"))
     require_float8("fp8", torch.device("cpu"))
 
@@ -270,14 +272,15 @@ def test_scales_keep_keys_and_values_beyond_the_range_of_float8(tmp_path: Path) 
     assert unscaled > 5 * scaled
 
 
-def test_preempted_forked_and_cached_sequences_keep_their_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_preempted_forked_and_cached_sequences_keep_their_tokens(dtype: str, tmp_path: Path) -> None:
     path = make_model("qwen2", tmp_path / "qwen2", layers=LAYERS)
     found, preempted = list[list[list[int]]](), list[float]()
     small = {"kv_cache_tokens": 128, "max_model_len": 128, "page_size": 4, "max_step_tokens": 11, "max_running": 9}
     for options in ({}, small, {"max_step_tokens": 7, "max_running": 7}):
         # With a stop id, which no sample reaches, the scheduler cannot know the lengths.
         stops = (unsampled(found[0]),) if found else ()
-        with cpu_engine(path, kv_cache_dtype="fp8", **options) as engine:
+        with cpu_engine(path, kv_cache_dtype=dtype, **options) as engine:
             outputs = engine.generate(PROMPTS, GREEDY)
             again = engine.generate([*PROMPTS, *PROMPTS], structs.replace(THREE, stop_token_ids=stops))
             preempted.append(engine.stats()["preemptions"])

@@ -9,7 +9,7 @@ import ast
 import importlib
 import pkgutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,8 @@ def meta(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def kv_cache(head_dim: int, dtype: torch.dtype, scaled: bool = False) -> LayerCache:
     k, v = (meta(SLOTS, PAGE, KV_HEADS, head_dim, dtype=dtype) for _ in range(2))
+    if dtype == torch.int8:
+        return LayerCache(k, v, None, None, *(meta(SLOTS, KV_HEADS, PAGE, dtype=FLOAT) for _ in range(2)))
     return LayerCache(k, v, *(meta(KV_HEADS, dtype=FLOAT) for _ in range(2 * scaled)))
 
 
@@ -69,6 +71,7 @@ def attend(
     cache_dtype: torch.dtype = BF16,
     window: int | None = None,
     scaled: bool = False,
+    dtype: torch.dtype = BF16,
 ) -> None:
     """Attend from `rows` decode rows, in `groups` if any, and from `chunks` (number, new tokens of each)."""
     number, new = chunks
@@ -82,10 +85,11 @@ def attend(
         max_kv=max_kv,
         levels=(level,) if groups else (),
     )
-    q = meta(rows + number * new, HEADS, head_dim, dtype=BF16)
+    q = meta(rows + number * new, HEADS, head_dim, dtype=dtype)
     cache = kv_cache(head_dim, cache_dtype, scaled)
     BACKEND.attention(q, cache, batch, head_dim**-0.5, window)
-    invariant.attention(q, cache, batch, head_dim**-0.5, window)
+    if cache.k_token_scale is None:
+        invariant.attention(q, cache, batch, head_dim**-0.5, window)
 
 
 def rotate_and_write(head_dim: int, cache_dtype: torch.dtype, scaled: bool = False) -> None:
@@ -98,6 +102,17 @@ def rotate_and_write(head_dim: int, cache_dtype: torch.dtype, scaled: bool = Fal
     norm = QKNorm(meta(head_dim, dtype=BF16), meta(head_dim, dtype=BF16), 1e-6)
     for one in (None, norm):
         BACKEND.rope_and_write_kv(q, k, v, position, table, cache, position, one)
+
+
+def read_and_write_int8() -> None:
+    """Launch the kernels of an int8 KV cache."""
+    for dtype in (BF16, torch.float16):
+        for head_dim in (64, 128):
+            attend(head_dim, rows=1024, cache_dtype=torch.int8, dtype=dtype)
+            attend(head_dim, rows=4, max_kv=8192, cache_dtype=torch.int8, dtype=dtype)
+            attend(head_dim, rows=2048, chunks=(16, 512), groups=8, cache_dtype=torch.int8, dtype=dtype)
+    attend(64, rows=2048, chunks=(1, 64), max_kv=8192, groups=8, window=4096, cache_dtype=torch.int8)
+    rotate_and_write(128, torch.int8)
 
 
 def multiply(tokens: int) -> None:
@@ -216,6 +231,7 @@ def launch_all() -> None:
     for head_dim, cache_dtype in ((64, FP8), (128, BF16)):
         rotate_and_write(head_dim, cache_dtype)
     rotate_and_write(64, FP8, scaled=True)
+    read_and_write_int8()
     for tokens in (1, 64):
         multiply(tokens)
     for tokens in (1, 16, 64, 1024):
@@ -269,9 +285,8 @@ def launched_in_sources() -> Iterator[Any]:
 LAUNCHED = {name_of(kernel): kernel for kernel in launched_in_sources()}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Any]]:
-    """Return, by kernel, what each launch of `launch_all` compiled, or the error that it raised."""
+def compile_for(capability: int, launch: Callable[[], None], cache: Path) -> Mapping[str, list[Any]]:
+    """Return, by kernel, what each launch compiled for GPUs of a compute capability, or the error that it raised."""
     results: dict[str, list[Any]] = defaultdict(list)
     run = JITFunction.run
 
@@ -281,19 +296,32 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Any]
         except Exception as error:
             results[name_of(kernel)].append(error)
 
-    # Triton keeps compiled kernels by device; no real device has the number -1.
+    # Triton keeps compiled kernels by device; no real device has a negative number.
     driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: -1,
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: -capability,
         get_current_stream=lambda device: 0,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
         patch.setattr(triton.runtime.driver, "_active", driver)
         patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(launch_config, "supports_pdl", lambda device: True)
-        launch_all()
+        patch.setattr(launch_config, "supports_pdl", lambda device: capability >= 90)
+        launch()
     return dict(results)
+
+
+def check(results: list[Any], target: str) -> None:
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        assert f".target {target}" in result.asm["ptx"]
+        assert result.asm["cubin"].startswith(b"\x7fELF")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Any]]:
+    return compile_for(90, launch_all, tmp_path_factory.mktemp("triton"))
 
 
 def test_every_launched_kernel_has_a_case(compiled: Mapping[str, list[Any]]) -> None:
@@ -302,11 +330,12 @@ def test_every_launched_kernel_has_a_case(compiled: Mapping[str, list[Any]]) -> 
 
 @pytest.mark.parametrize("kernel", LAUNCHED)
 def test_kernel_compiles_for_sm_90(kernel: str, compiled: Mapping[str, list[Any]]) -> None:
-    for result in compiled[kernel]:
-        if isinstance(result, Exception):
-            raise result
-        assert ".target sm_90a" in result.asm["ptx"]
-        assert result.asm["cubin"].startswith(b"\x7fELF")
+    check(compiled[kernel], "sm_90a")
+
+
+def test_kernels_of_an_int8_cache_compile_for_gpus_without_float8(tmp_path: Path) -> None:
+    for results in compile_for(80, read_and_write_int8, tmp_path).values():
+        check(results, "sm_80")
 
 
 @pytest.mark.parametrize("kernel", LAUNCHED)

@@ -65,6 +65,7 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "SlotColumns",
         "YarnScaling",
         "choose",
+        "kv_position_bytes",
         "log_sum_exp",
         "merge_states",
         "pack_columns",

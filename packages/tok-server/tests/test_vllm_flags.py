@@ -43,11 +43,12 @@ def test_name_of_vllm_has_the_effect_of_the_flag(name: str, flag: str) -> None:
 def test_names_of_vllm_reach_engine_and_server() -> None:
     sizes = "--tensor-parallel-size 2 --max-num-seqs 8 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5"
     words = "-q awq_marlin --enforce-eager --dtype half --generation-config vllm --load-format safetensors"
+    words += " --kv-cache-dtype int8_per_token_head"
     options = parse(*shlex.split(f"{sizes} {words} --tool-call-parser llama3_json --served-model-name a b"))
     config, settings = engine_config(options), server_settings(options)
     assert (config.tp, config.max_running, config.max_step_tokens, config.gpu_memory_fraction) == (2, 8, 64, 0.5)
     assert (config.cuda_graphs, config.dtype, config.generation_config) == (False, "float16", "none")
-    assert config.quantization == "awq"
+    assert (config.quantization, config.kv_cache_dtype) == ("awq", "int8")
     assert (config.load_format, settings.formats.tool_calls, settings.model_names) == ("auto", "llama3", ("a", "b"))
 
 

@@ -13,7 +13,7 @@ from tok_core.errors import InvalidField
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_unscaled", "unquantized"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_unscaled", "int8", "unquantized"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8", "int8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq"]
 GenerationConfig = Literal["auto", "none"]
@@ -58,8 +58,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          may change what the model computes; None: ignore none
     kv_cache_dtype       dtype of cached keys and values. fp8 and fp8_e4m3: one byte a number, with a scale for each
                          layer and head: the checkpoint's, or as measured at the start. fp8_unscaled: without scales,
-                         clamped to ±448. The loss of accuracy is measured at the start and logged. unquantized: as
-                         dtype. auto: fp8 if the checkpoint has scales (kv_cache_scheme), else unquantized
+                         clamped to ±448. int8: one byte a number, with a scale for each token, layer and head, also on
+                         GPUs without float8; Triton computes the attention. The loss of accuracy is measured at the
+                         start and logged. unquantized: as dtype. auto: fp8 if the checkpoint has scales
+                         (kv_cache_scheme), else unquantized
     page_size            tokens in a page of the KV cache, a power of two
     kv_cache_tokens      positions in the KV cache; None: as many as fit in memory
     gpu_memory_fraction  share of the GPU's memory for weights, cache and activations together

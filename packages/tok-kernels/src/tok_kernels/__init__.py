@@ -21,6 +21,7 @@ from tok_kernels.batch import (
     Sampled,
     SamplingBatch,
     Shards,
+    kv_position_bytes,
 )
 from tok_kernels.collectives.exchange import Exchange
 from tok_kernels.linear.quantized_weights import (
@@ -80,6 +81,7 @@ __all__ = [
     "SlotColumns",
     "YarnScaling",
     "choose",
+    "kv_position_bytes",
     "log_sum_exp",
     "merge_states",
     "pack_columns",

@@ -25,35 +25,60 @@ from tok_kernels.collectives.exchange import Exchange
 class LayerCache:
     """One layer's keys and values: `k` and `v` are `[pages, page_size, K, D]`.
 
-    The dtype is float32, bfloat16, float16 or float8_e4m3fn. Values written as float8_e4m3fn are clamped to ±448, its
-    range, and rounded to nearest, ties to even; NaN stays NaN.
+    The dtype is float32, bfloat16, float16, float8_e4m3fn or int8. Values written as float8_e4m3fn are clamped to ±448,
+    its range, and rounded to nearest, ties to even; NaN stays NaN.
 
     With `k_scale` and `v_scale`, float32 `[K]`, the cache holds quotients: each key divided by its head's k_scale, and
     each value by its head's v_scale. `Backend.rope_and_write_kv` multiplies queries by k_scale, so that their products
     with the quotients are the scores. `Backend.attention` multiplies its result by v_scale. From 2⁻⁶ to 448 the spacing
     of float8_e4m3fn is 1/16 to 1/8 of the number itself; scales move the numbers of a head into that range.
 
-    Raises ValueError for one scale without the other, and for scales of another shape or dtype.
+    An int8 cache has `k_token_scale` and `v_token_scale` instead, float32 `[pages, K, page_size]` and contiguous: a
+    scale for each position and head, 1/127 of the largest number there. `Backend.write_kv` writes them along with the
+    quotients, rounded to nearest, ties to even. NaN or an infinity makes the scale NaN, and so the whole head. For
+    example, 0.5, -2 and 1.27 are stored as 32, -127 and 81 with the scale 2 / 127.
+
+    Raises ValueError for one scale without the other, for scales of another shape or dtype, and for an int8 cache
+    without scales of positions.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_token_scale: Tensor | None = None
+    v_token_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if (self.k_scale is None) != (self.v_scale is None):
-            raise ValueError("one of k_scale and v_scale is None; allowed: both or neither")
-        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if scale is not None and (scale.shape != self.k.shape[2:3] or scale.dtype != torch.float32):
-                raise ValueError(
-                    f"{name} is {scale.dtype} {tuple(scale.shape)}; allowed: float32 {tuple(self.k.shape[2:3])}"
-                )
+        pages, page_size, heads, _ = self.k.shape
+        for kind, shape in (("scale", (heads,)), ("token_scale", (pages, heads, page_size))):
+            scales = {name: getattr(self, name) for name in (f"k_{kind}", f"v_{kind}")}
+            if len({scale is None for scale in scales.values()}) == 2:
+                raise ValueError(f"one of {' and '.join(scales)} is None; allowed: both or neither")
+            for name, scale in scales.items():
+                if scale is not None and (scale.shape != shape or scale.dtype != torch.float32):
+                    raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; allowed: float32 {shape}")
+        integers, of_heads, of_tokens = (
+            self.k.dtype == torch.int8,
+            self.k_scale is not None,
+            self.k_token_scale is not None,
+        )
+        if of_tokens != integers or (integers and of_heads):
+            raise ValueError(
+                f"the cache is {self.k.dtype}; allowed: int8 with k_token_scale and v_token_scale only, other dtypes "
+                "without them"
+            )
 
     @property
     def page_size(self) -> int:
         """Number of positions that a page holds."""
         return self.k.shape[1]
+
+
+def kv_position_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a position's keys and values in a `LayerCache`, with the scales of an int8 cache."""
+    scale = torch.float32.itemsize if dtype == torch.int8 else 0
+    return 2 * kv_heads * (head_dim * dtype.itemsize + scale)
 
 
 @dataclass(frozen=True, slots=True)

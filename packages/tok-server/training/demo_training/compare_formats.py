@@ -30,6 +30,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     INT4: {},
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
     "fp8 KV cache without scales": {"kv_cache_dtype": "fp8_unscaled"},
+    "int8 KV cache": {"kv_cache_dtype": "int8"},
 }
 MAX_TOKENS = 200  # of an answer
 SCORED = 8  # answers of each problem from which the divergence is estimated

@@ -16,14 +16,14 @@ from tok_core.messages import NewSlots, StepInput
 from tok_core.model_config import ModelConfig
 from tok_core.sampling_params import DEVICE_COLUMNS
 from tok_core.worker.memory_region import MemoryRegion
-from tok_kernels import LayerCache, SlotColumns
+from tok_kernels import LayerCache, SlotColumns, kv_position_bytes
 
 MAX_COPY_BYTES = 32 << 20  # gathered at once to copy pages, but at least one position of each page
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one position in the cache of all layers, its token id included."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize + 8
+    return model.num_layers * kv_position_bytes(model.num_kv_heads, model.head_dim, dtype) + 8
 
 
 def page_table_bytes(slots: int, max_len: int, page_size: int) -> int:
@@ -36,7 +36,8 @@ class WorkerState:
 
     `columns` have S = `slots` + 1 entries: the last slot never holds a sequence and stands for padding rows. Likewise
     no sequence owns the last page of the cache: padding rows and ended slots write there. `scales` are those of cached
-    keys and values, float32 `[layers, 2, K]`; None: the cache holds them as they are. `processed_logprobs` is
+    keys and values, float32 `[layers, 2, K]`; None: the cache holds them as they are. An int8 cache has a scale for
+    each position in `token_scales`, float32 `[layers, 2, pages, K, page_size]`. `processed_logprobs` is
     `SamplingBatch.processed` of every step. `memory` is that of the KV cache; None: PyTorch's.
     """
 
@@ -59,10 +60,14 @@ class WorkerState:
         self.slots = slots
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (model.num_layers, 2, num_pages + 1, page_size, model.num_kv_heads, model.head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device) if memory is None else memory.zeros(shape, dtype)
-        of_layers = [(None, None)] * model.num_layers if scales is None else scales
-        self.caches = [LayerCache(*kv, *of_layer) for kv, of_layer in zip(self.kv, of_layers, strict=True)]
+        layers, heads = (model.num_layers, 2, num_pages + 1), model.num_kv_heads
+        self.kv = self._cache((*layers, page_size, heads, model.head_dim), dtype, memory)
+        self.token_scales = None
+        if dtype == torch.int8:
+            self.token_scales = self._cache((*layers, heads, page_size), torch.float32, memory)
+        none = [(None, None)] * model.num_layers
+        of_heads, of_tokens = (none if one is None else one for one in (scales, self.token_scales))
+        self.caches = [LayerCache(*kv, *h, *t) for kv, h, t in zip(self.kv, of_heads, of_tokens, strict=True)]
         self.columns = SlotColumns(
             last_token=self._column(torch.int64),
             length=self._column(torch.int64),
@@ -89,6 +94,9 @@ class WorkerState:
     def max_len(self) -> int:
         """Return how many positions the page table of a slot covers."""
         return self.columns.page_table.shape[1] * self.page_size
+
+    def _cache(self, shape: tuple[int, ...], dtype: torch.dtype, memory: MemoryRegion | None) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device) if memory is None else memory.zeros(shape, dtype)
 
     def _column(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.slots + 1, dtype=dtype, device=self.device)
@@ -121,6 +129,8 @@ class WorkerState:
             for start in range(0, self.page_size, together):
                 positions = slice(start, start + together)
                 layer[:, target, positions] = layer[:, source, positions]
+        for scales in () if self.token_scales is None else self.token_scales:
+            scales[:, target] = scales[:, source]
         tokens = self.columns.token_of.view(-1, self.page_size)
         tokens[target] = tokens[source]
 

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tok_kernels.batch import AttentionBatch, LayerCache
+from tok_kernels.batch import AttentionBatch, LayerCache, kv_position_bytes
 
 Phase = Literal["prefill", "decode", "cascade"]
 
@@ -58,6 +58,11 @@ class AttentionShape:
     def group(self) -> int:
         """Number of query heads that share a key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of a position's keys and values in the cache of one layer, with the scales of an int8 cache."""
+        return kv_position_bytes(self.kv_heads, self.head_dim, self.cache_dtype)
 
     @property
     def scale(self) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tok_kernels.attention.reference import gather_heads
+from tok_kernels.attention.reference import gather_kv
 from tok_kernels.batch import AttentionBatch, LayerCache
 
 KEYS = 64
@@ -105,7 +105,7 @@ def _attend(q_XKMD: Tensor, cache: LayerCache, page_table: Tensor, tiles: _Tiles
         position = block * KEYS + torch.arange(KEYS)
         part = tiles[some]
         row = _cache_rows(page_table, part.slot, position, begin[some], last[some], cache.page_size)
-        k, v = (gather_heads(pages, row).float().flatten(0, 1) for pages in (cache.k, cache.v))
+        k, v = (x.flatten(0, 1) for x in gather_kv(cache, row))
         seen = (position >= part.first.unsqueeze(-1)) & (position < part.limit.unsqueeze(-1))
         hidden = ~seen.repeat_interleave(group, dim=1).unsqueeze(1)
         score = torch.bmm(q_XKMD[some].flatten(0, 1), k.transpose(-1, -2))

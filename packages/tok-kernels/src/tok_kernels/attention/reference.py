@@ -59,7 +59,7 @@ def _attend_piece(
     if piece.first_NQ is not None:
         seen_NQL &= position.unsqueeze(1) >= piece.first_NQ.unsqueeze(-1)
     q_NQHD = q_THD[piece.token_NQ.clamp(max=q_THD.shape[0] - 1)].float() * scale
-    return _dense(q_NQHD, gather_heads(cache.k, row).float(), gather_heads(cache.v, row).float(), seen_NQL)
+    return _dense(q_NQHD, *gather_kv(cache, row), seen_NQL)
 
 
 def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size: int) -> Tensor:
@@ -74,7 +74,21 @@ def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size
     return (page * page_size + position % page_size).clamp(min=0)
 
 
-def gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
+def gather_kv(cache: LayerCache, row_NL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of the given cache rows, float32 `[N, K, L, D]`, times their scales of positions, if any.
+
+    The scales of heads, if any, are not applied.
+    """
+    k_NKLD, v_NKLD = (_gather_heads(pages, row_NL).float() for pages in (cache.k, cache.v))
+    if cache.k_token_scale is None or cache.v_token_scale is None:
+        return k_NKLD, v_NKLD
+    page_NL, offset_NL = row_NL // cache.page_size, row_NL % cache.page_size
+    for x_NKLD, scale_PKS in ((k_NKLD, cache.k_token_scale), (v_NKLD, cache.v_token_scale)):
+        x_NKLD *= scale_PKS[page_NL, :, offset_NL].transpose(1, 2).unsqueeze(-1)
+    return k_NKLD, v_NKLD
+
+
+def _gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
     """Return the given rows of one layer's keys or values, `[N, L] -> [N, K, L, D]`, contiguous.
 
     The head is part of the index, so one gather yields the layout that the batched matmul needs. Rows of float8 are

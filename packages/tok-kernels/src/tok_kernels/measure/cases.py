@@ -134,8 +134,7 @@ def attention_floor(problem: AttentionProblem, shape: AttentionShape) -> tuple[i
     keys = step.groups * step.prefix + step.rows * step.own + sum(new + cached for new, cached in step.chunks)
     pairs = step.rows * (step.own + (step.prefix if step.groups else 0))
     pairs += sum(new * cached + new * (new + 1) // 2 for new, cached in step.chunks)
-    key_bytes = 2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
-    return keys * key_bytes + 2 * problem.q.nbytes, 4 * pairs * shape.heads * shape.head_dim
+    return keys * shape.position_bytes + 2 * problem.q.nbytes, 4 * pairs * shape.heads * shape.head_dim
 
 
 def _sampling(backend: Backend, model: ModelShape, device: torch.device, rows: int, temperature: float) -> Case:
@@ -302,7 +301,7 @@ def _rope(backend: Backend, shape: AttentionShape, device: torch.device, tokens:
     table = rope_table(size, tokens, 10000.0).to(device)
     index = torch.randperm(tokens, device=device)
     position = torch.arange(tokens, device=device)
-    moved = qkv.nbytes + q.numel() * shape.dtype.itemsize + 2 * k.numel() * shape.cache_dtype.itemsize
+    moved = qkv.nbytes + q.numel() * shape.dtype.itemsize + tokens * shape.position_bytes
     return Case(
         "rope_and_write_kv",
         _size(qkv),
@@ -323,12 +322,13 @@ def _page_copy(shape: AttentionShape, device: torch.device, tokens: int) -> Case
     source, target = torch.randperm(2 * pages, device=device).view(2, pages)
     # Not every operation supports 8-bit floats.
     parts = [part.view(torch.uint8) if part.itemsize == 1 else part for part in (cache.k, cache.v)]
+    parts += [scale for scale in (cache.k_token_scale, cache.v_token_scale) if scale is not None]
 
     def run() -> None:
         for part in parts:
             part[target] = part[source]
 
-    return Case("copy of pages", f"{pages} pages", run, cache.k.nbytes + cache.v.nbytes)
+    return Case("copy of pages", f"{pages} pages", run, sum(part.nbytes for part in parts))
 
 
 def layer_gemms(model: ModelShape) -> tuple[tuple[int, int], ...]:
@@ -378,7 +378,8 @@ def _weight(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device)
 
 def _empty_cache(shape: AttentionShape, pages: int, device: torch.device) -> LayerCache:
     size = (2, pages, shape.page_size, shape.kv_heads, shape.head_dim)
-    return new_cache(*torch.zeros(size, dtype=shape.cache_dtype, device=device))
+    k, v = torch.zeros(size, dtype=shape.dtype, device=device)
+    return new_cache(k, v, shape.cache_dtype)
 
 
 def _size(x: Tensor) -> str:

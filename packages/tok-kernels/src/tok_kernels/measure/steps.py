@@ -11,6 +11,8 @@ from torch import Tensor
 from tok_kernels.attention.interface import AttentionShape, Phase
 from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLengths, HostLevel, LayerCache
 
+_INTEGERS_PER_ONE = 32.0  # of an int8 cache
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
@@ -129,7 +131,7 @@ def _pool(
     device = source.device
     sequences, shared = step.rows + len(step.chunks), _shared_pages(step, shape.page_size)
     own = -(-step.lengths[1] // shape.page_size) - shared
-    page_bytes = 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+    page_bytes = shape.page_size * shape.position_bytes
     used = step.groups * shared + sequences * own
     pages = max(min(pool_bytes // page_bytes, used), shared + own)
     size = (pages, shape.page_size, shape.kv_heads, shape.head_dim)
@@ -138,14 +140,15 @@ def _pool(
     group = torch.arange(sequences, device=device) // max(step.rows // max(step.groups, 1), 1)
     shared_page = group.unsqueeze(1) * shared + torch.arange(shared, device=device)
     order = torch.randperm(pages, generator=source, device=device, dtype=torch.int32)
-    return new_cache(k.to(shape.cache_dtype), v.to(shape.cache_dtype)), order[
-        torch.cat((shared_page, own_page), 1) % pages
-    ]
+    return new_cache(k, v, shape.cache_dtype), order[torch.cat((shared_page, own_page), 1) % pages]
 
 
-def new_cache(k: Tensor, v: Tensor) -> LayerCache:
-    """Return the cache as kernels meet it: with scales if it holds 8-bit numbers."""
-    if k.itemsize > 1:
-        return LayerCache(k, v)
-    ones = torch.ones(k.shape[2], dtype=torch.float32, device=k.device)
-    return LayerCache(k, v, ones, ones)
+def new_cache(k: Tensor, v: Tensor, dtype: torch.dtype) -> LayerCache:
+    """Return a cache of keys and values up to about 4 as kernels meet it: with scales if `dtype` has 8 bits."""
+    pages, page_size, heads, _ = k.shape
+    if dtype == torch.int8:
+        k, v = ((x * _INTEGERS_PER_ONE).clamp_(-127, 127).to(dtype) for x in (k, v))
+        scale = torch.full((2, pages, heads, page_size), 1 / _INTEGERS_PER_ONE, device=k.device)
+        return LayerCache(k, v, k_token_scale=scale[0], v_token_scale=scale[1])
+    ones = torch.ones(heads, dtype=torch.float32, device=k.device)
+    return LayerCache(k.to(dtype), v.to(dtype), *(() if dtype.itemsize > 1 else (ones, ones)))

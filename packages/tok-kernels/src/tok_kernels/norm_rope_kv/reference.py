@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from tok_kernels.batch import LayerCache, QKNorm
 
+INT8_MAX = 127.0
+SMALLEST_SCALED = 1e-30  # a head whose largest number is below is stored as zeros: 127 divided by it may be infinite
+
 
 def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """Compute `Backend.rms_norm`."""
@@ -58,13 +61,19 @@ def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
     """Compute `Backend.write_kv`."""
-    _store(cache.k, index_T, k_TKD, cache.k_scale)
-    _store(cache.v, index_T, v_TKD, cache.v_scale)
+    _store(cache.k, index_T, k_TKD, cache.k_scale, cache.k_token_scale)
+    _store(cache.v, index_T, v_TKD, cache.v_scale, cache.v_token_scale)
 
 
-def _store(pages: Tensor, index_T: Tensor, x_TKD: Tensor, scale_K: Tensor | None) -> None:
+def _store(
+    pages: Tensor, index_T: Tensor, x_TKD: Tensor, scale_K: Tensor | None, token_scale_PKS: Tensor | None
+) -> None:
     # A view, because `reshape` may copy, and the write would be lost.
     rows = pages.view(-1, *pages.shape[2:])
+    if token_scale_PKS is not None:
+        x_TKD, scale_TK = _round_tokens(x_TKD.float())
+        page_size = pages.shape[1]
+        token_scale_PKS[index_T // page_size, :, index_T % page_size] = scale_TK
     if scale_K is not None:
         x_TKD = x_TKD.float() / scale_K.unsqueeze(-1)
     if pages.dtype != torch.float8_e4m3fn:
@@ -74,3 +83,10 @@ def _store(pages: Tensor, index_T: Tensor, x_TKD: Tensor, scale_K: Tensor | None
     rounded = x_TKD.float().clamp(-largest, largest).to(pages.dtype)
     # torch's `index_copy_` does not support float8, so rows are copied as bytes.
     rows.view(torch.uint8).index_copy_(0, index_T, rounded.view(torch.uint8))
+
+
+def _round_tokens(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers up to ±127, and the scales `[T, K]` by which they are multiplied to get x."""
+    largest_TK = x_TKD.abs().amax(-1) + (x_TKD * 0.0).sum(-1)  # NaN if any number is not finite
+    factor_TK = torch.where(largest_TK > SMALLEST_SCALED, INT8_MAX / largest_TK, 0.0)
+    return (x_TKD * factor_TK.unsqueeze(-1)).nan_to_num(0.0).round(), largest_TK / INT8_MAX

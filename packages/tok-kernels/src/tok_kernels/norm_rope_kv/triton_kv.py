@@ -8,8 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tok_kernels.batch import LayerCache
+from tok_kernels.norm_rope_kv.reference import INT8_MAX, SMALLEST_SCALED
 
 _FP8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn number
+_INT8_MAX, _SMALLEST_SCALED = tl.constexpr(INT8_MAX), tl.constexpr(SMALLEST_SCALED)
+_INTEGERS = tl.constexpr(1.5 * 2**23)  # float32 numbers near this one are integers
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
@@ -27,7 +30,8 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -
     _write_kv_kernel[(tokens,)](
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
-        *(index_T.contiguous(), heads, size, cache.k_scale, cache.v_scale),
+        *(index_T.contiguous(), heads, size, cache.k_scale, cache.v_scale, *token_scales(cache)),
+        PAGE=cache.page_size,
         **padded,
         num_warps=min(max(padded["HEADS"] * padded["SIZE"] // 512, 1), 8),
     )
@@ -43,6 +47,14 @@ def cache_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise ValueError(f"the cache's last axis has strides {k.stride(-1)} and {v.stride(-1)}; allowed: 1")
     return k, v
+
+
+def token_scales(cache: LayerCache) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of positions, if any. Raises ValueError if they are not contiguous."""
+    scales = cache.k_token_scale, cache.v_token_scale
+    if not all(scale is None or scale.is_contiguous() for scale in scales):
+        raise ValueError("k_token_scale or v_token_scale is not contiguous; allowed: contiguous tensors")
+    return scales
 
 
 def dense_heads(x_THD: Tensor) -> Tensor:
@@ -69,14 +81,23 @@ def _write_kv_kernel(
     size: tl.tensor,
     k_scale: tl.tensor | None,
     v_scale: tl.tensor | None,
+    k_token_scale: tl.tensor | None,
+    v_token_scale: tl.tensor | None,
+    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
     """Copy the key and value of one token."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(index + token).to(tl.int64)
-    copy_heads(k + token * k_token, k_head, k_rows + row * k_rows_row, k_rows_head, heads, size, k_scale, HEADS, SIZE)
-    copy_heads(v + token * v_token, v_head, v_rows + row * v_rows_row, v_rows_head, heads, size, v_scale, HEADS, SIZE)
+    copy_heads(
+        *(k + token * k_token, k_head, k_rows + row * k_rows_row, k_rows_head, heads, size, k_scale),
+        *(k_token_scale, row, PAGE, HEADS, SIZE),
+    )
+    copy_heads(
+        *(v + token * v_token, v_head, v_rows + row * v_rows_row, v_rows_head, heads, size, v_scale),
+        *(v_token_scale, row, PAGE, HEADS, SIZE),
+    )
 
 
 @triton.jit
@@ -88,21 +109,62 @@ def copy_heads(
     heads: tl.tensor,
     size: tl.tensor,
     scale: tl.tensor | None,
+    token_scale: tl.tensor | None,
+    row: tl.tensor,
+    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Copy the heads of one token, `[heads, size]`, divided by their scales, if any, and cast by `cast_to_target`."""
+    """Copy the heads of one token, `[heads, size]`, divided by their scales, if any, and cast by `cast_to_target`.
+
+    With `token_scale`, a cache's scales of positions, they are divided by scales that are found here, and stored for
+    cache row `row`.
+    """
     head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (head < heads) & (entry < size)
     value = tl.load(source + head * source_head + entry, mask=inside)
     if scale is not None:
         value = value.to(tl.float32) * tl.div_rn(1.0, tl.load(scale + head, mask=head < heads, other=1.0))
+    if token_scale is not None:
+        value = tl.where(inside, value.to(tl.float32), 0.0)
+        value *= store_scales(largest_of(value), token_scale, row, heads, PAGE, HEADS)[:, None]
     tl.store(target + head * target_head + entry, cast_to_target(value, target), mask=inside)
 
 
 @triton.jit
+def largest_of(value: tl.tensor) -> tl.tensor:
+    """Return the largest absolute number of each row; NaN if a number of the row is not finite."""
+    return tl.max(tl.abs(value), 1) + tl.sum(value * 0.0, 1)
+
+
+@triton.jit
+def store_scales(
+    largest: tl.tensor,
+    token_scale: tl.tensor,
+    row: tl.tensor,
+    heads: tl.tensor,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> tl.tensor:
+    """Store the scales of a cache row's heads, by which their largest numbers become 127, and return 1 / scale.
+
+    Heads of zeros, or of numbers that are not finite, get 0.
+    """
+    head = tl.arange(0, HEADS)
+    at = (row // PAGE * heads + head) * PAGE + row % PAGE
+    tl.store(token_scale + at, tl.div_rn(largest, _INT8_MAX), mask=head < heads)
+    divisor = tl.where(largest > _SMALLEST_SCALED, largest, 1.0)
+    return tl.where(largest > _SMALLEST_SCALED, tl.div_rn(_INT8_MAX, divisor), 0.0)
+
+
+@triton.jit
 def cast_to_target(value: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """Return the value in the dtype that `target` points to; values cast to float8_e4m3fn are clamped to its range."""
+    """Return the value in the dtype that `target` points to.
+
+    Values cast to float8_e4m3fn are clamped to its range; values cast to int8 are within it, and rounded to nearest.
+    """
+    if target.dtype.element_ty == tl.int8:
+        value = (value + _INTEGERS) - _INTEGERS
     if target.dtype.element_ty == tl.float8e4nv:
         value = value.to(tl.float32)
         value = tl.where(value > _FP8_MAX, _FP8_MAX, tl.where(value < -_FP8_MAX, -_FP8_MAX, value))  # NaN stays NaN

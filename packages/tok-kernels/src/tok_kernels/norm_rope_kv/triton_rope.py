@@ -11,7 +11,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.batch import LayerCache, QKNorm
 from tok_kernels.launch_config import pdl_options
-from tok_kernels.norm_rope_kv.triton_kv import cache_rows, cast_to_target, copy_heads, dense_heads
+from tok_kernels.norm_rope_kv.triton_kv import (
+    cache_rows,
+    cast_to_target,
+    copy_heads,
+    dense_heads,
+    largest_of,
+    store_scales,
+    token_scales,
+)
 
 
 def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,8 +73,9 @@ def rope_and_write_kv(
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), k.shape[1]),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
         *(position_T.contiguous(), table, index_T.contiguous(), q_THD.shape[2] // 2),
-        *(q_weight, k_weight, norm.eps if norm else 0.0, cache.k_scale, cache.v_scale),
+        *(q_weight, k_weight, norm.eps if norm else 0.0, cache.k_scale, cache.v_scale, *token_scales(cache)),
         **_launch(q_THD, k),
+        PAGE=cache.page_size,
         NORM=norm is not None,
         **pdl_options(q_THD.device),
     )
@@ -124,8 +133,12 @@ def _rope_kernel(
     q += token * q_token
     k += token * k_token
     to_q, to_k = rotated_q + token * rotated_q_token, rotated_k + token * rotated_k_token
-    _rotate(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q, 0.0, None, 1, Q_HEADS, HALF, False, False)
-    _rotate(k, k_head, to_k, rotated_k_head, k_heads, angle, half, k, 0.0, None, 1, K_HEADS, HALF, False, False)
+    _rotate(
+        q, q_head, to_q, rotated_q_head, q_heads, angle, half, q, 0.0, None, 1, None, 0, 1, Q_HEADS, HALF, False, False
+    )
+    _rotate(
+        k, k_head, to_k, rotated_k_head, k_heads, angle, half, k, 0.0, None, 1, None, 0, 1, K_HEADS, HALF, False, False
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["position", "index"])
@@ -159,10 +172,13 @@ def _rope_and_write_kv_kernel(
     eps: tl.tensor,
     k_scale: tl.tensor | None,
     v_scale: tl.tensor | None,
+    k_token_scale: tl.tensor | None,
+    v_token_scale: tl.tensor | None,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Rotate the queries and keys of one token, and write its key and value to the cache."""
@@ -178,11 +194,16 @@ def _rope_and_write_kv_kernel(
     to_q = rotated_q + token * rotated_q_token
     _rotate(
         *(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q_weight, eps, k_scale, q_heads // k_heads),
-        *(Q_HEADS, HALF, NORM, False),
+        *(None, row, PAGE, Q_HEADS, HALF, NORM, False),
     )
-    to_k = k_rows + row * k_rows_row
-    _rotate(k, k_head, to_k, k_rows_head, k_heads, angle, half, k_weight, eps, k_scale, 1, K_HEADS, HALF, NORM, True)
-    copy_heads(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, v_scale, K_HEADS, HALF * 2)
+    _rotate(
+        *(k, k_head, k_rows + row * k_rows_row, k_rows_head, k_heads, angle, half, k_weight, eps, k_scale, 1),
+        *(k_token_scale, row, PAGE, K_HEADS, HALF, NORM, True),
+    )
+    copy_heads(
+        *(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, v_scale),
+        *(v_token_scale, row, PAGE, K_HEADS, HALF * 2),
+    )
 
 
 @triton.jit
@@ -198,6 +219,9 @@ def _rotate(
     eps: tl.tensor,
     k_scale: tl.tensor | None,
     group: tl.tensor,
+    token_scale: tl.tensor | None,
+    row: tl.tensor,
+    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
@@ -206,7 +230,8 @@ def _rotate(
     """Rotate the heads of one token; with NORM, after the norm of each head.
 
     `angle` points to the token's `half` cosines, followed by its sines. With `k_scale`, the result is multiplied by
-    `k_scale[head // group]`, or with DIVIDE divided by it.
+    `k_scale[head // group]`, or with DIVIDE divided by it. With `token_scale`, it is divided by scales of its heads
+    that are found here, and stored there for cache row `row`.
     """
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (pair < half)
@@ -226,5 +251,12 @@ def _rotate(
             factor = tl.div_rn(1.0, factor)
         first, second = first * factor, second * factor
     to = target + head * target_head + pair
-    tl.store(to, cast_to_target(first * cos - second * sin, target), mask=inside)
-    tl.store(to + half, cast_to_target(second * cos + first * sin, target), mask=inside)
+    if token_scale is not None:
+        rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
+        largest = tl.maximum(largest_of(rotated_first), largest_of(rotated_second), propagate_nan=tl.PropagateNan.ALL)
+        factor = store_scales(largest, token_scale, row, heads, PAGE, HEADS)[:, None]
+        tl.store(to, cast_to_target(rotated_first * factor, target), mask=inside)
+        tl.store(to + half, cast_to_target(rotated_second * factor, target), mask=inside)
+    else:
+        tl.store(to, cast_to_target(first * cos - second * sin, target), mask=inside)
+        tl.store(to + half, cast_to_target(second * cos + first * sin, target), mask=inside)

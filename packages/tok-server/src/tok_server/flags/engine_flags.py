@@ -65,8 +65,8 @@ ENGINE_TEXTS = {
     "kv_cache_dtype": (
         "",
         "dtype of the KV cache; fp8: one byte per element, with scales of the checkpoint or measured at the start; "
-        "fp8_unscaled: without scales; unquantized: that of --dtype; auto: fp8 if the checkpoint has scales, else "
-        "unquantized",
+        "fp8_unscaled: without scales; int8: one byte per element, with scales of each token; unquantized: that of "
+        "--dtype; auto: fp8 if the checkpoint has scales, else unquantized",
     ),
     "page_size": ("N", "tokens per page of the KV cache, a power of two"),
     "kv_cache_tokens": ("N", "capacity of the KV cache in tokens (default: as many as fit in memory)"),

@@ -73,6 +73,7 @@ SPELLINGS = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto"},
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
+    "kv_cache_dtype": {"int8_per_token_head": "int8"},
     "generation_config": {"vllm": "none"},
     "tool_call_parser": {"llama3_json": "llama3"},
 }

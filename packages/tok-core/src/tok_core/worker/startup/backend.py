@@ -47,13 +47,13 @@ def choose_cache_dtype(requested: str, dtype: torch.dtype, quantization: Quantiz
     """Return the dtype of cached keys and values; `auto` is float8_e4m3fn if the checkpoint has scales for it."""
     if requested == "unquantized" or (requested == "auto" and quantization.kv_scales is None):
         return dtype
-    return torch.float8_e4m3fn
+    return torch.int8 if requested == "int8" else torch.float8_e4m3fn
 
 
 def require_float8(requested: str, device: torch.device) -> None:
-    """Raise InvalidField if a GPU cannot convert float8, and hence its kernels cannot read an 8-bit KV cache."""
+    """Raise InvalidField if a GPU cannot convert float8, and hence its kernels cannot read a float8 KV cache."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
-        raise InvalidField("kv_cache_dtype", requested, f"unquantized on {device}, which cannot convert float8")
+        raise InvalidField("kv_cache_dtype", requested, f"int8, unquantized on {device}, which cannot convert float8")
 
 
 def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:

@@ -92,8 +92,11 @@ class CacheTrial:
 def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, str]:
     """Return the scales of an 8-bit cache, float32 `[layers, 2, K]`, and in words where they come from.
 
-    They are the checkpoint's, if it has any, else calibrated on the model. None if `requested` rules them out.
+    They are the checkpoint's, if it has any, else calibrated on the model. None if `requested` rules them out, or if
+    scales are found for each token.
     """
+    if requested == "int8":
+        return None, "with a scale for each token and head"
     if requested == "fp8_unscaled":
         return None, "without scales"
     stored = trial.model.kv_scales()
@@ -120,7 +123,7 @@ def calibrated(kv: Tensor) -> Tensor:
 def report_cache_error(trial: CacheTrial, cache_dtype: torch.dtype, scales: Tensor | None, origin: str) -> None:
     """Log how log-probabilities of random tokens differ between caches of `cache_dtype` and of the model's dtype.
 
-    A cache without scales gets a warning. Rank 0 of the last stage logs.
+    A float8 cache without scales gets a warning. Rank 0 of the last stage logs.
     """
     tokens, exact_dtype = trial.tokens(MAX_SCORED_TOKENS, seed=0), trial.model.dtype
     (_, exact), (_, found) = trial.run(tokens, exact_dtype), trial.run(tokens, cache_dtype, scales)
@@ -128,7 +131,7 @@ def report_cache_error(trial: CacheTrial, cache_dtype: torch.dtype, scales: Tens
         return
     error = np.abs(_joined(found, "logprob") - _joined(exact, "logprob"))
     log.log(
-        logging.WARNING if scales is None else logging.INFO,
+        logging.WARNING if scales is None and cache_dtype.is_floating_point else logging.INFO,
         "the KV cache holds %s %s: log-probabilities of %d random tokens differ by %.2g on average, and by %.2g at "
         "most, from those with a cache of %s; another token is the most likely one in %.1f %% of positions",
         *(_name(cache_dtype), origin, len(error), error.mean(), error.max(), _name(exact_dtype)),

@@ -85,10 +85,12 @@ def set_up(
     require_memory(config, model_config, dtype, peers, workers_on_host)
     quantization = read_quantization(path, config.quantization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    if cache_dtype != dtype and config.backend != "reference":
+    if cache_dtype == torch.float8_e4m3fn and config.backend != "reference":
         require_float8(config.kv_cache_dtype, device)
     if config.batch_invariant and device.type != "cpu":
         _require_invariant(config, model_config, quantization, device)
+        if cache_dtype != dtype:
+            raise InvalidField("kv_cache_dtype", config.kv_cache_dtype, "unquantized on a GPU with batch_invariant")
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
         precompilation.wait()

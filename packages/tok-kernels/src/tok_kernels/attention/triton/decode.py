@@ -46,6 +46,8 @@ def _decode_attention_kernel(
     table_row: tl.tensor,
     scale: tl.tensor,
     v_scale_ptr: tl.tensor | None,
+    k_token_scale_ptr: tl.tensor | None,
+    v_token_scale_ptr: tl.tensor | None,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -109,11 +111,14 @@ def _decode_attention_kernel(
     out_offset = line[:, None] * HEAD + d[None, :]
     top, total, acc = empty_state(GROUP_PADDED, PADDED)
     limit = tl.full([GROUP_PADDED], 0, tl.int32) + end
+    if k_token_scale_ptr is not None:
+        k_token_scale_ptr += kv_head * PAGE
+        v_token_scale_ptr += kv_head * PAGE
     top, total, acc = attend(
         *(q, top, total, acc, limit, limit, begin, end),
         *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride, table_ptr + slot * table_row),
-        *(kv_page, kv_row, scale),
-        *(PAGE, KEYS, HEAD, PADDED, True, False),
+        *(kv_page, kv_row, scale, k_token_scale_ptr, v_token_scale_ptr),
+        *(PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, False),
     )
     if PRIOR:
         # The predecessor may compute the prefix until here, since the row's own keys do not depend on it.
@@ -177,6 +182,7 @@ def _run(
         *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len),
         *(batch.num_decode, *cut),
         *operands.runtime(),
+        *operands.token_scales(),
         KEYS=launch.keys,
         GROUP_PADDED=launch.rows,
         **operands.static(),

@@ -68,6 +68,8 @@ def attention(
     """Compute `Backend.attention`. Grids depend on host numbers only, so that graphs can capture decode steps."""
     operands = Operands(q_THD, cache, batch.page_table, scale, window)
     operands.check()
+    if operands.token_scales() != (None, None):
+        raise ValueError("the cache has scales of positions; batch-invariant kernels allow none")
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     out[batch.num_decode :].zero_()
     if batch.num_decode:

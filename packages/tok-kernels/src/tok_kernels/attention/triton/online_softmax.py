@@ -27,10 +27,13 @@ def attend(
     kv_page: tl.tensor,
     kv_row: tl.tensor,
     scale: tl.tensor,
+    k_token_scale_ptr: tl.tensor | None,
+    v_token_scale_ptr: tl.tensor | None,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
@@ -38,6 +41,7 @@ def attend(
 
     With MASKED, a row sees only positions below its `limit`; with WINDOWED as well, only those from its `first` on.
     Without MASKED, the number of positions is a multiple of KEYS. Positions from `end` on are not read from the cache.
+    Pointers to scales of positions, if any, are those of the head in page 0.
     """
     d = tl.arange(0, PADDED)
     for block in range(begin, end, KEYS):
@@ -61,6 +65,15 @@ def attend(
             k = tl.load(k_ptr + at, mask=(d < HEAD)[None, :], other=0.0)
             v = tl.load(v_ptr + at, mask=(d < HEAD)[None, :], other=0.0)
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if k_token_scale_ptr is not None:
+            scale_at = page * (KV_HEADS * PAGE) + offset
+            if MASKED:
+                k_scale = tl.load(k_token_scale_ptr + scale_at, mask=inside, other=0.0)
+                v_scale = tl.load(v_token_scale_ptr + scale_at, mask=inside, other=0.0)
+            else:
+                k_scale = tl.load(k_token_scale_ptr + scale_at)
+                v_scale = tl.load(v_token_scale_ptr + scale_at)
+            score *= k_scale[None, :]
         if MASKED:
             score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
             if WINDOWED:
@@ -72,6 +85,11 @@ def attend(
         weight = tl.exp2(score * scale - shift[:, None])
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(weight, 1)
+        if v_token_scale_ptr is not None:
+            weight *= v_scale[None, :]
+            if q.dtype == tl.float16:  # has no numbers as small as many products of weights and scales
+                weight *= 128.0
+                v = v.to(tl.float16) * 0.0078125
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         top = peak
     return top, total, acc

@@ -15,7 +15,7 @@ from tok_kernels.launch_config import power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-_CACHED = (*DTYPES, torch.float8_e4m3fn)
+_CACHED = (*DTYPES, torch.float8_e4m3fn, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,10 @@ class Operands:
             self.cache.v_scale,
         )
 
+    def token_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the kernels' arguments `k_token_scale_ptr` and `v_token_scale_ptr`."""
+        return self.cache.k_token_scale, self.cache.v_token_scale
+
     def static(self) -> dict[str, int]:
         """Return the kernels' compile-time arguments, which depend on the model and its cache only."""
         return {
@@ -95,6 +99,8 @@ class Operands:
         strides = self.cache.k.stride()
         _require(strides[3] == 1, "the cache's last stride of k", strides[3], "1")
         _require(self.cache.v.stride() == strides, "the cache's strides of v", self.cache.v.stride(), f"k's, {strides}")
+        for scale in self.token_scales():
+            _require(scale is None or scale.is_contiguous(), "a scale of positions", "strided", "contiguous tensors")
         _require(page_size == power_of_two(page_size), "page_size", page_size, "a power of two")
         _require(heads % kv_heads == 0, "the number of query heads", heads, f"a multiple of {kv_heads}")
         _require(size <= MAX_HEAD_DIM, "head_dim", size, f"at most {MAX_HEAD_DIM}")

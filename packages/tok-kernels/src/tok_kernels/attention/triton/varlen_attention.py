@@ -104,6 +104,8 @@ def _varlen_attention_kernel(
     table_row: tl.tensor,
     scale: tl.tensor,
     v_scale_ptr: tl.tensor | None,
+    k_token_scale_ptr: tl.tensor | None,
+    v_token_scale_ptr: tl.tensor | None,
     PAGE: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
@@ -174,18 +176,21 @@ def _varlen_attention_kernel(
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
     table_ptr += slot * table_row
+    if k_token_scale_ptr is not None:
+        k_token_scale_ptr += kv_head * PAGE
+        v_token_scale_ptr += kv_head * PAGE
     if WINDOW:
         top, total, acc = attend(
             *(q, top, total, acc, window, limit, begin, full, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
-            *(PAGE, KEYS, HEAD, PADDED, True, True),
+            *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, True),
         )
     top, total, acc = attend(
         *(q, top, total, acc, window, limit, full, whole, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
-        *(PAGE, KEYS, HEAD, PADDED, False, False),
+        *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, False, False),
     )
     top, total, acc = attend(
         *(q, top, total, acc, window, limit, whole, end_here, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
-        *(PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
+        *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, WINDOW > 0),
     )
     out, lse = finish(top, total, acc)
     if part < 0:
@@ -253,6 +258,7 @@ def run_varlen_attention(
         *(items.offset, items.num_items, tiles_each, base, parts.rows),
         *(splits, target_programs, config.MIN_TILE_SPLIT_KEYS, int(prior), part),
         *operands.runtime(),
+        *operands.token_scales(),
         ROWS=launch.rows,
         KEYS=launch.keys,
         ITEMS=_ITEMS,
