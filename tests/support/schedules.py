@@ -140,10 +140,11 @@ def propose_expected(manager: Manager, accuracy: float, seed: int = 0) -> None:
     assert manager.speculator is not None
     table, rng = manager.table, np.random.default_rng(seed)
 
-    def propose(slots: Int64, count: int) -> Int32:
+    def propose(slots: Int64, count: int) -> tuple[Int32, NDArray[np.float64]]:
         drafts = np.full((len(slots), count), NO_TOKEN, np.int32)
+        certain = np.ones(drafts.shape)
         if rng.random() < 0.3:
-            return drafts
+            return drafts, certain
         for draft, slot in zip(drafts, slots.tolist(), strict=True):
             context = table.tokens[slot, : table.known[slot]].tolist()
             for i in range(rng.integers(0, count + 1)):
@@ -151,13 +152,9 @@ def propose_expected(manager: Manager, accuracy: float, seed: int = 0) -> None:
                 context.append(draft[i])
                 if rng.random() >= accuracy:
                     draft[i] = (draft[i] + 1) % VOCAB
-        return drafts
-
-    def accept_all(slots: Int64, count: int) -> NDArray[np.float64]:
-        return np.ones((len(slots), count))
+        return drafts, certain
 
     setattr(manager.speculator, "propose", propose)  # noqa: B010
-    setattr(manager.speculator, "acceptance", accept_all)  # noqa: B010
 
 
 def kept(manager: Manager) -> list[RetainedPrompt]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.sequences import SequenceTable
 from tok_core.manager.speculation import Speculator
-from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
+from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, Predictions, UInt64
 from tok_core.messages import Int32
 
 LENGTHS = (1, 2, 4, 8)
@@ -94,7 +94,7 @@ def test_index_equals_a_dictionary(bits: int, prompts: list[list[int]], rounds: 
             tokens.append(token)
     families = np.array([family for family, _ in sequences], np.uint64)
     drafts = index.draft(families, columns([window_of(tokens) for _, tokens in sequences]), 5)
-    for draft, (family, tokens) in zip(drafts.tolist(), sequences, strict=True):
+    for draft, (family, tokens) in zip(drafts.token.tolist(), sequences, strict=True):
         wanted = list[int]()
         while len(wanted) < 5 and (token := oracle.predict(family, window_of(tokens + wanted))) != NO_TOKEN:
             wanted.append(token)
@@ -106,32 +106,32 @@ def test_drafts_repeat_a_text_after_its_first_words() -> None:
     index, text = NgramIndex(), np.arange(100, 140, dtype=np.int32)
     index.add_text(7, text)
     window = columns([window_of(text[:12].tolist())])
-    assert index.draft(np.array([7], np.uint64), window, 6).tolist() == [text[12:18].tolist()]
-    assert index.draft(np.array([8], np.uint64), window, 6).tolist() == [[NO_TOKEN] * 6]
+    assert index.draft(np.array([7], np.uint64), window, 6).token.tolist() == [text[12:18].tolist()]
+    assert index.draft(np.array([8], np.uint64), window, 6).token.tolist() == [[NO_TOKEN] * 6]
 
 
 def test_short_context_predicts_what_follows_it_repeatedly() -> None:
     index = NgramIndex()
     index.add_text(7, np.array([1, 2, 9, 1, 2, 8, 1, 2, 7, 1], np.int32))
     family, window = np.array([7], np.uint64), columns([window_of([5, 6, 1])])
-    assert index.draft(family, window, 1).tolist() == [[NO_TOKEN]], "equal contexts of one text count once"
+    assert index.draft(family, window, 1).token.tolist() == [[NO_TOKEN]], "equal contexts of one text count once"
     for _ in range(2):
         index.add(family, window, np.array([2], np.int32))
-    assert index.draft(family, window, 2).tolist() == [[2, NO_TOKEN]], "9, 8 and 7 have followed 2"
+    assert index.draft(family, window, 2).token.tolist() == [[2, NO_TOKEN]], "9, 8 and 7 have followed 2"
 
 
 def test_step_of_very_many_rows_is_learned_in_part() -> None:
     table = SequenceTable(slots=3000, max_len=16, page_size=16)
-    speculator, learnt = Speculator(Paging(table, 1), max_draft=4), list[int]()
+    speculator, learnt = Speculator(Paging(table, 1), 4), list[int]()
     add = speculator.index.add
 
-    def counted(family: UInt64, windows: Int32, token: Int32) -> Int32:
+    def counted(family: UInt64, windows: Int32, token: Int32) -> Predictions:
         learnt.append(len(token))
         return add(family, windows, token)
 
     setattr(speculator.index, "add", counted)  # noqa: B010
-    for rows in (0, 1, 1024, 1025, 3000):
+    for rows in (0, 1, 1024, 1025, 3000, 1, 2, 0):  # nothing is drafted: the last four are learned together
         table.known[:rows] = 2
         speculator.note(np.arange(rows))
         speculator.learn(in_flight=0)
-    assert learnt == [0, 1, 1024, 513, 1000]
+    assert learnt == [0, 1, 1024, 513, 1003]

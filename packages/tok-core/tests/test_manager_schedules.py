@@ -86,7 +86,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
     run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
-    drafts: list[Speculate] = ["off", 1, 3, 8] if pp == 1 else ["off"]
+    drafts: list[Speculate] = ["off", 1, 3, 8, "auto"] if pp == 1 else ["off"]
     speculate = draw(st.sampled_from(drafts))
     accuracy = draw(st.sampled_from([0.0, 0.7, 0.95, 1.0]))
     return Scenario(info, arrivals, run_ahead, draw(st.booleans()), pp, speculate, accuracy)

@@ -206,7 +206,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
 
 def test_speculate_is_a_word_or_a_number() -> None:
     parse = make_parser().parse_args
-    for text, value in (("off", "off"), ("4", 4)):
+    for text, value in (("off", "off"), ("auto", "auto"), ("4", 4)):
         assert engine_config(parse(["serve", "m", "--speculate", text])).speculate == value
     with pytest.raises(SystemExit):
         parse(["serve", "m", "--speculate", "on"])
@@ -281,7 +281,7 @@ def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str
         (["--max-running", "0"], "--max-running is 0; allowed: integers from 1"),
         (["--run-ahead", "0"], "--run-ahead is 0; allowed: integers from 1"),
         (["--step-timeout", "0"], "--step-timeout is 0.0; allowed: seconds above 0"),
-        (["--speculate", "17"], "--speculate is 17; allowed: off, or integers from 1 to 16"),
+        (["--speculate", "17"], "--speculate is 17; allowed: off, auto, or integers from 1 to 16"),
         (["--dp", "65"], "--dp is 65; allowed: integers from 1 to 64"),
         (["--api-key", " "], "--api-key is"),
     ],

@@ -18,7 +18,7 @@ LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8", "int8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq"]
 GenerationConfig = Literal["auto", "none"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-Speculate = Literal["off"] | int
+Speculate = Literal["off", "auto"] | int
 AdmissionName = Literal["forecast", "watermark"]
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 
@@ -26,7 +26,7 @@ EOS_TEMPERATURE = 0.6
 TRACE_WARM_UP = 10
 TRACE_STEPS = 20
 MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
-MAX_DRAFT_TOKENS = 16  # limit of `speculate`
+MAX_DRAFT_TOKENS = 16  # limit of `speculate`, and of auto
 MAX_MOE_SKEW = 4.0  # limit of `moe_skew`
 MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp
 _HOST_AND_PORT = re.compile(r"[^\s:/]+:\d{1,5}")
@@ -84,8 +84,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
                          the pages needed now leave 1 % of the cache free
     run_ahead            steps queued at the worker before their tokens return; None: two, or more if steps are short
-    speculate            most tokens to draft for a sample in a step, by its prompt and by samples of the same prompt;
-                         off: none. The step verifies the drafts, so that samples stay as they are without them
+    speculate            tokens to draft for a sample in a step, by its prompt and by samples of the same prompt. The
+                         step verifies the drafts, so that samples stay as they are without them. auto: as many as
+                         measured step times make worth it; a number: at most so many, by assumed step times; off: none
     step_timeout         seconds without a returned step, or without a turn of a process's main loop, after which the
                          replica counts as hung: it is killed and restarted
     start_timeout        seconds without progress (no tensor loaded, no kernel measured, no graph captured, by any
@@ -230,8 +231,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _check_speculate(self) -> None:
         if self.speculate == "off":
             return
-        if type(self.speculate) is not int or not 1 <= self.speculate <= MAX_DRAFT_TOKENS:
-            raise InvalidField("speculate", self.speculate, f"off, or integers from 1 to {MAX_DRAFT_TOKENS}")
+        if self.speculate != "auto" and (
+            type(self.speculate) is not int or not 1 <= self.speculate <= MAX_DRAFT_TOKENS
+        ):
+            raise InvalidField("speculate", self.speculate, f"off, auto, or integers from 1 to {MAX_DRAFT_TOKENS}")
         if self.pp > 1:
             raise InvalidField("speculate", self.speculate, "off if pp is above 1")
 

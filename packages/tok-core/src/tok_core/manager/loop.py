@@ -17,7 +17,7 @@ from tok_core.manager.intake import RequestIntake
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.output_processor import OutputProcessor, Reported
 from tok_core.manager.reports import PATIENCE, Reporter
-from tok_core.manager.scheduling import MIN_QUEUED_STEPS, RunAhead, Scheduler
+from tok_core.manager.scheduling import RunAhead, Scheduler
 from tok_core.manager.sequences import SequenceTable
 from tok_core.manager.speculation import Speculator
 from tok_core.manager.stops import StopSets
@@ -66,6 +66,7 @@ class Manager:
         workers: GrammarWorkers | None = None,
         command_ports: CommandPorts | None = None,
     ) -> None:
+        self._clock = clock
         self._watchdog = Watchdog(config.step_timeout, clock)
         self.info = info
         self.ports = ports
@@ -92,9 +93,7 @@ class Manager:
             *(self.table, self.reclaimer, self.stops, self.lengths, self.grammars, self.faults, info.dtype),
             self.speculator,
         )
-        # A draft waits for the tokens of all steps in flight, so that few are queued.
-        run_ahead = config.run_ahead if self.speculator is None else config.run_ahead or MIN_QUEUED_STEPS
-        self.run_ahead = RunAhead(run_ahead, config.pp)
+        self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self.intake = RequestIntake(info, self.scheduler, self.stops, self.grammars, self.faults)
         self.requests = self.intake.requests
         self.commands = CommandExecutor(self.scheduler, self.output_processor, self.intake, command_ports)
@@ -127,6 +126,7 @@ class Manager:
         advanced = [] if outputs else self.output_processor.jump_forward()
         if self.speculator is not None and (outputs or advanced):
             self.speculator.learn(len(self.output_processor.in_flight))
+            self.run_ahead.few = self.speculator.active
         self.intake.submit_compiled()
         if advanced or self.faults:
             self._report(advanced)
@@ -145,6 +145,8 @@ class Manager:
         processor = self.output_processor
         self._report([processor.take(output), *processor.accept_drafts(), *processor.jump_forward()])
         self.run_ahead.observe(output.device_seconds)
+        if self.speculator is not None:
+            self.speculator.observe(output.device_seconds, self._clock())
         self.reporter.add_output(output, time.thread_time() - began)
 
     def _send_step(self) -> StepInput | None:
@@ -155,6 +157,8 @@ class Manager:
         began = time.thread_time()
         step = self.scheduler.next_step(depth=self.run_ahead.depth)
         if step is not None:
+            if self.speculator is not None:
+                self.speculator.sent(step)
             self.output_processor.expect(step)
             self.ports.send(step)
             self.reporter.add_scheduling(time.thread_time() - began)

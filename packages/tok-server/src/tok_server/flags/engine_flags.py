@@ -95,7 +95,11 @@ ENGINE_TEXTS = {
     "cuda_graphs": ("", "launch kernels one by one instead of replaying decode steps as CUDA graphs"),
     "enable_sleep_mode": ("", "allow /sleep: weights and KV cache live in memory that can be given back to the system"),
     "run_ahead": ("N", "maximum number of steps queued at the worker (default: enough to keep it busy)"),
-    "speculate": ("off|N", "most tokens to draft per sample and step, from its prompt and samples of the same prompt"),
+    "speculate": (
+        "off|auto|N",
+        "draft tokens from prompts and earlier samples; auto: as many as make steps faster by measurement; N: at most "
+        "N per sample and step",
+    ),
     "seed": ("N", "seed of the random weights of --load-format dummy"),
     "eos_probability": (
         "P",

@@ -180,9 +180,12 @@ class Scheduler:
         return max(budget, 0), max(-budget, 0)
 
     def _add_drafts(self, speculator: Speculator, builder: BatchBuilder, decode: Int64) -> Int64:
-        """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
+        """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts.
+
+        Steps with prompts have no drafts: how long they take says nothing about others.
+        """
         table = self.table
-        room = self.token_budget.tokens - len(decode) - builder.tokens
+        room = 0 if builder.chunks else self.token_budget.tokens - len(decode) - builder.tokens
         rows = speculator.lend_rows(builder.step, decode, room)
         for slots in (decode[~table.announced[decode]], rows):
             builder.announce(slots.tolist(), table.length[slots].tolist())

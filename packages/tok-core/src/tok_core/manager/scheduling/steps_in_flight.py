@@ -26,9 +26,12 @@ class RunAhead:
 
     In a pipeline, `stages` more steps are in flight: each stage computes another one, and one more is spare. The number
     above then bounds how many of them may wait for each other.
+
+    few  whether to queue two steps only, however short they are, since a draft waits for the values of all
     """
 
     def __init__(self, fixed: int | None, stages: int = 1) -> None:
+        self.few = False
         self._fixed = fixed
         self._others = stages if stages > 1 else 0
         self._mean: float | None = None
@@ -51,7 +54,7 @@ class RunAhead:
         """Return how many of these steps may form a chain in which each waits for the one before it."""
         if self._fixed is not None:
             return self._fixed
-        if self._mean is None:
+        if self._mean is None or self.few:
             return MIN_QUEUED_STEPS
         queued = math.ceil(QUEUED_SECONDS / max(self._mean, QUEUED_SECONDS / MAX_QUEUED_STEPS))
         return min(max(1 + queued, MIN_QUEUED_STEPS), MAX_QUEUED_STEPS)

@@ -5,7 +5,7 @@ Legend: n sequences or tokens, W = MAX_CONTEXT tokens of a window, C lengths of 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ MAX_CONTEXT: Final = 8
 BONUS: Final = np.array((0, 1, 2, 3))[:, None]
 MIN_SCORE: Final = 3
 MAX_COUNT: Final = 15
+MAX_SCORE: Final = MAX_COUNT + 3
 ENTRY_BITS: Final = 22  # the table has 2 ** 22 entries: 36 MiB once all of them are in use
 NO_TOKEN: Final = -1
 
@@ -30,11 +31,18 @@ _POWERS: Final = np.array([pow(_MULTIPLIER, i + 2, 1 << 64) for i in range(MAX_C
 _LENGTH_KEYS: Final = np.array([0xD1B54A32D192ED03 * int(i) % 2**64 for i in CONTEXTS], np.uint64)[:, None]
 
 
+class Predictions(NamedTuple):
+    """Predicted tokens, and the scores of the contexts that predict them: NO_TOKEN and 0 where none does."""
+
+    token: Int32
+    score: Int32
+
+
 class NgramIndex:
     """Hash table from a context, the last 1, 2, 4 or 8 tokens of a sequence, to the token that mostly follows it.
 
-    Every sequence belongs to a family, a number. The sequences of a family, such as the samples of one prompt, learn
-    from each other, finished ones included, and from no other family.
+    Every sequence belongs to a group, a number. The sequences of a group, such as all with one salt, learn from each
+    other, finished ones included, and from no other group.
 
     An entry holds one context, the token predicted after it, and a count. The count rises when this token follows
     again, and falls when another one does; where it would reach 0, the other token takes over with a count of 1. A new
@@ -50,12 +58,12 @@ class NgramIndex:
         self._token = np.zeros(1 << entry_bits, np.int32)
         self._count = np.zeros(1 << entry_bits, np.uint8)  # 0: the entry is empty
 
-    def add(self, family_n: UInt64, window_Wn: Int32, token_n: Int32) -> Int32:
+    def add(self, group_n: UInt64, window_Wn: Int32, token_n: Int32) -> Predictions:
         """Learn that each token follows the tokens of its window, the last of which comes first.
 
         Windows that reach beyond the start of a sequence are padded by NO_TOKEN. Return what was predicted until now.
         """
-        at, fingerprint = self._entries(family_n, window_Wn)
+        at, fingerprint = self._entries(group_n, window_Wn)
         token, count = self._look_up(at, fingerprint)
         predicted = _best(token, count)
         up, down = np.minimum(count + 1, MAX_COUNT), np.maximum(count, 1) - 1
@@ -66,23 +74,24 @@ class NgramIndex:
         self._count[at] = count + replaced
         return predicted
 
-    def add_text(self, family: int, tokens: Int32) -> None:
+    def add_text(self, group: int, tokens: Int32) -> None:
         """Learn every token of a text."""
         padded = np.concatenate((np.full(MAX_CONTEXT, NO_TOKEN, np.int32), tokens))
         windows = np.lib.stride_tricks.sliding_window_view(padded, MAX_CONTEXT)[1:-1, ::-1]
-        self.add(np.full(len(windows), family, np.uint64), np.ascontiguousarray(windows.T), tokens[1:])
+        self.add(np.full(len(windows), group, np.uint64), np.ascontiguousarray(windows.T), tokens[1:])
 
-    def draft(self, family_n: UInt64, window_Wn: Int32, count: int) -> Int32:
-        """Return up to `count` tokens that may follow each window, int32 `[n, count]`, padded by NO_TOKEN."""
-        drafts = np.full((len(family_n), count), NO_TOKEN, np.int32)
-        rows = np.arange(len(family_n))
+    def draft(self, group_n: UInt64, window_Wn: Int32, count: int) -> Predictions:
+        """Return up to `count` tokens that may follow each window, and their scores, both int32 `[n, count]`."""
+        shape = len(group_n), count
+        drafts = Predictions(np.full(shape, NO_TOKEN, np.int32), np.zeros(shape, np.int32))
+        rows = np.arange(len(group_n))
         for i in range(count):
-            token = _best(*self._look_up(*self._entries(family_n[rows], window_Wn)))
-            found = token != NO_TOKEN
+            token, score = _best(*self._look_up(*self._entries(group_n[rows], window_Wn)))
+            found = score > 0
             rows, token = rows[found], token[found]
             if not len(rows):
                 break
-            drafts[rows, i] = token
+            drafts.token[rows, i], drafts.score[rows, i] = token, score[found]
             window_Wn = np.concatenate((token[None], window_Wn[:-1, found]))
         return drafts
 
@@ -92,10 +101,10 @@ class NgramIndex:
         count[self._fingerprint[at] != fingerprint] = 0
         return self._token[at], count
 
-    def _entries(self, family_n: UInt64, window_Wn: Int32) -> tuple[UInt64, NDArray[np.uint32]]:
+    def _entries(self, group_n: UInt64, window_Wn: Int32) -> tuple[UInt64, NDArray[np.uint32]]:
         """Return the entries of the contexts that end a window, and the fingerprints of these contexts, `[C, n]`."""
         state = np.cumsum(window_Wn.astype(np.uint64) * _POWERS, axis=0)[CONTEXTS - 1]
-        state += family_n
+        state += group_n
         for _ in range(2):
             state ^= _LENGTH_KEYS
             state *= np.uint64(_MULTIPLIER)
@@ -103,9 +112,12 @@ class NgramIndex:
         return state >> self._shift, state.astype(np.uint32)
 
 
-def _best(token_Cn: Int32, count_Cn: NDArray[np.uint8]) -> Int32:
-    """Return the tokens of the contexts of the highest scores; NO_TOKEN where no score is high enough."""
-    score = np.where(count_Cn > 0, count_Cn + BONUS, 0)
-    best, every = score.argmax(axis=0), np.arange(score.shape[1])
-    token: Int32 = np.where(score[best, every] >= MIN_SCORE, token_Cn[best, every], np.int32(NO_TOKEN))
-    return token
+def _best(token_Cn: Int32, count_Cn: NDArray[np.uint8]) -> Predictions:
+    """Return the tokens of the contexts of the highest scores, where a score is high enough."""
+    score_Cn = np.where(count_Cn > 0, count_Cn + BONUS, 0)
+    best, every = score_Cn.argmax(axis=0), np.arange(score_Cn.shape[1])
+    score = score_Cn[best, every].astype(np.int32)
+    low = score < MIN_SCORE
+    score[low] = 0
+    token: Int32 = np.where(low, np.int32(NO_TOKEN), token_Cn[best, every])
+    return Predictions(token, score)

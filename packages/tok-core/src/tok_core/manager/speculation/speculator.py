@@ -6,31 +6,24 @@ Legend: n sequences with a draft, k tokens of the longest draft.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tok_core.config import MAX_DRAFT_TOKENS
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import State
+from tok_core.manager.speculation.acceptance import Acceptance, Float64
 from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
-from tok_core.messages import Int32, Int64
+from tok_core.manager.speculation.step_costs import StepCosts
+from tok_core.messages import Int32, Int64, StepInput
 
-MAX_ROWS: Final = 256
-"""Decode rows, drafts included, up to which a step verifies drafts. Small steps mostly read weights, so that further
-rows cost little. Llama-1B on an H200: 64 rows take 1.6 ms, 128 take 2.0 ms, 256 take 2.6 ms."""
-MIN_ACCEPTANCE: Final = 0.3
-"""Probability of acceptance from which on a token is drafted. A step of Llama-1B with 32 rows on an H200 takes a fifth
-longer for one more row per sequence."""
-MIN_GAIN: Final = 0.5
-"""Expected accepted tokens per decode row from which on a step verifies drafts, since no step runs ahead of it."""
-ACCURACY_BITS: Final = 12  # families whose accuracy is kept apart, if their numbers differ in these bits
-ACCURACY_WINDOW: Final = 64  # predictions after which older ones count half
-PRIOR_RIGHT, PRIOR_WRONG = 3, 1  # predictions counted before any was made: a new family drafts four tokens
-MAX_LEARNT: Final = 1024  # tokens of a step: with more rows than this, nothing is drafted before many have ended
+MAX_LEARNT: Final = 1024  # tokens learned in a step, and sequences up to which a step drafts; bounds the CPU's time
+LAZY_STEPS: Final = 4  # while nothing is drafted, every so many steps' tokens are learned together
 MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones: 0.3 µs each to learn, while no step is scheduled
 
+HALF: Final = np.uint64(32)
 NOBODY: Final[Int64] = np.empty(0, np.int64)
 
 
@@ -72,48 +65,75 @@ class Speculator:
     every temperature, up to the rounding of steps of another size.
 
     Drafts begin where a sequence's last token is known. So no step is launched until one with drafts is back, and none
-    while steps are in flight after which enough can be drafted (`waits`). The slots lent are free again by then.
+    while steps are in flight after which drafts pay (`waits`). The slots lent are free again by then.
 
-    Every token that a sample gets, drafted or not, shows whether the index predicted it. The share of right predictions
-    in a family is the probability a that its next drafted token is accepted; aⁱ is that of the i-th. Tokens are drafted
-    while it is high enough.
+    `Acceptance` knows how often predictions of a family are right, and so with which probability each drafted token is
+    accepted: the product of the shares up to it. `StepCosts` chooses how many of all sequences' drafted tokens are
+    verified, the most probable ones first, or none.
 
     Guided sequences have no drafts, since the masks after drafted tokens are not known.
+
+    tokens  most tokens to draft for a sequence, by assumed step times; auto: by measured ones
 
     draft_steps      steps that verified drafts
     drafted_tokens   tokens drafted
     accepted_tokens  drafted tokens accepted; each saves its sample a step
     """
 
-    def __init__(self, paging: Paging, max_draft: int) -> None:
+    def __init__(self, paging: Paging, tokens: int | Literal["auto"]) -> None:
         self.draft_steps = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.waits = False
         self.index = NgramIndex()
+        self.acceptance = Acceptance()
+        self.costs = StepCosts(measured=tokens == "auto")
         self._table = paging.table
         self._paging = paging
-        self._max_draft = max_draft
-        self._right = np.full(1 << ACCURACY_BITS, float(PRIOR_RIGHT))
-        self._wrong = np.full(1 << ACCURACY_BITS, float(PRIOR_WRONG))
+        self._max_draft = MAX_DRAFT_TOKENS if tokens == "auto" else tokens
         self._drafts: Drafts | None = None  # of the step in flight
-        self._appended: list[tuple[Int64, Int64]] = []  # slots and positions of tokens to learn
+        self._appended: list[tuple[Int64, Int64]] = []  # slots and positions of tokens since the last `learn`
+        self._unlearned: list[tuple[UInt64, Int32, Int32]] = []  # families, windows and tokens
+        self._idle_turns = 0  # calls of `learn` since a step with drafts was sent
+        self._considers = True  # whether drafts are considered now: seldom, while there were none lately
+        self._waited = False  # whether the next step was held back for drafts
+        self._accepted_before = 0
 
     @property
     def counters(self) -> tuple[int, int, int]:
         """Return `draft_steps`, `drafted_tokens` and `accepted_tokens`."""
         return self.draft_steps, self.drafted_tokens, self.accepted_tokens
 
+    @property
+    def active(self) -> bool:
+        """Return whether one of the latest steps had drafts."""
+        return self._idle_turns <= LAZY_STEPS
+
     def open(self, request: Request) -> None:
-        """Learn the prompt of a new request. Requests of one prompt and salt form a family."""
-        text = blake2b(request.prompt.tobytes(), digest_size=8, key=request.salt[:64])
-        request.family = int.from_bytes(text.digest())
-        self.index.add_text(request.family, request.prompt[-MAX_PROMPT_TOKENS:])
+        """Learn the prompt of a new request.
+
+        The upper half of `family` stands for the salt: requests of one salt learn from each other, as they share cached
+        prefixes. The lower half stands for the prompt: its samples are equally easy to predict.
+        """
+        salt, prompt = (blake2b(one, digest_size=4).digest() for one in (request.salt, request.prompt.tobytes()))
+        request.family = int.from_bytes(salt + prompt)
+        self.index.add_text(request.family >> 32, request.prompt[-MAX_PROMPT_TOKENS:])
 
     def note(self, slots: Int64) -> None:
         """Take note of the last known token of each slot, which `learn` will learn; of some if there are very many."""
         slots = slots[:: max(1, -(-len(slots) // MAX_LEARNT))]
         self._appended.append((slots, self._table.known[slots].astype(np.int64) - 1))
+
+    def sent(self, step: StepInput) -> None:
+        """Take note of a step that was sent."""
+        drafted = len(self._drafts.lent) if self._drafts is not None and self._drafts.step == step.step else 0
+        self.costs.sent(step, drafted, waited=self._waited)
+        self._waited = self.waits
+
+    def observe(self, device_seconds: float, now: float) -> None:
+        """Learn how long the oldest step took, once its drafts are accepted or not."""
+        accepted, self._accepted_before = self.accepted_tokens - self._accepted_before, self.accepted_tokens
+        self.costs.returned(device_seconds, now, accepted)
 
     def learn(self, in_flight: int) -> None:
         """Learn the noted tokens; decide whether the next step waits for the steps in flight, to verify drafts.
@@ -124,39 +144,42 @@ class Speculator:
         if self._appended:
             slots, position = (np.concatenate(part) for part in zip(*self._appended, strict=True))
             self._appended = []
-            family, token = table.family[slots], table.tokens[slots, position]
-            self._count(family, self.index.add(family, self._windows(slots, position), token), token)
+            self._unlearned.append((table.family[slots], self._windows(slots, position), table.tokens[slots, position]))
+        self._idle_turns += 1
+        self._considers = self.active or self.waits or self._idle_turns % LAZY_STEPS == 0
         self.waits = self._drafts is not None
+        if not self._considers:
+            return
+        self._add()
         decode = table.in_state(State.DECODE)
-        room = min(table.free_slots, MAX_ROWS - len(decode))
-        if in_flight and room > 0 and not self.waits:
-            drafts = self._draft(decode[~table.guided[decode]], room, len(decode))
+        if in_flight and not self.waits and not len(table.in_state(State.PREFILL)):
+            drafts = self._draft(decode[~table.guided[decode]], table.free_slots, len(decode), in_flight)
             self.waits = bool((drafts != NO_TOKEN).any())
+        self._waited |= self.waits
 
-    def propose(self, slots: Int64, count: int) -> Int32:
-        """Return up to `count` tokens that may follow each slot's last known token, `[n, count]`."""
+    def propose(self, slots: Int64, count: int) -> tuple[Int32, Float64]:
+        """Return up to `count` tokens that may follow each slot's last known token, and their probabilities.
+
+        Both are `[n, count]`. A probability holds for a token and all before it together.
+        """
         table = self._table
-        return self.index.draft(table.family[slots], self._windows(slots, table.known[slots]), count)
-
-    def acceptance(self, slots: Int64, count: int) -> NDArray[np.float64]:
-        """Return the probabilities that the first `count` drafted tokens of each slot are accepted, `[n, count]`."""
-        at = _accuracy_entry(self._table.family[slots])
-        accuracy = self._right[at] / (self._right[at] + self._wrong[at])
-        probability: NDArray[np.float64] = accuracy[:, None] ** np.arange(1, count + 1)
-        return probability
+        family = table.family[slots]
+        drafts = self.index.draft(family >> HALF, self._windows(slots, table.known[slots]), count)
+        share = self.acceptance.share(family[:, None], drafts.score)
+        return drafts.token, np.cumprod(share, axis=1, out=share)
 
     def lend_rows(self, step: int, decode: Int64, room: int) -> Int64:
         """Draft tokens for those of `decode` whose last token is known; return slots of the at most `room` draft rows.
 
         Each of these slots is filled like a sequence that feeds a drafted token next, and remains free.
         """
-        table, room = self._table, min(room, self._table.free_slots, MAX_ROWS - len(decode))
-        parents = decode[(table.known[decode] == table.length[decode] + 1) & ~table.guided[decode]]
-        if room <= 0 or not len(parents):
+        table = self._table
+        if not self._considers:
             return NOBODY
-        token = self._draft(parents, room, len(decode))
-        parents, token = parents[token[:, 0] != NO_TOKEN], token[token[:, 0] != NO_TOKEN]
+        parents = decode[(table.known[decode] == table.length[decode] + 1) & ~table.guided[decode]]
+        token = self._draft(parents, min(room, table.free_slots), len(decode))
         drafted = token != NO_TOKEN
+        parents, token, drafted = (array[drafted.any(axis=1)] for array in (parents, token, drafted))
         if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
             return NOBODY
         row, column = drafted.nonzero()
@@ -168,6 +191,7 @@ class Speculator:
         self._paging.show(parents[row], lent)
         self._drafts = Drafts(step, parents, table.epoch[parents], slots, token)
         self.waits = True
+        self._idle_turns = 0
         self.draft_steps += 1
         self.drafted_tokens += len(lent)
         return lent
@@ -182,31 +206,34 @@ class Speculator:
             self._table.requests[slot] = None
         return drafts
 
-    def _draft(self, slots: Int64, room: int, rows: int) -> Int32:
-        """Return drafts of at most `room` tokens together, `[n, k]`; no tokens if they gain too little for `rows`.
+    def _add(self) -> None:
+        """Add the tokens noted to the index, and count which were predicted."""
+        if self._unlearned:
+            families, windows, tokens = zip(*self._unlearned, strict=True)
+            self._unlearned = []
+            family, token = np.concatenate(families), np.concatenate(tokens)
+            predicted = self.index.add(family >> HALF, np.concatenate(windows, axis=1), token)
+            self.acceptance.observe(family, predicted.score, predicted.token == token)
 
-        No token is drafted that the limit of its sequence forbids.
+    def _draft(self, slots: Int64, room: int, rows: int, skipped: int = 0) -> Int32:
+        """Return the drafts with which a step of `rows` rows pays most, at most `room` tokens together, `[n, k]`.
+
+        No token is drafted that the limit of its sequence forbids. Drafts begin `skipped` tokens after the last known
+        ones: so many steps are in flight.
         """
-        token, left = self.propose(slots, self._max_draft), self._table.limit[slots] - self._table.known[slots]
-        acceptance = self.acceptance(slots, self._max_draft)
-        token[(np.arange(self._max_draft) + 1 >= left[:, None]) | (acceptance < MIN_ACCEPTANCE)] = NO_TOKEN
-        while token.shape[1] > 1 and np.count_nonzero(token != NO_TOKEN) > room:
-            token = token[:, :-1]
-        token[room:] = NO_TOKEN
-        if acceptance[:, : token.shape[1]].sum(where=token != NO_TOKEN) < MIN_GAIN * rows:
-            token.fill(NO_TOKEN)
-        return token
-
-    def _count(self, family: UInt64, predicted: Int32, token: Int32) -> None:
-        """Count which predictions were right."""
-        at, made = _accuracy_entry(family), predicted != NO_TOKEN
-        if made.any():
-            right = predicted == token
-            self._right += np.bincount(at[right], minlength=len(self._right))
-            self._wrong += np.bincount(at[made & ~right], minlength=len(self._wrong))
-            old = self._right + self._wrong > ACCURACY_WINDOW
-            self._right[old] /= 2
-            self._wrong[old] /= 2
+        table, most = self._table, self._max_draft
+        if room <= 0 or not 0 < len(slots) <= MAX_LEARNT or not self.costs.allows(rows):
+            return np.full((len(slots), 1), NO_TOKEN, np.int32)
+        token, probability = self.propose(slots, skipped + most)
+        token, probability = token[:, skipped:], probability[:, skipped:]
+        left = table.limit[slots] - table.known[slots] - skipped
+        probability[(token == NO_TOKEN) | (np.arange(most) + 1 >= left[:, None])] = 0
+        falling = np.argsort(-probability, axis=None, kind="stable")[: min(room, np.count_nonzero(probability))]
+        count = self.costs.choose(rows, probability.ravel()[falling])
+        unused = np.ones(token.size, np.bool_)
+        unused[falling[:count]] = False
+        token[unused.reshape(token.shape)] = NO_TOKEN
+        return token[:, : max(1, int((token != NO_TOKEN).sum(axis=1).max()))]
 
     def _grow(self, slots: Int64, drafted: Int64) -> bool:
         """Allocate the pages that the sequences lack for their drafts, if there are enough; return whether there are.
@@ -227,8 +254,3 @@ class Speculator:
         position = end - 1 - np.arange(MAX_CONTEXT)[:, None]
         windows: Int32 = np.where(position >= 0, self._table.tokens[slots, np.maximum(position, 0)], np.int32(NO_TOKEN))
         return windows
-
-
-def _accuracy_entry(family: UInt64) -> Int64:
-    entry: Int64 = (family >> np.uint64(64 - ACCURACY_BITS)).astype(np.int64)
-    return entry

@@ -1,0 +1,175 @@
+"""Learn how long steps take, and choose how many drafted tokens a step verifies."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tok_core.messages import StepInput
+
+Float64 = NDArray[np.float64]
+
+RECENT: Final = 16  # observations that an estimate is made of
+FORGET_STEPS: Final = 256  # steps without an observation after which an estimate is unknown again
+MIN_OBSERVATIONS: Final = 2  # that make an estimate: the first step of a size may take longer
+MIN_GAIN: Final = 1.03  # expected speed-up from which on drafts are verified; less may be an error of the estimates
+MAX_LOSS: Final = 0.01  # share of the time of plain steps that drafts may lose
+MAX_CREDIT_STEPS: Final = 4.0  # plain steps whose time drafts may lose at once, after they have gained more
+MAX_OVERRUN: Final = 4.0  # times its expected seconds that a step counts at most: the machine may stand still
+ASSUMED_ROWS: Final = 256.0  # without measurements: rows that take as long as the rest of a step
+ASSUMED_WAIT: Final = 0.25  # without measurements: time lost by waiting, as a share of a step's fixed time
+
+
+class StepCosts:
+    """Seconds that a step takes, by its decode rows, and the number of drafted tokens with which it pays most.
+
+        seconds(rows) = device(rows) + overhead
+
+    device(rows) is the time on the device: measured, for sizes that are half an octave apart, and interpolated. The
+    overhead is the rest of the time from one step's return to the next one's. It is small for steps that were queued
+    while another one ran. It is larger for a step with drafts, before which the manager waits for values.
+
+    A step of n sequences yields n tokens. Drafted tokens, accepted with probabilities p1 ≥ p2 ≥ …, each add a row:
+
+        speed(k) = (n + p1 + … + pk) / (device(n + k) + overhead of waiting)      with k drafted tokens
+        speed(0) = n / (device(n) + overhead of a queued step)                    without
+
+    The k of the highest speed is chosen. It is 0 unless the speed is MIN_GAIN times speed(0). For example, steps of 4,
+    5 and 6 rows take 2.0, 2.1 and 2.2 ms, and 0.2 ms longer after a wait; drafts of two sequences are accepted with
+    probabilities 0.9 and 0.3. Then speed(0) = 2.00, speed(1) = 4.9 / 2.3 = 2.13 and speed(2) = 5.2 / 2.4 = 2.17: k = 2.
+
+    Estimates may be wrong, so that an account is kept. Each plain step pays in MAX_LOSS of its time. A step with
+    drafts pays what it took, and is paid the time that plain steps would have taken for its tokens. Nothing is drafted
+    while the account is below zero: drafts cannot cost more than this share of the time. A size is tried only if it
+    has at most twice the rows of the largest known one, or of the plain step. What was not measured for FORGET_STEPS
+    steps is unknown again, and is then tried once more.
+
+    measured  False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
+              more if it has drafts
+    """
+
+    def __init__(self, *, measured: bool) -> None:
+        self._measured = measured
+        self._sizes: dict[int, Recent] = {}  # device seconds, by half octave of the rows
+        self._overhead = {True: Recent(), False: Recent()}  # by whether the step waited for drafts
+        self._sent: deque[tuple[int, int, bool]] = deque()  # rows, those of them without drafts, waited
+        self._step = 0
+        self._returned = 0.0
+        self._credit = 0.0  # seconds
+
+    def sent(self, step: StepInput, drafted: int, *, waited: bool) -> None:
+        """Take note of a step that was sent.
+
+        drafted  rows that verify drafts
+        waited   whether it was sent later than it could have been, for the sake of drafts
+        """
+        rows = 0 if len(step.prefill_slot) else len(step.decode_slot)
+        self._sent.append((rows, rows - drafted, waited))
+
+    def returned(self, device_seconds: float, now: float, accepted: int) -> None:
+        """Learn from the oldest step sent, which has returned. `accepted`: drafted tokens of it that were accepted."""
+        rows, sequences, waited = self._sent.popleft()
+        interval, self._returned = max(now - self._returned, 0.0), now
+        self._step += 1
+        if not rows or not self._measured:
+            return
+        size = self._sizes.setdefault(_size(rows), Recent())
+        seconds = max(device_seconds, 0.0)
+        if size.known(self._step):
+            seconds = min(seconds, MAX_OVERRUN * size.seconds)
+        size.add(self._step, seconds, rows)
+        if self._step == 1:
+            return
+        device = size.seconds if rows == sequences else float(self._device(np.array([sequences]))[0])
+        plain = device + self._lost(waited=False)
+        self._credit += MAX_LOSS * plain
+        if rows > sequences:
+            if self._overhead[True].known(self._step):
+                interval = min(interval, MAX_OVERRUN * (seconds + self._lost(waited=True)))
+            self._overhead[True].add(self._step, max(interval - seconds, 0.0))
+            self._credit += plain * (1 + accepted / sequences) - interval
+        elif waited:
+            self._credit -= max(self._lost(waited=True) - self._lost(waited=False), 0.0)
+        else:
+            self._overhead[False].add(self._step, min(max(interval - seconds, 0.0), MAX_OVERRUN * seconds))
+        self._credit = min(self._credit, MAX_CREDIT_STEPS * plain)
+
+    def allows(self, sequences: int) -> bool:
+        """Return whether a step may have drafts: the time of so many sequences is known, the account not below zero."""
+        return not self._measured or (self._known(sequences) and self._credit >= 0)
+
+    def choose(self, sequences: int, probability: Float64) -> int:
+        """Return how many tokens to draft, of those that are accepted with these probabilities, in falling order."""
+        if not self.allows(sequences):
+            return 0
+        largest = max((one.rows for one in self._sizes.values() if one.known(self._step)), default=math.inf)
+        probability = probability[: int(min(2 * max(sequences, largest) - sequences, len(probability)))]
+        drafted = np.arange(len(probability) + 1)
+        seconds = self._device(sequences + drafted) + self._lost(waited=True)
+        seconds[0] += self._lost(waited=False) - self._lost(waited=True)
+        seconds[1:] *= MIN_GAIN
+        tokens = sequences + np.concatenate(([0.0], np.cumsum(probability)))
+        return int((tokens / np.maximum(seconds, 1e-9)).argmax())
+
+    def _known(self, rows: int) -> bool:
+        size = self._sizes.get(_size(rows))
+        return size is not None and size.known(self._step)
+
+    def _lost(self, *, waited: bool) -> float:
+        """Return the overhead of a step. As long as it is unknown, it is taken to be that of the other kind."""
+        if not self._measured:
+            return ASSUMED_WAIT if waited else 0.0
+        own, other = self._overhead[waited], self._overhead[not waited]
+        return own.seconds if own.known(self._step) or not other.known(self._step) else other.seconds
+
+    def _device(self, rows: NDArray[np.int64]) -> Float64:
+        """Return the seconds on the device of steps of so many rows: never fewer for more rows.
+
+        Beyond the largest known size the time goes on as a power of the rows, as between the smallest and the largest.
+        """
+        known = sorted((one.rows, one.seconds) for one in self._sizes.values() if one.known(self._step))
+        if not known:
+            return 1 + rows / ASSUMED_ROWS
+        row, seconds = np.array(known).T
+        seconds = np.maximum.accumulate(np.maximum(seconds, 1e-9))
+        if row[-1] >= 1.4 * row[0]:
+            power = min(math.log(seconds[-1] / seconds[0]) / math.log(row[-1] / row[0]), 1.0)
+            beyond = np.maximum(rows / row[-1], 1.0) ** power
+        else:
+            beyond = np.maximum((ASSUMED_ROWS + rows) / (ASSUMED_ROWS + row[-1]), 1.0)
+        found: Float64 = np.interp(rows, row, seconds) * beyond
+        return found
+
+
+class Recent:
+    """Mean of the lower half of the latest observations, since what disturbs a step makes it longer.
+
+    Unknown before there are MIN_OBSERVATIONS, and again once they are old.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.rows = 0.0
+        self._newest = 0
+        self._pairs = deque[tuple[float, int]](maxlen=RECENT)
+
+    def known(self, step: int) -> bool:
+        """Return whether there is an estimate in this step."""
+        return len(self._pairs) >= MIN_OBSERVATIONS and step - self._newest <= FORGET_STEPS
+
+    def add(self, step: int, seconds: float, rows: int = 0) -> None:
+        """Add an observation of this step."""
+        if step - self._newest > FORGET_STEPS:
+            self._pairs.clear()
+        self._newest = step
+        self._pairs.append((seconds, rows))
+        lower = sorted(self._pairs)[: (len(self._pairs) + 1) // 2]
+        self.seconds, self.rows = (sum(column) / len(lower) for column in zip(*lower, strict=True))
+
+
+def _size(rows: int) -> int:
+    """Return the half octave of a number of rows: 1, 2, 3, 4–5, 6–7, 8–11, 12–15, 16–22, …"""
+    return int(2 * math.log2(rows) + 1e-9)
