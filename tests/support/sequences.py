@@ -40,13 +40,11 @@ class Sequences:
         shape = (slots * pages, page_size, config.num_kv_heads, config.head_dim)
         if int8:
             of_tokens = (shape[0], shape[2], page_size)
+            stored = torch.zeros((config.num_layers, 2, *shape), dtype=torch.int8)
+            scale = torch.full((config.num_layers, 2, *of_tokens), torch.nan)
             self.caches = [
-                LayerCache(
-                    *(torch.zeros(shape, dtype=torch.int8) for _ in range(2)),
-                    *(None, None),
-                    *(torch.full(of_tokens, torch.nan) for _ in range(2)),
-                )
-                for _ in range(config.num_layers)
+                LayerCache(k, v, k_token_scale=k_scale, v_token_scale=v_scale)
+                for (k, v), (k_scale, v_scale) in zip(stored, scale, strict=True)
             ]
             return
         dtype = model.dtype if scales is None else torch.float8_e4m3fn

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import msgspec
 import pytest
@@ -99,6 +100,18 @@ def test_every_variant_that_warm_up_launches_is_compiled_ahead(config: EngineCon
     launched = launched_by_warm_up(config)
     assert len(launched) > 15
     assert sorted(launched - ahead) == []
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_unscaled", "int8"])
+def test_variants_are_those_of_the_kv_cache(
+    config: EngineConfig, cache_dtype: Literal["fp8", "fp8_unscaled", "int8"]
+) -> None:
+    keys = [
+        {variant.arguments[0] for variant in start_variants(one, 90) if "decode_attention" in variant.name}
+        for one in (config, msgspec.structs.replace(config, kv_cache_dtype=cache_dtype))
+    ]
+    assert all(keys)
+    assert not keys[0] & keys[1]
 
 
 def test_variants_are_those_of_the_engine_configuration(config: EngineConfig) -> None:

@@ -191,7 +191,7 @@ def launch_start(config: EngineConfig) -> None:
     backend = _backend(config)
     model = build(model_config, backend, meta, dtype, quantization=quantization)
     scales = None
-    if cache_dtype != dtype and config.kv_cache_dtype != "fp8_unscaled":
+    if cache_dtype == torch.float8_e4m3fn and config.kv_cache_dtype != "fp8_unscaled":
         scales = torch.ones((model_config.num_layers, 2, model_config.num_kv_heads), device=meta)
     state = WorkerState(
         *(model_config, meta, cache_dtype),
