@@ -152,6 +152,12 @@ def test_what_cannot_be_spread_is_refused_before_weights_are_read(
         ShardPlan.of(config, RankCoordinates(ranks=ranks, ep=True))
 
 
+def test_workers_name_a_flag_that_they_refuse(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(make_model("qwen3", tmp_path)), device="cpu", tp=2, ep=True)
+    with pytest.raises(InvalidField, match="ep is True; allowed: false for a model without experts"):
+        Engine(config)
+
+
 def test_experts_of_any_size_can_be_spread(tmp_path: Path) -> None:
     path = make_model("qwen2-moe", tmp_path / "model")
     config = read_config(changed(path, tmp_path / "odd", moe_intermediate_size=49))

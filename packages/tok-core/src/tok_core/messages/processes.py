@@ -57,7 +57,7 @@ class Failed(msgspec.Struct, tag=True):
     """A process cannot start or go on. `arguments` are those of the exception class `kind`."""
 
     kind: str
-    arguments: tuple[str | int | float, ...]
+    arguments: tuple[str | int | float | bool, ...]
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
