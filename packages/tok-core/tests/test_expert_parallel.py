@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from support.expert_models import MOE_KINDS, WEIGHTS, changed, quantised, single
 from support.parallel_models import CPU, greedy, greedy_of_shards, model_of, tokens_of
 from support.quantized_models import ROUNDED, SCHEMES
 from support.ranks import run_ranks
+from support.serving import free_port
 from support.tiny_models import make_model, reference_greedy
+from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
@@ -44,7 +47,7 @@ def assert_transformers_answers(engine: Engine, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_engines_give_tokens_and_logprobs_of_transformers_also_after_a_sleep_and_an_update(
+def test_engines_give_tokens_and_logprobs_of_transformers_also_after_a_sleep_and_updates(
     kind: str, tmp_path: Path
 ) -> None:
     old, new = (make_model(kind, tmp_path / f"{seed}", seed=seed) for seed in range(2))
@@ -57,6 +60,14 @@ def test_engines_give_tokens_and_logprobs_of_transformers_also_after_a_sleep_and
         assert_transformers_answers(engine, old)
         engine.update_weights(str(new))
         assert_transformers_answers(engine, new)
+        port, members = free_port(), 1 + math.prod(ENGINES[kind].values())
+        update: dict[str, Any] = update_info(weights(old))
+        with trainer(port, members, old) as process:
+            engine.weight_transfer.join("127.0.0.1", port, rank_offset=1, world_size=members)
+            assert read_line(process) == "joined"
+            send_line(process)
+            engine.weight_transfer.receive(update["names"], update["dtype_names"], update["shapes"])
+            assert_transformers_answers(engine, old)
 
 
 def test_quantised_experts_of_ranks_and_stages_give_the_tokens_of_their_dequantised_weights(tmp_path: Path) -> None:
