@@ -11,6 +11,7 @@ import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
+from tok_kernels.attention.flashinfer import wrappers
 from tok_kernels.compilation import Variant, compile_variants, kernel_builds, record
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 
@@ -87,3 +88,39 @@ def test_variant_that_cannot_be_compiled_is_named_and_the_others_are_compiled(co
     before = len(kernel_builds())
     normalise(96)
     assert kernel_builds()[before].startswith("_rms_norm_kernel (loaded, ")
+
+
+def test_compiled_kernels_are_loaded_from_a_directory_that_was_moved(
+    compiling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", "tok_kernels.movable_cache:MovableCache")
+    builds = kernel_builds()
+    normalise(48)
+    moved = compiling.rename(compiling.parent / f"{compiling.name}-moved")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(moved))
+    forget_loaded()
+    normalise(48)
+    normalise(24)
+    assert [build.partition(",")[0] for build in builds[-3:]] == [
+        "_rms_norm_kernel (compiled",
+        "_rms_norm_kernel (loaded",
+        "_rms_norm_kernel (compiled",
+    ]
+
+
+@pytest.mark.parametrize("built_ahead", [False, True])
+def test_flashinfer_loads_built_modules_as_they_are_if_asked_to(
+    tmp_path: Path, built_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = pytest.importorskip("flashinfer.jit.env")
+    ahead = tmp_path / "ahead"
+    if built_ahead:
+        ahead.mkdir()
+    monkeypatch.setattr(environment, "FLASHINFER_AOT_DIR", ahead)
+    monkeypatch.setattr(environment, "FLASHINFER_JIT_DIR", tmp_path / "built")
+    monkeypatch.setattr(wrappers, "_load_built", False)
+    wrappers.flashinfer()
+    assert ahead == environment.FLASHINFER_AOT_DIR
+    wrappers.load_built_modules()
+    wrappers.flashinfer()
+    assert (ahead if built_ahead else tmp_path / "built") == environment.FLASHINFER_AOT_DIR

@@ -38,7 +38,7 @@ def page(words: tuple[str, ...]) -> str:
 
 
 def test_help_pages_include_subcommands() -> None:
-    commands = {"serve", "batch", "chat", "models", "quantize", "kernels", "pass-at-k", "bench"}
+    commands = {"serve", "batch", "chat", "models", "quantize", "warm", "kernels", "pass-at-k", "bench"}
     assert {(name,) for name in commands} | {("bench", name) for name in ("offline", "serve", "kernels")} <= set(PAGES)
 
 

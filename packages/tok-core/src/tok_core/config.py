@@ -41,6 +41,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          None: those of `model`
     chat_template        file with a chat template in Jinja, or its text; None: that of `tokenizer` or `model`
     data_dir             directory for fetched models; None: the hub library's own cache
+    cache_dir            directory for compiled kernels and measured choices of kernels, on a GPU. It has a part for
+                         each kind of GPU and each version of driver and packages, and may be copied to other hosts.
+                         None: Triton, FlashInfer and tok each use their own directory in the user's home
     device               auto: the GPU if there is one, else the CPU
     dtype                dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
     backend              kernels to compute with. auto: plain torch (reference) on a CPU; on a GPU the faster of Triton
@@ -110,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
     chat_template: str | None = None
     data_dir: str | None = None
+    cache_dir: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
     backend: BackendName = "auto"
@@ -179,8 +183,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("kv_cache_tokens", self.kv_cache_tokens, f"at least page_size ({self.page_size})")
         if not _is_number(self.gpu_memory_fraction) or not 0 < self.gpu_memory_fraction <= 1:
             raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
-        if not isinstance(self.data_dir, str | None):
-            raise InvalidField("data_dir", self.data_dir, "a directory")
+        for field in ("data_dir", "cache_dir"):
+            if not isinstance(getattr(self, field), str | None):
+                raise InvalidField(field, getattr(self, field), "a directory")
+        if self.cache_dir == "":
+            raise InvalidField("cache_dir", self.cache_dir, "a directory")
         for field in ("ep", "cuda_graphs", "batch_invariant", "enable_sleep_mode", "prefix_groups"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidField(field, getattr(self, field), "true or false")

@@ -19,11 +19,13 @@ from tok_server.flags import (
     QUANTIZE_EXAMPLES,
     SERVE_EXAMPLES,
     TOK_EXAMPLES,
+    WARM_EXAMPLES,
     add_batch,
     add_chat,
     add_kernels,
     add_quantize,
     add_serve,
+    add_warm,
 )
 
 PASS_AT_K = "pass-at-k"
@@ -89,6 +91,8 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     models.add_argument("model", nargs="?", metavar="MODEL", help="model directory to describe")
     text = "Write a model with its linear layers rounded to fewer bits, as a checkpoint of compressed-tensors."
     add_quantize(add("quantize", "commands.quantize", "round a model's weights to fewer bits", text, QUANTIZE_EXAMPLES))
+    text = "Start a model, and keep its compiled kernels and measured choices in a directory for later starts."
+    add_warm(add("warm", "commands.warm", "compile a model's kernels into a directory", text, WARM_EXAMPLES))
     text = "show the attention kernels chosen for a model on this machine, and their times"
     add_kernels(add("kernels", "commands.kernels", text, epilog=KERNELS_EXAMPLES))
     measure = add(PASS_AT_K, "passatk.command", "sample many answers per problem and estimate pass@k")

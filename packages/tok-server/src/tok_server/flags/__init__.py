@@ -8,10 +8,12 @@ from tok_server.flags.command_flags import (
     KERNELS_EXAMPLES,
     QUANTIZE_EXAMPLES,
     SIZES,
+    WARM_EXAMPLES,
     add_batch,
     add_bench_kernels,
     add_kernels,
     add_quantize,
+    add_warm,
 )
 from tok_server.flags.engine_flags import (
     CHAT_EXAMPLES,
@@ -45,6 +47,7 @@ __all__ = [
     "SERVE_EXAMPLES",
     "SIZES",
     "TOK_EXAMPLES",
+    "WARM_EXAMPLES",
     "add_batch",
     "add_bench_kernels",
     "add_chat",
@@ -52,6 +55,7 @@ __all__ = [
     "add_kernels",
     "add_quantize",
     "add_serve",
+    "add_warm",
     "engine_config",
     "formats_of",
     "model_and_name",

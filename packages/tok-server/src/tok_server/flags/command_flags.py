@@ -1,10 +1,10 @@
-"""Flags of the commands that serve nothing: `tok batch`, `tok kernels` and `tok bench kernels`."""
+"""Flags of the commands that serve nothing: `tok batch`, `tok warm`, `tok kernels` and `tok bench kernels`."""
 
 from __future__ import annotations
 
 import argparse
 
-from tok_server.flags.engine_flags import add_engine_flags
+from tok_server.flags.engine_flags import ENGINE_FLAGS, add_engine_flags
 from tok_server.flags.server_flags import add_formats
 
 BATCH_EXAMPLES = """examples:
@@ -31,6 +31,11 @@ BENCH_EXAMPLES = """examples:
 QUANTIZE_EXAMPLES = """examples:
   tok quantize ./my-model ./my-model-fp8
   tok quantize Qwen/Qwen3-8B ./qwen3-8b-int4 --scheme int4-g128
+"""
+WARM_EXAMPLES = """examples:
+  tok warm Qwen/Qwen3-8B --out ./kernels
+  tok serve Qwen/Qwen3-8B --cache-dir ./kernels
+  tok warm ./my-model --out ./kernels --kv-cache-dtype fp8 --max-model-len 32768
 """
 SIZES = ("heads", "kv_heads", "head_dim", "layers")
 ROUNDING_SCHEMES = ("fp8-dynamic", "fp8-block", "int4-g128", "int4-g64")
@@ -66,6 +71,16 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         "int4-g64: a scale for each 128 or 64 columns (default: %(default)s)",
     )
     add_engine_flags(parser, ("data_dir",))
+
+
+def add_warm(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tok warm`."""
+    parser.add_argument("model", metavar="MODEL", help="a directory or a Hugging Face hub id")
+    parser.add_argument(
+        "--out", required=True, dest="cache_dir", metavar="DIR", help="directory to write, for tok serve --cache-dir"
+    )
+    names = [name for name in ENGINE_FLAGS if name != "cache_dir"]
+    add_engine_flags(parser.add_argument_group("engine, as in tok serve"), names)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:

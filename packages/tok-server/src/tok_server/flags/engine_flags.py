@@ -41,6 +41,11 @@ ENGINE_TEXTS = {
     "revision": ("REVISION", "branch, tag or commit of a hub id (default: its main branch)"),
     "tokenizer": ("DIR", "directory or hub id of another tokenizer, with its chat template (default: the model's)"),
     "chat_template": ("FILE", "file with a chat template in Jinja, or its text (default: the tokenizer's)"),
+    "cache_dir": (
+        "DIR",
+        "directory for compiled kernels and measured choices, on a GPU, such as tok warm writes (default: in the home "
+        "directory, one for each library)",
+    ),
     "device": ("", "device to run on; auto: the GPU if there is one, else the CPU"),
     "dtype": ("", "dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"),
     "backend": ("", "kernels to use; auto: the fastest measured on a GPU, plain PyTorch (reference) on a CPU"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from tok_core.config import EngineConfig, RankCoordinates
@@ -69,14 +71,18 @@ def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cach
     )
 
 
-def choose_backend(config: EngineConfig, device: torch.device, shape: AttentionShape) -> Backend:
+def choose_backend(
+    config: EngineConfig, device: torch.device, shape: AttentionShape, choices: Path | None = None
+) -> Backend:
     """Return the requested backend; `auto` on a GPU is the fastest one, measured the first time.
+
+    `choices` is the directory of such measurements; None: the user's cache directory.
 
     Raises InvalidField, with the reason, if it cannot compute the shape on the device.
     """
     requested = config.backend
     try:
-        return choose(device, requested, shape, batch_invariant=config.batch_invariant)
+        return choose(device, requested, shape, choices, batch_invariant=config.batch_invariant)
     except ValueError as error:
         raise InvalidField(
             "backend", requested, str(error).partition("allowed")[2].lstrip(": ") or str(error)

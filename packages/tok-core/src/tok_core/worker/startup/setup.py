@@ -33,6 +33,7 @@ from tok_core.worker.startup.backend import (
     choose_dtype,
     require_float8,
 )
+from tok_core.worker.startup.cache_directory import CacheDirectory
 from tok_core.worker.startup.invariance_check import check_rows
 from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, report_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
@@ -77,6 +78,7 @@ def set_up(
     defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
     local = ShardPlan.of(model_config, coordinates).local(model_config)
     device = choose_device(config, replica, coordinates, gpu)
+    cache = CacheDirectory.of(config, device)
     precompilation = Precompilation(config, device, coordinates.workers)
     peers = join(coordinates, rendezvous, device)
     clock.done("device and peers")
@@ -95,7 +97,7 @@ def set_up(
     with HEARTBEAT.coarse():  # compilers may run for minutes
         precompilation.wait()
         clock.done("kernels compiled ahead")
-        backend = choose_backend(config, device, shape)
+        backend = choose_backend(config, device, shape, cache.choices)
     clock.done("choice of kernels")
     memory = sleeping_memory(device) if config.enable_sleep_mode else None
     model = _load_model(config, path, model_config, backend, peers, dtype, quantization, memory)
@@ -135,6 +137,7 @@ def set_up(
         log_compiled()
     peers.all_reduce_min(0)  # waits for the others
     clock.done("graphs and warm-up")
+    cache.complete()
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,

@@ -22,6 +22,7 @@ WRAPPERS_IN_RING = 3
 _MIN_WORKSPACE_BYTES = 128 << 20
 _SPARE_BYTES = 8 << 20
 _TILE_ROWS = 128
+_load_built = False
 
 
 def flashinfer() -> ModuleType:
@@ -29,7 +30,21 @@ def flashinfer() -> ModuleType:
 
     Raises ImportError if it is not installed.
     """
-    return import_module("flashinfer")
+    module = import_module("flashinfer")
+    if _load_built:
+        environment: Any = import_module("flashinfer.jit.env")
+        if not environment.FLASHINFER_AOT_DIR.exists():  # else there are modules that were built ahead
+            environment.FLASHINFER_AOT_DIR = environment.FLASHINFER_JIT_DIR
+    return module
+
+
+def load_built_modules() -> None:
+    """Load the modules in FlashInfer's cache as they are, from now on.
+
+    FlashInfer would build them again, with the CUDA toolkit, after their directory was moved.
+    """
+    global _load_built
+    _load_built = True
 
 
 def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:

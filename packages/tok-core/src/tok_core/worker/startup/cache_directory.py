@@ -1,0 +1,129 @@
+"""Keep compiled kernels and measured choices of kernels in the directory `EngineConfig.cache_dir`.
+
+A directory has a part for each combination of GPU, driver and package versions, so that what was compiled for another
+one is never read. A part holds Triton's cache, FlashInfer's modules, the choices of attention kernels, and, once an
+engine was ready, a manifest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from tok_core.config import EngineConfig
+from tok_core.errors import InvalidField
+from tok_core.runtime import ScratchDirectory
+
+log = logging.getLogger("tok_core")
+
+MANIFEST = "manifest.json"
+KERNEL_CACHE = "tok_kernels.movable_cache:MovableCache"
+
+_copies: list[ScratchDirectory] = []  # kept for as long as the process
+
+
+class CacheDirectory:
+    """Part of a cache directory for one device, its driver and the installed packages.
+
+    path  the part; None: nothing was configured, or it cannot be used, and every library has its own directory
+    """
+
+    def __init__(self, directory: Path | None, key: Mapping[str, str]) -> None:
+        self.path: Path | None = None
+        self._key = dict(key)
+        if directory is None:
+            return
+        part = directory / hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
+        try:
+            if not part.exists():
+                self._log_others(directory)
+            self.path = self._writable(part)
+        except (OSError, ValueError) as error:  # a manifest may be no JSON
+            log.warning("cache_dir is ignored: %s", error)
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> CacheDirectory:
+        """Return the part of `config.cache_dir` for the device, and let this process use it.
+
+        Raises InvalidField for a device for which nothing is compiled.
+        """
+        if config.cache_dir is None:
+            return cls(None, {})
+        if device.type != "cuda":
+            raise InvalidField("cache_dir", config.cache_dir, f"only on a GPU (no kernel is compiled on {device.type})")
+        found = cls(Path(config.cache_dir).expanduser().absolute(), key_of(device))
+        found.use()
+        return found
+
+    @property
+    def choices(self) -> Path | None:
+        """Return the directory of the choices of attention kernels; None: the default."""
+        return None if self.path is None else self.path / "kernels"
+
+    def use(self) -> None:
+        """Let Triton and FlashInfer use the part in this process, and in those that it starts."""
+        if self.path is None:
+            return
+        os.environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
+        os.environ["TRITON_CACHE_MANAGER"] = KERNEL_CACHE
+        os.environ["FLASHINFER_WORKSPACE_BASE"] = str(self.path / "flashinfer")
+        if (self.path / MANIFEST).exists():
+            from tok_kernels.attention.flashinfer.wrappers import load_built_modules
+
+            load_built_modules()
+
+    def complete(self) -> None:
+        """Write the manifest, once the engine is ready and has compiled everything."""
+        if self.path is None:
+            return
+        unfinished = self.path / f"{MANIFEST}.{os.getpid()}"
+        unfinished.write_text(json.dumps(self._key, indent=1), encoding="utf-8")
+        unfinished.replace(self.path / MANIFEST)
+
+    def _writable(self, part: Path) -> Path:
+        """Return the part, or a copy of it if it cannot be written to."""
+        if part.exists() and not os.access(part, os.W_OK):
+            copy = ScratchDirectory("kernels")
+            _copies.append(copy)
+            return Path(shutil.copytree(part, Path(copy.name) / part.name))
+        part.mkdir(parents=True, exist_ok=True)
+        return part
+
+    def _log_others(self, directory: Path) -> None:
+        """Log how this device and software differ from those for which the directory has kernels, if any."""
+        for file in sorted(directory.glob(f"*/{MANIFEST}")):
+            other = json.loads(file.read_text(encoding="utf-8"))
+            differences = [
+                f"{name} {other.get(name)}, not {own}" for name, own in self._key.items() if other.get(name) != own
+            ]
+            log.warning("cache_dir %s has kernels for %s: kernels are compiled", directory, ", ".join(differences))
+            return
+
+
+def key_of(device: torch.device) -> dict[str, str]:
+    """Return what compiled kernels and measured choices depend on, by name."""
+    from tok_kernels.calibration.store import versions
+
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "capability": "{}.{}".format(*torch.cuda.get_device_capability(device)),
+        "driver": f"CUDA {_driver_version()}",
+        "python": str(sysconfig.get_config_var("EXT_SUFFIX")),
+        **versions(),
+    }
+
+
+def _driver_version() -> str:
+    """Return the newest version of CUDA that the installed driver supports, such as "13.0"."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
