@@ -68,6 +68,8 @@ def test_engines_give_tokens_and_logprobs_of_transformers_also_after_a_sleep_and
             send_line(process)
             engine.weight_transfer.receive(update["names"], update["dtype_names"], update["shapes"])
             assert_transformers_answers(engine, old)
+        stats = engine.stats()
+        assert 0 < stats["expert_mean_tokens"] < stats["expert_rank_max_tokens"] < stats["expert_max_tokens"]
 
 
 def test_quantised_experts_of_ranks_and_stages_give_the_tokens_of_their_dequantised_weights(tmp_path: Path) -> None:

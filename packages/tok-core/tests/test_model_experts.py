@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from support.engines import cpu_engine
 from support.expert_models import MOE_KINDS, WEIGHTS, as_they_are, changed, quantised, single
-from support.parallel_models import CPU, logits_of, model_of
+from support.parallel_models import CPU, logits_of, model_of, tokens_of
 from support.quantized_models import SCHEMES
 from support.sequences import Sequences
 from support.tiny_models import make_model, randomise, reference_logits, write_checkpoint
-from tok_core import InvalidField, ModelError
+from tok_core import InvalidField, ModelError, SamplingParams
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, IncomingWeights, build, check, dummy, load, model_bytes
@@ -227,6 +228,21 @@ def chosen_experts(model: CausalLM, tokens: list[int]) -> Tensor:
         one.backend = Counting(layer)
     Sequences(model, 1, 64, max_len=1024).feed([(0, tokens)], [0])
     return counted
+
+
+def test_statistics_show_how_unevenly_experts_are_used(paths: dict[str, Path]) -> None:
+    path, prompt = paths["qwen3-moe"], tokens_of(33)
+    counted = chosen_experts(model_of(path), prompt)
+    with cpu_engine(path) as engine:
+        assert engine.stats()["expert_mean_tokens"] == 0
+        engine.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
+        stats = engine.stats()
+        assert stats["expert_mean_tokens"] == pytest.approx(2 * 33 * 4 / 12)
+        assert stats["expert_max_tokens"] == counted.max(1).values.sum()
+        assert stats["expert_rank_max_tokens"] == stats["expert_mean_tokens"]
+        engine.generate([prompt[:3]], SamplingParams(max_tokens=100, ignore_eos=True))  # one of whose steps is counted
+        assert engine.stats()["expert_mean_tokens"] == pytest.approx(2 * 34 * 4 / 12)
+        assert engine.stats()["expert_max_tokens"] == counted.max(1).values.sum() + 2
 
 
 def random_tokens(vocabulary: int) -> list[int]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from tok_core.manager.intake import RequestIntake
 from tok_core.manager.output_processor import OutputProcessor, Reported, merge_reports
@@ -14,6 +15,7 @@ from tok_core.messages import Progress, Stats, StepOutput
 
 PATIENCE = 0.02  # seconds for which statistics wait for a report of tokens to go with
 SECONDS = ("schedule_seconds", "launch_seconds", "device_seconds", "output_seconds")
+EXPERT_TOKENS = ("expert_mean_tokens", "expert_max_tokens", "expert_rank_max_tokens")
 
 
 class Reporter:
@@ -32,7 +34,7 @@ class Reporter:
         self._intake = intake
         self._step_timeout = step_timeout
         self._clock = clock
-        self._seconds = dict.fromkeys(SECONDS, 0.0)
+        self._sums = dict.fromkeys((*SECONDS, *EXPERT_TOKENS), 0.0)
         self._stats = Stats()  # as reported last
         self._reported_at = -math.inf  # time of the last report
 
@@ -47,8 +49,8 @@ class Reporter:
         return Progress(*reported, started, self._stats, failures.failed, rows, failures.refused)
 
     def stats_changed(self) -> bool:
-        """Return whether a counter or gauge has changed since the last report; changed times alone do not count."""
-        return self.stats() != msgspec.structs.replace(self._stats, **self._seconds)
+        """Return whether a counter or gauge has changed since the last report, other than sums of times."""
+        return self.stats() != msgspec.structs.replace(self._stats, **self._sums)
 
     def builds_soon(self) -> bool:
         """Return whether statistics can wait for the next report of tokens, which saves a report of their own.
@@ -59,15 +61,25 @@ class Reporter:
 
     def add_scheduling(self, seconds: float) -> None:
         """Add the CPU time that the manager took to build a step."""
-        self._seconds["schedule_seconds"] += seconds
+        self._sums["schedule_seconds"] += seconds
 
     def add_output(self, output: StepOutput, seconds: float) -> None:
         """Add the times of a step, and the CPU time that the manager took to process its output."""
-        self._seconds["output_seconds"] += seconds
+        self._sums["output_seconds"] += seconds
         for name in ("launch_seconds", "device_seconds"):
             taken: float = getattr(output, name)
             if 0 <= taken <= self._step_timeout:  # otherwise a clock has jumped
-                self._seconds[name] += taken
+                self._sums[name] += taken
+        if output.expert_tokens is not None:
+            self._add_expert_tokens(output.expert_tokens)
+
+    def _add_expert_tokens(self, tokens_LE: np.ndarray) -> None:
+        info = self._scheduler.info
+        of_ranks_LR = tokens_LE.reshape(len(tokens_LE), info.tp if info.ep else 1, -1).mean(2)
+        for name, of_layers in zip(
+            EXPERT_TOKENS, (tokens_LE.mean(1), tokens_LE.max(1), of_ranks_LR.max(1)), strict=True
+        ):
+            self._sums[name] += float(of_layers.sum())
 
     def stats(self) -> Stats:
         """Return the counters since the start, and the gauges."""
@@ -96,5 +108,5 @@ class Reporter:
             steps=scheduler.steps,
             steps_in_flight=len(outputs.in_flight),
             group_rows=scheduler.group_rows,
-            **self._seconds,
+            **self._sums,
         )

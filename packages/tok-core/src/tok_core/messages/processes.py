@@ -46,6 +46,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     rope_depends_on_length: bool = False
     tp: int = 1
     pp: int = 1
+    ep: bool = False
 
     @property
     def kv_cache_tokens(self) -> int:

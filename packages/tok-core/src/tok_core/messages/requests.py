@@ -86,6 +86,9 @@ class Stats(msgspec.Struct):
     schedule_seconds                time of the manager's CPU to build steps
     output_seconds                  time of the manager's CPU to process returned tokens
     launch_seconds, device_seconds  as in StepOutput, summed
+    expert_mean_tokens              tokens of an expert in the mean, summed over the layers of steps that counted them
+    expert_max_tokens               the same of the expert with most
+    expert_rank_max_tokens          the same of the experts of a rank, in the mean, of the rank with most
     """
 
     requests_running: int = 0
@@ -112,6 +115,9 @@ class Stats(msgspec.Struct):
     launch_seconds: float = 0.0
     device_seconds: float = 0.0
     output_seconds: float = 0.0
+    expert_mean_tokens: float = 0.0
+    expert_max_tokens: float = 0.0
+    expert_rank_max_tokens: float = 0.0
 
 
 class Progress(msgspec.Struct, tag=True):

@@ -170,8 +170,10 @@ class StepOutput(msgspec.Struct, tag=True):
 
     launch_seconds  time of the worker's CPU to enqueue the step
     device_seconds  time from the step's first operation on the device to its last
+    expert_tokens   int32 `[layers, experts]`: tokens that chose each expert; None: they were not counted
 
-    With several pipeline stages, both are those of the last stage, without its wait for the previous stage's output.
+    With several pipeline stages, these are those of the last stage, times without its wait for the previous stage's
+    output.
     """
 
     step: int
@@ -182,3 +184,4 @@ class StepOutput(msgspec.Struct, tag=True):
     launch_seconds: float
     device_seconds: float
     prompts: PromptValues | None = None
+    expert_tokens: np.ndarray | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tok_core.models.decoder import CausalLM, DecoderLayer
+from tok_core.models.experts import ExpertLoad
 from tok_core.models.layers import Linear, RMSNorm, TokenEmbedding
 from tok_core.models.registry import ARCHITECTURES, build, model_bytes, weight_reads
 from tok_core.models.weights import IncomingWeights, as_stored, check, dummy, load
@@ -11,6 +12,7 @@ __all__ = [
     "ARCHITECTURES",
     "CausalLM",
     "DecoderLayer",
+    "ExpertLoad",
     "IncomingWeights",
     "Linear",
     "RMSNorm",

@@ -7,9 +7,10 @@ own part).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
@@ -17,6 +18,40 @@ from tok_core.models.layers import MLP, FeedForward, Linear, Placement, RMSNorm
 from tok_core.parallel import Slice, TPLayout
 from tok_core.quantization import PackedMethod, StackedTarget
 from tok_kernels import ExpertWeights
+
+PASSES_PER_COUNT = 64  # forward passes for one whose experts' tokens are counted, by one more kernel for each layer
+
+
+class ExpertLoad:
+    """Counts the tokens of each expert in some forward passes of a stage, without waiting for the device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+        self._passes = 0
+        self._count_LE: Tensor | None = None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the tokens of the forward pass that runs in this context, if it is one to count."""
+        self._passes += 1
+        if not self._mixtures or self._passes % PASSES_PER_COUNT != 1:
+            yield
+            return
+        first = self._mixtures[0]
+        size = len(self._mixtures), first.experts.size
+        self._count_LE = torch.zeros(size, dtype=torch.int32, device=next(first.parameters()).device)
+        for mixture, count_E in zip(self._mixtures, self._count_LE, strict=True):
+            mixture.count_E = count_E
+        try:
+            yield
+        finally:
+            for mixture in self._mixtures:
+                mixture.count_E = None
+
+    def take(self) -> Tensor | None:
+        """Return the tokens of each expert in the last forward pass, int32 `[layers, E]`; None: it was not counted."""
+        count_LE, self._count_LE = self._count_LE, None
+        return count_LE
 
 
 class MixtureOfExperts(FeedForward):
@@ -34,6 +69,7 @@ class MixtureOfExperts(FeedForward):
         assert moe is not None, "the model has no experts"
         self.chosen, self.normalize = moe.experts_per_token, moe.normalize
         self.backend = placement.backend
+        self.count_E: Tensor | None = None  # `ExpertLoad`
         hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.expert_columns
         self.experts = placement.shard_plan.experts
         held = range(self.experts.start, self.experts.stop)
@@ -66,6 +102,9 @@ class MixtureOfExperts(FeedForward):
     def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
         normed_TN = norm(x_TN) if layout is None else layout.gather(x_TN, norm)
         routing = self.backend.select_experts(self.gate(normed_TN), self.chosen, normalize=self.normalize)
+        if self.count_E is not None:
+            expert_P = routing.expert_TC.flatten()
+            self.count_E.index_add_(0, expert_P, self.count_E.new_ones(1).expand(len(expert_P)))
         gate_up, down = (one.method.operand(one) for one in (self.gate_up_proj, self.down_proj))
         weights = ExpertWeights(gate_up, down, self.held)
         residual_TN = x_TN if layout is None else None

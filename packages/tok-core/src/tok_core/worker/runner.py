@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from tok_core.config import MAX_STEPS_AHEAD
 from tok_core.messages import MemoryTask, PromptValues, StepInput, StepOutput, TaskResult, WorkerTask
 from tok_core.model_config import short_prompt
-from tok_core.models import CausalLM
+from tok_core.models import CausalLM, ExpertLoad
 from tok_core.parallel import PendingTokens, Pipeline
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import prompt_values, step_tensors
@@ -67,6 +68,7 @@ class Launched:
     top_token: Tensor
     top_logprob: Tensor
     prompts: prompt_values.PromptOutputs | None
+    expert_tokens: Tensor | None = None
 
     def output(self) -> StepOutput:
         """Return the step's tokens, which only the last stage has; block until the device has finished the step."""
@@ -81,6 +83,7 @@ class Launched:
             launch_seconds=self.launch_seconds,
             device_seconds=self.done.seconds_since(self.began),
             prompts=None if self.prompts is None else PromptValues(*(one.numpy() for one in self.prompts)),
+            expert_tokens=None if self.expert_tokens is None else self.expert_tokens.numpy(),
         )
 
 
@@ -111,6 +114,7 @@ class Runner:
         self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.host_lengths = step_tensors.HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
         self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.coordinates)
+        self._expert_load = ExpertLoad(model) if pipeline.coordinates.returns else None
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
         self._start_weights = start_weights
@@ -206,9 +210,11 @@ class Runner:
         pass_length_T = None
         if self._short_prompt is not None and len(step.prefill_slot):
             pass_length_T = step_tensors.pass_lengths(self.state, step, put, tensors.position_T)
-        hidden: Tensor = self.model(
-            *(x_T, tensors.position_T, tensors.kv_index_T, self.state.caches, tensors.batch, logit_row_R, pass_length_T)
-        )
+        with nullcontext() if self._expert_load is None else self._expert_load.counting():
+            hidden: Tensor = self.model(
+                *(x_T, tensors.position_T, tensors.kv_index_T, self.state.caches, tensors.batch),
+                *(logit_row_R, pass_length_T),
+            )
         return hidden
 
     def _sample(
@@ -241,6 +247,8 @@ class Runner:
         else:
             top_token, top_logprob = (x.new_empty((sampled_count, 0), device="cpu") for x in NO_TOP)
         prompts = None if prompt_outputs is None else prompt_values.PromptOutputs(*map(_page_locked, prompt_outputs))
+        expert_tokens = None if self._expert_load is None else self._expert_load.take()
+        expert_tokens = None if expert_tokens is None else _page_locked(expert_tokens)
         done = TimingEvent(self.state.device)
         return Launched(
             step=step.step,
@@ -252,6 +260,7 @@ class Runner:
             top_token=top_token,
             top_logprob=top_logprob,
             prompts=prompts,
+            expert_tokens=expert_tokens,
         )
 
 

@@ -46,7 +46,7 @@ REFUSED = {
     "--distributed-executor-backend": "replicas run in processes of this host, or by --ray ADDRESS",
     "--download-dir": "use --data-dir DIR, which also has files and batches, or set HF_HOME",
     "--enable-log-requests": "requests are never logged",
-    "--enable-eplb": "each expert stays on one rank",
+    "--enable-eplb": "each expert stays on one rank; /metrics shows how unevenly they are used",
     "--enable-lora": "adapters are not supported; merge them into the checkpoint",
     "--guided-decoding-backend": "grammars are always compiled by xgrammar",
     "--hf-overrides": "config.json is read as it is; edit a copy of the model's directory",

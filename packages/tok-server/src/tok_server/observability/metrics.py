@@ -46,6 +46,9 @@ COUNTERS = {
     "launch_seconds": "Seconds that launching steps took.",
     "device_seconds": "Seconds that steps took on the device, each from its first operation to its last.",
     "output_seconds": "Seconds that processing the output of steps took.",
+    "expert_mean_tokens": "Tokens of an expert in the mean, added up over layers of the steps that counted them.",
+    "expert_max_tokens": "The same of the expert with most tokens: divided by the mean, how uneven routing is.",
+    "expert_rank_max_tokens": "The same of the experts of one rank in the mean, of the rank with most, with --ep.",
     "restarts": "Restarts of replicas.",
 }
 GAUGES = {

@@ -158,6 +158,7 @@ def set_up(
         rope_depends_on_length=isinstance(model_config.rope_scaling, DynamicScaling),
         tp=config.tp,
         pp=config.pp,
+        ep=config.ep,
     )
     return runner, info
 
