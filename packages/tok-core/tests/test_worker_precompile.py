@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from support.tiny_models import make_model
 from tok_core import EngineConfig
+from tok_core.messages import StepInput
 from tok_core.models.registry import build
 from tok_core.worker import cuda_graphs
 from tok_core.worker.runner import Runner
@@ -114,21 +116,57 @@ def test_variants_are_those_of_the_kv_cache(
     assert not keys[0] & keys[1]
 
 
-def test_variants_are_those_of_the_engine_configuration(config: EngineConfig) -> None:
-    processed = msgspec.structs.replace(config, logprobs_mode="processed_logprobs")
-    keys = [
-        {variant.arguments[0] for variant in start_variants(one, 90) if "block_sampling" in variant.name}
-        for one in (config, processed)
-    ]
-    assert keys[0] != keys[1]
+def random_step(source: random.Random, slots: int, tokens: int, words: int) -> StepInput:
+    rows = source.choice([1, 2, source.randint(3, 40), source.randint(41, slots - 20)])
+    chunks = source.choice([0, 1, source.randint(2, 20)])
+    groups = source.choice([0, 1, rows // 2]) if rows > 1 else 0
+    options = {name: source.choice([0, source.randint(1, rows)]) for name in ("filtered", "penalised", "masked")}
+    return dummy_step(
+        decode=rows,
+        chunks=chunks,
+        tokens=source.choice([chunks, chunks + source.randint(0, tokens)]) if chunks else 0,
+        groups=groups,
+        prefix=source.choice([64, 1024, 2048]) if groups else 0,
+        levels=source.choice([1, 2]) if groups else 1,
+        cached=source.choice([0, 100]) if chunks else 0,
+        top_logprobs=source.choice([0, 1, 20]),
+        greedy=source.random() < 0.2,
+        prompt_outputs=bool(chunks) and source.random() < 0.2,
+        words=words if options["masked"] else 0,
+        **options,
+    )
+
+
+def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(config: EngineConfig) -> None:
+    large = msgspec.structs.replace(config, max_running=2048, max_step_tokens=4096)
+    ahead = {(variant.name, variant.arguments[0]) for variant in start_variants(large, 90)}
+    runner, source = precompile.meta_runner(large), random.Random(0)
+    words = mask_words(runner.model.config, Path(config.model))
+    with record(90) as launched:
+        for _ in range(100):
+            runner.reset()
+            runner.launch(random_step(source, 2048, 2000, words))
+    assert sorted(launched.keys() - ahead) == []
 
 
 @pytest.fixture
-def small(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    """Return the configuration, for a Hopper GPU and an empty cache of kernels."""
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    """Return the configuration of a small engine on a Hopper GPU with an empty cache of kernels."""
+    path = make_model("llama", tmp_path / "llama", layers=1)
+    config = EngineConfig(model=str(path), load_format="dummy", max_running=4, max_step_tokens=16)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(precompile, "_import_flashinfer", lambda: None)  # takes seconds
     return config
+
+
+def test_variants_are_those_of_the_engine_configuration(small: EngineConfig) -> None:
+    processed = msgspec.structs.replace(small, logprobs_mode="processed_logprobs")
+    keys = [
+        {variant.arguments[0] for variant in start_variants(one, 90) if "block_sampling" in variant.name}
+        for one in (small, processed)
+    ]
+    assert keys[0] != keys[1]
 
 
 def run_main(request: CompileRequest, monkeypatch: pytest.MonkeyPatch) -> CompileReport:

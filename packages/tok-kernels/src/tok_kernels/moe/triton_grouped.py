@@ -49,7 +49,8 @@ def _add_products(
     return sums
 
 
-@triton.jit
+# A value that changes from step to step must not recompile the kernel.
+@triton.jit(do_not_specialize=["tiles"])
 def grouped_gemm_kernel(
     x_ptr: tl.tensor,
     x_row: tl.tensor,

@@ -96,7 +96,8 @@ def sort_pairs(routing: Routing, tile_rows: int, held: range | None = None) -> S
     return SortedPairs(pair_R, tile_3S, tile_rows)
 
 
-@triton.jit
+# A value that changes from step to step must not recompile the kernel.
+@triton.jit(do_not_specialize=["tokens"])
 def _select_kernel(
     logits_ptr: tl.tensor,
     logits_row: tl.tensor,
@@ -186,7 +187,7 @@ def _count(
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
     expert_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -208,7 +209,7 @@ def _count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * E + expert, count, mask=expert < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
 def _sort_kernel(
     expert_ptr: tl.tensor,
     counts_ptr: tl.tensor,

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from tok_core.quantization import read_quantization
 from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.backend import choose_cache_dtype, choose_dtype
+from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.startup.gemm_warmup import different_layers
 from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
 from tok_core.worker.startup.warmup import warm_up_steps
@@ -45,6 +47,7 @@ log = logging.getLogger("tok_core")
 
 HOPPER = 9  # major compute capability of the GPUs that meta tensors stand for
 MAX_PROCESSES = 16
+MAX_FEW_ROWS = 64  # among few rows, the kernels of mixtures of experts change most often
 MAX_SECONDS = 300.0  # until the worker compiles by itself
 # Fields of EngineConfig that decide which kernels a start launches, beside the model's own files.
 FIELDS = (
@@ -102,6 +105,8 @@ class Precompilation:
         """Wait until the kernels are compiled. A failure is logged; the start then compiles them itself."""
         if self._process is None:
             return
+        if find_spec("flashinfer") is not None:
+            _import_flashinfer()
         try:
             output, _ = self._process.communicate(timeout=MAX_SECONDS)
             report = msgspec.json.decode(output, type=CompileReport)
@@ -114,6 +119,14 @@ class Precompilation:
             more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
             log.warning("kernels are compiled at their first launch: %s%s", report.errors[0], more)
         log.debug("start: %d kernels compiled in %.1f s", report.variants, report.seconds)
+
+
+def _import_flashinfer() -> None:
+    """Import FlashInfer, which calibration needs, while this process is idle; calibration reports what is wrong."""
+    from tok_kernels.attention.flashinfer.wrappers import flashinfer
+
+    with suppress(Exception):
+        flashinfer()
 
 
 def log_compiled() -> None:
@@ -177,17 +190,31 @@ def start_variants(config: EngineConfig, capability: int) -> list[Variant]:
 
 
 def launch_start(config: EngineConfig) -> None:
-    """Launch on the device "meta" the steps that a start launches on a GPU.
+    """Launch on the device "meta" the steps that a start launches on a GPU, and those of each small number of rows."""
+    runner, path = meta_runner(config), Path(config.model)
+    max_running, max_step_tokens = resolve_step_sizes(config, "cuda")
+    words = mask_words(runner.model.config, path)
+    steps = warm_up_steps(max_running, max_step_tokens, runner.max_len, config.page_size, words)
+    steps += [dummy_step(decode=rows) for rows in range(1, min(max_running, MAX_FEW_ROWS) + 1)]
+    for step in steps:
+        runner.reset()
+        runner.launch(step)
+    if config.cuda_graphs:
+        runner.graphs.launch(graph_sizes(max_running))
 
-    Of layers that launch the same kernels, only one is launched. The page table has as many positions as the model,
-    unless `max_model_len` limits them; the size of the KV cache changes no kernel.
+
+def meta_runner(config: EngineConfig) -> Runner:
+    """Return a runner on the device "meta", whose launches compute nothing.
+
+    Of layers that launch the same kernels, it has only one. The page table has as many positions as the model, unless
+    `max_model_len` limits them; the size of the KV cache changes no kernel.
     """
     path, meta = Path(config.model), torch.device("meta")
     model_config = resolve_model_config(config, path)
     dtype = choose_dtype(config.dtype, torch.device("cuda"))
     quantization = read_quantization(path, config.quantization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    max_running, max_step_tokens = resolve_step_sizes(config, "cuda")
+    max_running, _ = resolve_step_sizes(config, "cuda")
     backend = _backend(config)
     model = build(model_config, backend, meta, dtype, quantization=quantization)
     scales = None
@@ -205,13 +232,7 @@ def launch_start(config: EngineConfig) -> None:
     kept = different_layers(model)
     state.caches = [state.caches[number] for number in kept]
     model.model.layers = nn.ModuleDict({str(number): model.model.layers[str(number)] for number in kept})
-    runner = Runner(model, backend, state)
-    words = mask_words(model_config, path)
-    for step in warm_up_steps(max_running, max_step_tokens, runner.max_len, config.page_size, words):
-        runner.reset()
-        runner.launch(step)
-    if config.cuda_graphs:
-        runner.graphs.launch(graph_sizes(max_running))
+    return Runner(model, backend, state)
 
 
 def _backend(config: EngineConfig) -> Backend:

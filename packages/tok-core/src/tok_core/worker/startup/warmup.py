@@ -14,6 +14,7 @@ from tok_core.worker.startup.gemm_warmup import warm_up_gemms
 from tok_core.worker.startup.memory import SLACK, StepMemory, largest_step
 
 LONG_CONTEXT_TOKENS = 4096
+SHORT_PREFIX_TOKENS = 1024
 MAX_ROW_POSITIONS = 1 << 25  # rows × shared positions of a step: bounds its time
 
 
@@ -51,6 +52,9 @@ def warm_up_steps(slots: int, tokens: int, max_len: int, page_size: int, words: 
             prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MAX_CASCADE_LEVELS + 1)]
             if rows > 3:
                 found.append(dummy_step(decode=rows, groups=1, prefix=shared * page_size))
+                # A short prefix of many rows is split, although the rows' own keys are not.
+                short = min(pages, SHORT_PREFIX_TOKENS // page_size) * page_size
+                found.append(dummy_step(decode=rows - 1, groups=1, prefix=short, chunks=1, tokens=1))
             found += [dummy_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in prefixes if end]
     few = min(8, slots - 1, tokens - 1)
     if few > 0:

@@ -28,7 +28,7 @@ from tok_kernels.sampling.triton.filter_threshold import find_threshold, gather,
 _MAX_DISTANCE: tl.constexpr = tl.constexpr(104.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=[*UNALIGNED, "seed", "sample", "position"])
+@triton.jit(do_not_specialize_on_alignment=[*UNALIGNED, "seed", "sample", "position", "logprob", "log_sum"])
 def resample_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
