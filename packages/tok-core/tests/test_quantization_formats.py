@@ -86,7 +86,7 @@ def with_config(path: Path, changes: dict[str, object]) -> Path:
     group = quantization.get("config_groups", {}).get("group_0", {})
     for key, value in changes.items():
         parent, _, key = key.rpartition(".")
-        (group[parent] if parent else quantization)[key] = value
+        (group[parent] if parent else group if key == "targets" else quantization)[key] = value
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -128,6 +128,18 @@ def with_config(path: Path, changes: dict[str, object]) -> Path:
         ("int4", {"kv_cache_scheme": KV_CACHE | {"offset": 1}}, "kv_cache_scheme: offset is not known"),
         ("fp8-per-matrix", {"kv_cache_scheme": "dynamic"}, "kv_cache_scheme is 'dynamic'; allowed: \"static\""),
         ("int4", {"config_groups": {}}, "config_groups is None; allowed: a JSON object with at least one group"),
+        ("int4", {"targets": []}, r"group_0: targets is \[\]; allowed: a list with at least one layer"),
+        (
+            "int4",
+            {"targets": ["re:(_proj"]},
+            r"targets is 're:\(_proj'; allowed: re: and a regular expression \(missing",
+        ),
+        (
+            "int4",
+            {"ignore": ["lm_head", "re:*"]},
+            r"ignore is 're:\*'; allowed: re: and a regular expression \(nothing",
+        ),
+        ("awq", {"modules_to_not_convert": ["re:["]}, r"modules_to_not_convert is 're:\['; allowed: re: and a regular"),
         ("int4", {"format": "marlin-24"}, "format is 'marlin-24'; allowed: float-quantized, int-quantized"),
         ("int4", {"weights.num_bits": 2}, "num_bits is 2; allowed: 4, 8, with format pack-quantized"),
         ("int4", {"weights.actorder": "group"}, 'actorder is \'group\'; allowed: false or "weight" or "static"'),
@@ -225,6 +237,44 @@ def test_corrupt_tensor_is_refused_by_its_name(
     change_weights(path, corrupt)
     with pytest.raises(ModelError, match=f"model.safetensors: tensor {name} {message}"):
         model_of(path, quantization=read_quantization(path))
+
+
+@pytest.mark.parametrize(
+    ("stored", "named", "message"),
+    [
+        (
+            None,
+            "fp8-dynamic",
+            r"weight is stored as F32; supported: F8_E4M3, since \S+_proj is float8 with a scale for",
+        ),
+        (
+            None,
+            "int4",
+            r"weight \[64, 128\] has no place in the model, whose \S+_proj is int4 with a scale for each 32",
+        ),
+        ("fp8-dynamic", None, r"weight_scale \[64, 1\] has no place in the model, whose model.layers.0.\S+ is dense$"),
+        (
+            "fp8-dynamic",
+            "int8",
+            "weight is stored as F8_E4M3; supported: I8, since model.layers.0.* is int8 with a scale",
+        ),
+        (
+            "int8-rows-packed",
+            "int4",
+            r"has shape \[64, 32\]; expected \[64, 16\], since \S+ is int4 with a scale for each",
+        ),
+    ],
+)
+def test_tensors_of_another_format_than_the_config_names_are_refused_with_both(
+    stored: str | None, named: str | None, message: str, tmp_path: Path
+) -> None:
+    path = write_quantized("llama", tmp_path, stored or "int8")[0 if stored else 1]
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = dict(SCHEMES[named].config) if named else None
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message) as refused:
+        model_of(path, quantization=read_quantization(path))
+    assert "\n" not in str(refused.value)
 
 
 def test_missing_scale_is_named_with_its_shape(tmp_path: Path) -> None:

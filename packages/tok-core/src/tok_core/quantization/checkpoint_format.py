@@ -8,6 +8,7 @@ the unquantised model than scales that were fixed before.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -90,7 +91,7 @@ def _read_fp8(config: Fields) -> QuantizationConfig:
     if scheme not in ("dynamic", "static"):
         raise config.wrong("activation_scheme", scheme, "dynamic, static")
     redundant = ("input_scale",) if scheme == "static" else ()
-    ignored = *DENSE_HEAD, *config.texts("modules_to_not_convert"), *config.texts("ignored_layers")
+    ignored = *DENSE_HEAD, *_layers(config, "modules_to_not_convert"), *_layers(config, "ignored_layers")
     if "weight_block_size" in config:
         block = _block(config, "weight_block_size")
         method = ScaledMethod(FP8, block=block, scale_name="weight_scale_inv", redundant=redundant)
@@ -103,7 +104,7 @@ def _read_fbgemm_fp8(config: Fields) -> QuantizationConfig:
     """Read "fbgemm_fp8" (Meta): a scale for each row."""
     _check(config, ("activation_scale_ub", "modules_to_not_convert"), {})
     method = ScaledMethod(FP8, redundant=("input_scale_ub",))
-    return QuantizationConfig(method, (*DENSE_HEAD, *config.texts("modules_to_not_convert")))
+    return QuantizationConfig(method, (*DENSE_HEAD, *_layers(config, "modules_to_not_convert")))
 
 
 def _read_awq(config: Fields) -> QuantizationConfig:
@@ -118,7 +119,7 @@ def _read_awq(config: Fields) -> QuantizationConfig:
     if not config.flag("zero_point", True):
         raise config.wrong("zero_point", False, "true")
     group = _group(config, "group_size" if "group_size" in config else "q_group_size")
-    return QuantizationConfig(AWQMethod(group=group), (*DENSE_HEAD, *config.texts("modules_to_not_convert")))
+    return QuantizationConfig(AWQMethod(group=group), (*DENSE_HEAD, *_layers(config, "modules_to_not_convert")))
 
 
 def _read_gptq(config: Fields) -> QuantizationConfig:
@@ -158,13 +159,16 @@ def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
         group = groups.section(name)
         assert group is not None, "values of null are left out"
         method = _group_method(group, group.text("format", config.text("format", "")))
-        for target in group.texts("targets"):
+        found = _layers(group, "targets")
+        if not found:
+            raise group.wrong("targets", group.values.get("targets"), "a list with at least one layer")
+        for target in found:
             if target == LINEAR:
                 everything = method
             else:
                 special.append((target, method))
     special.sort(key=lambda entry: entry[0].startswith("re:"))  # names take precedence over expressions
-    return QuantizationConfig(everything, tuple(config.texts("ignore")), tuple(special), kv_scales=kv_scales)
+    return QuantizationConfig(everything, tuple(_layers(config, "ignore")), tuple(special), kv_scales=kv_scales)
 
 
 def _kv_scales(config: Fields) -> KVScaleUnit | None:
@@ -231,6 +235,18 @@ def _check(fields: Fields, read: Collection[str], allowed: Mapping[str, tuple[ob
                 raise fields.wrong(key, value, " or ".join(map(json.dumps, allowed[key])) or "null")
         elif key not in read and key not in NOTES:
             raise ModelError(f"{fields.origin}: {key} is not known; allowed: {', '.join(sorted({*read, *allowed}))}")
+
+
+def _layers(fields: Fields, key: str) -> list[str]:
+    """Return a list of layers as `QuantizationConfig` matches them; empty if the key is absent."""
+    entries = fields.texts(key)
+    for entry in entries:
+        if entry.startswith("re:"):
+            try:
+                re.compile(entry.removeprefix("re:"))
+            except re.error as error:
+                raise fields.wrong(key, entry, f"re: and a regular expression ({error})") from None
+    return entries
 
 
 def _group(fields: Fields, key: str) -> int | None:

@@ -11,6 +11,7 @@ from tok_core.errors import ModelError
 from tok_core.quantization.dense import DENSE
 from tok_core.quantization.linear_method import LinearMethod
 
+MAX_NAMED_MATRICES = 3  # in an error; further ones are only counted
 MIXTRAL = "block_sparse_moe"  # in the names of its checkpoints, in place of "mlp"
 KVScaleUnit = Literal["layer", "head"]
 """Keys or values that share a scale: all of a layer, or those of each key/value head."""
@@ -45,9 +46,9 @@ class QuantizationConfig:
         methods = [self._method_of(name) for name in names]
         others = [name for name, method in zip(names, methods, strict=True) if method != methods[0]]
         if others:
-            alike = ", ".join(name for name in names if name not in others)
+            alike = [name for name in names if name not in others]
             raise ModelError(
-                f"quantization_config gives {', '.join(others)} another weight format than {alike}; allowed: one "
+                f"quantization_config gives {_named(others)} another weight format than {_named(alike)}; allowed: one "
                 "format, since they are computed as one layer"
             )
         return methods[0]
@@ -56,6 +57,11 @@ class QuantizationConfig:
         if _matches(self.ignored, name):
             return DENSE
         return next((method for entry, method in self.special if _matches([entry], name)), self.method)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMED_MATRICES
+    return ", ".join(names[:MAX_NAMED_MATRICES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _matches(entries: Iterable[str], name: str) -> bool:

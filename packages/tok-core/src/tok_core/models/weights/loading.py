@@ -20,7 +20,7 @@ from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, stacked_targets, targets
-from tok_core.quantization import BadTensor, StackedTarget, StoredTensor, WeightTarget
+from tok_core.quantization import BadTensor, DenseMethod, LinearMethod, StackedTarget, StoredTensor, WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,7 +66,7 @@ def check(model: CausalLM, path: Path) -> None:
     """
     names, model_targets = _stored(model, path)
     for file, found in names.items():
-        _check_file(file, found, model_targets, model.dtype, read_values=True)
+        _check_values(file, found, model_targets, model.dtype)
 
 
 def _stored(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, str]], Mapping[str, WeightTarget]]:
@@ -80,9 +80,10 @@ def _stored(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, str]], Ma
     names = _canonical_names(model, checkpoint_files(path))
     single, stacked = targets(model), stacked_targets(model)
     model_targets = _with_stacked(single, stacked, names)
-    names = _loaded_names(names, model_targets, SkippedTensors(model, {**single, **stacked}))
+    formats = {f"{prefix}{name}": one.method for prefix, one in _linears(model) for name in one.parts}
+    names = _loaded_names(names, model_targets, SkippedTensors(model, {**single, **stacked}), formats)
     for file, found in names.items():
-        _check_file(file, found, model_targets, model.dtype, read_values=False)
+        _check_kinds(file, found, model_targets, formats)
     missing = set(model_targets).difference(*(found.values() for found in names.values()))
     if missing:
         raise ModelError(f"{path}: missing tensors: {format_tensors(missing, model_targets)}")
@@ -191,8 +192,15 @@ def _canonical_names(model: CausalLM, files: list[Path]) -> dict[Path, dict[str,
     return names
 
 
+def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
+    return ((prefix, module) for prefix, module in modules(model) if isinstance(module, Linear))
+
+
 def _loaded_names(
-    names: dict[Path, dict[str, str]], model_targets: Mapping[str, WeightTarget], skipped: SkippedTensors
+    names: dict[Path, dict[str, str]],
+    model_targets: Mapping[str, WeightTarget],
+    skipped: SkippedTensors,
+    formats: Mapping[str, LinearMethod],
 ) -> dict[Path, dict[str, str]]:
     """Return, for each file, the tensors to load from it.
 
@@ -209,7 +217,9 @@ def _loaded_names(
             if own not in skipped:
                 with _opened(file) as tensors:
                     shape = tensors.get_slice(name).get_shape()
-                raise ModelError(f"{file}: tensor {name} {shape} has no place in the model")
+                layer = _module(own)
+                format_known = f", whose {layer} is {formats[layer]}" if layer in formats else ""
+                raise ModelError(f"{file}: tensor {name} {shape} has no place in the model{format_known}")
             del found[name]
     return names
 
@@ -221,8 +231,7 @@ def _load_file(
     with _opened(file) as tensors:
         for name, own_name in names.items():
             HEARTBEAT.turned()
-            stored = tensors.get_slice(name)
-            target = _checked(file, name, stored, model_targets[own_name])
+            stored, target = tensors.get_slice(name), model_targets[own_name]
             own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
             try:
                 fits = target.fill(own)
@@ -233,22 +242,37 @@ def _load_file(
                 raise _overflow_error(file, name, dtype)
 
 
-def _check_file(
+def _check_kinds(
     file: Path,
     names: Mapping[str, str],
     model_targets: Mapping[str, WeightTarget],
-    dtype: torch.dtype,
-    *,
-    read_values: bool,
+    formats: Mapping[str, LinearMethod],
 ) -> None:
-    """Check shapes and dtypes of one file's tensors, and their numbers if `read_values`."""
+    """Check shapes and dtypes of one file's tensors; errors name the format of the layer, of `formats`."""
     with _opened(file) as tensors:
         for name, own_name in names.items():
             HEARTBEAT.turned()
-            stored = tensors.get_slice(name)
-            target = _checked(file, name, stored, model_targets[own_name])
+            stored, target, layer = tensors.get_slice(name), model_targets[own_name], _module(own_name)
+            since = f", since {layer} is {formats[layer]}" if layer in formats else ""
+            if not target.takes(stored.get_shape()):
+                found, expected = stored.get_shape(), target.shape
+                since = "" if isinstance(formats.get(layer), DenseMethod) else since
+                raise ModelError(f"{file}: tensor {name} has shape {found}; expected {expected}{since}")
+            if stored.get_dtype() not in target.stored_dtypes:
+                allowed = f"{', '.join(target.stored_dtypes)}{since}"
+                raise ModelError(f"{file}: tensor {name} is stored as {stored.get_dtype()}; supported: {allowed}")
+
+
+def _check_values(
+    file: Path, names: Mapping[str, str], model_targets: Mapping[str, WeightTarget], dtype: torch.dtype
+) -> None:
+    """Check the numbers of one file's tensors."""
+    with _opened(file) as tensors:
+        for name, own_name in names.items():
+            HEARTBEAT.turned()
+            stored, target = tensors.get_slice(name), model_targets[own_name]
             may_overflow = target.view.dtype == dtype and target.narrows(stored.get_dtype())
-            if not read_values or not (may_overflow or target.is_restricted):
+            if not (may_overflow or target.is_restricted):
                 continue
             try:
                 fits = target.check(target.part_of(stored))
@@ -293,8 +317,7 @@ class SkippedTensors:
         self._own = {_module(name) for name in self._targets}
         self._redundant = {
             f"{prefix}{name}.{end}"
-            for prefix, module in modules(model)
-            if isinstance(module, Linear)
+            for prefix, module in _linears(model)
             for name in module.parts
             for end in module.method.redundant
         } | {
@@ -334,16 +357,6 @@ class SkippedTensors:
 def _module(name: str) -> str:
     """Return the name of a tensor's module: "lm_head" for "lm_head.weight"."""
     return name.rpartition(".")[0]
-
-
-def _checked(file: Path, name: str, stored: StoredTensor, target: WeightTarget) -> WeightTarget:
-    expected = target.shape
-    if not target.takes(stored.get_shape()):
-        raise ModelError(f"{file}: tensor {name} has shape {stored.get_shape()}; expected {expected}")
-    if stored.get_dtype() not in target.stored_dtypes:
-        allowed = ", ".join(target.stored_dtypes)
-        raise ModelError(f"{file}: tensor {name} is stored as {stored.get_dtype()}; supported: {allowed}")
-    return target
 
 
 def format_tensors(names: set[str], model_targets: Mapping[str, WeightTarget]) -> str:
