@@ -194,7 +194,7 @@ def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
         EngineConfig(model="m", batch_invariant="yes")  # type: ignore[arg-type]
 
 
-def test_on_a_gpu_quantised_weights_experts_and_ranks_are_refused_by_name(tmp_path: Path) -> None:
+def test_on_a_gpu_quantised_weights_and_caches_experts_and_ranks_are_refused_by_name(tmp_path: Path) -> None:
     cuda, dense = torch.device("cuda"), QuantizationConfig()
     config = EngineConfig(model="m", batch_invariant=True)
     model, experts = (read_config(make_model(kind, tmp_path / kind)) for kind in ("llama", "mixtral"))
@@ -203,5 +203,10 @@ def test_on_a_gpu_quantised_weights_experts_and_ranks_are_refused_by_name(tmp_pa
         setup._require_invariant(config, model, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
     with pytest.raises(InvalidField, match=r"batch_invariant is True.*mixtures of experts"):
         setup._require_invariant(config, experts, dense, cuda)
+    for dtype, quantization in (("int8", dense), ("fp8", dense), ("auto", QuantizationConfig(kv_scales="head"))):
+        narrow = msgspec.structs.replace(config, kv_cache_dtype=dtype)
+        message = f"kv_cache_dtype is '{dtype}'; allowed: unquantized on cuda with batch_invariant"
+        with pytest.raises(InvalidField, match=message):
+            setup._require_invariant(narrow, model, quantization, cuda)
     with pytest.raises(InvalidField, match=r"tp is 2; allowed: 1 on cuda with batch_invariant"):
         setup._require_invariant(msgspec.structs.replace(config, tp=2), model, dense, cuda)

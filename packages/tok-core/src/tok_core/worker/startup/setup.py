@@ -91,8 +91,6 @@ def set_up(
         require_float8(config.kv_cache_dtype, device)
     if config.batch_invariant and device.type != "cpu":
         _require_invariant(config, model_config, quantization, device)
-        if cache_dtype != dtype:
-            raise InvalidField("kv_cache_dtype", config.kv_cache_dtype, "unquantized on a GPU with batch_invariant")
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
         precompilation.wait()
@@ -171,6 +169,9 @@ def _require_invariant(
         raise InvalidField("batch_invariant", True, f"false on {device.type} for mixtures of experts")
     if replace(quantization, kv_scales=None) != QuantizationConfig():
         raise InvalidField("batch_invariant", True, f"false on {device.type} if weights are quantised ({quantization})")
+    if choose_cache_dtype(config.kv_cache_dtype, torch.bfloat16, quantization) != torch.bfloat16:
+        allowed = f"unquantized on {device.type} with batch_invariant"
+        raise InvalidField("kv_cache_dtype", config.kv_cache_dtype, allowed)
     if config.tp > 1:
         raise InvalidField("tp", config.tp, f"1 on {device.type} with batch_invariant")
 
