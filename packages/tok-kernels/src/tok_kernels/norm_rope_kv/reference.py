@@ -88,5 +88,6 @@ def _store(
 def _round_tokens(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
     """Return integers up to ±127, and the scales `[T, K]` by which they are multiplied to get x."""
     largest_TK = x_TKD.abs().amax(-1) + (x_TKD * 0.0).sum(-1)  # NaN if any number is not finite
-    factor_TK = torch.where(largest_TK > SMALLEST_SCALED, INT8_MAX / largest_TK, 0.0)
-    return (x_TKD * factor_TK.unsqueeze(-1)).nan_to_num(0.0).round(), largest_TK / INT8_MAX
+    limit_TK = torch.full_like(largest_TK, INT8_MAX)  # quotients with a number are products with a reciprocal
+    factor_TK = torch.where(largest_TK > SMALLEST_SCALED, limit_TK / largest_TK, 0.0)
+    return (x_TKD * factor_TK.unsqueeze(-1)).nan_to_num(0.0).round(), largest_TK / limit_TK
