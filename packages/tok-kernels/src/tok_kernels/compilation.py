@@ -105,6 +105,9 @@ def compile_variants(variants: Sequence[Variant], processes: int, *, launchers: 
 
     The calling process must run no other Python thread. Each child takes variants from a pipe until none is left.
     """
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # hashes Triton's library, and is remembered: once here, not once in each child
     numbers, filled = os.pipe()
     errors, failed = os.pipe()
     os.write(filled, b"".join(number.to_bytes(2, "little") for number in range(len(variants))))
