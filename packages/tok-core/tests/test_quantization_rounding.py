@@ -80,7 +80,7 @@ def test_model_that_cannot_be_rounded_is_refused_before_anything_is_written(tmp_
     path, out = wide_model(tmp_path / "dense"), tmp_path / "out"
     with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128, int4-g64"):
         next(round_checkpoint(path, out, "int3"))
-    with pytest.raises(InvalidField, match=r"out is '.*'; allowed: a directory that does not exist yet"):
+    with pytest.raises(InvalidField, match=r"out is .*; allowed: a directory that does not exist yet"):
         next(round_checkpoint(path, path, "fp8-dynamic"))
     assert list(round_checkpoint(path, tmp_path / "fp8", "fp8-dynamic"))
     with pytest.raises(ModelError, match="is quantised already"):
