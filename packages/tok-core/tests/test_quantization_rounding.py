@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,52 @@ def test_rounded_weights_are_the_nearest_that_their_scales_allow(scheme: str, tm
     expected = grid[(exact[..., None] / unit[..., None] - grid).abs().argmin(-1)] * unit
     found = dense_weights(out)["model.layers.1.mlp.down_proj"]
     assert ((found - exact).abs() <= (expected - exact).abs() * 1.00001 + 1e-9).all()
+
+
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+INTS = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group"}
+F32, F8, I32, I64 = torch.float32, torch.float8_e4m3fn, torch.int32, torch.int64
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form", "weights", "inputs", "tensors"),
+    [
+        (
+            *("fp8-dynamic", "float-quantized", {**FLOATS, "strategy": "channel"}, TOKENS),
+            {"weight": (F8, 256, 128), "weight_scale": (F32, 256, 1)},
+        ),
+        (
+            *("fp8-block", "float-quantized", {**FLOATS, "strategy": "block", "block_structure": [128, 128]}),
+            {**TOKENS, "strategy": "group", "group_size": 128},
+            {"weight": (F8, 256, 128), "weight_scale": (F32, 2, 1)},
+        ),
+        *(
+            (
+                *(f"int4-g{group}", "pack-quantized", {**INTS, "group_size": group}, None),
+                {"weight_packed": (I32, 256, 16), "weight_scale": (F32, 256, 128 // group), "weight_shape": (I64, 2)},
+            )
+            for group in (128, 64)
+        ),
+    ],
+)
+def test_config_and_tensors_are_written_as_other_engines_read_them(
+    scheme: str, form: str, weights: object, inputs: object, tensors: object, tmp_path: Path
+) -> None:
+    """vLLM 0.33 and compressed-tensors 0.17 were seen to read exactly these keys, names, shapes and dtypes."""
+    path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
+    assert list(round_checkpoint(path, out, scheme))
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "config_groups": {"group_0": {**group, "output_activations": None, "format": form}},
+        "ignore": ["lm_head"],
+    }
+    stored, start = load_file(out / "model.safetensors"), "model.layers.0.self_attn.q_proj."
+    found = {name.removeprefix(start): tensor for name, tensor in stored.items() if name.startswith(start)}
+    assert {name: (tensor.dtype, *tensor.shape) for name, tensor in found.items()} == tensors
 
 
 def test_model_that_cannot_be_rounded_is_refused_before_anything_is_written(tmp_path: Path) -> None:
