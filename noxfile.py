@@ -145,6 +145,7 @@ def gpu(session: nox.Session) -> None:
 SANITIZED = (
     "exchange.py",
     "fp8.py",
+    "int8_cache.py",
     "linear.py",
     "shards.py",
     "slots.py",

@@ -223,12 +223,13 @@ def test_seeded_samples_on_gpu_equal_those_on_cpu(path: Path) -> None:
     assert same >= len(ASKED) - 1  # rounding may change one sampled token near a threshold
 
 
-def test_fp8_kv_cache_on_gpu_gives_mostly_the_tokens_of_the_cpu(path: Path) -> None:
+@pytest.mark.parametrize("cache", ["fp8", "int8"])
+def test_narrow_kv_cache_on_gpu_gives_mostly_the_tokens_of_the_cpu(cache: str, path: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=24, n=6, ignore_eos=True)
-    with engine(path, dtype="float32", kv_cache_dtype="fp8") as one:
+    with engine(path, dtype="float32", kv_cache_dtype=cache) as one:
         here = [s.token_ids for output in one.generate(ASKED, params) for s in output.outputs]
         assert_all_given_back(manager_of(one))
-    with cpu_engine(path, kv_cache_dtype="fp8") as other:
+    with cpu_engine(path, kv_cache_dtype=cache) as other:
         there = [s.token_ids for output in other.generate(ASKED, params) for s in output.outputs]
     same = sum(left == right for left, right in zip(here, there, strict=True))
     assert same >= 0.9 * len(here)

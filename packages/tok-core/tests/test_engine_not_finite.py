@@ -88,21 +88,27 @@ def times(name: str, factor: float) -> Callable[[dict[str, Tensor]], object]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "change"),
+    ("dtype", "cache", "change"),
     [
-        ("float16", times("lm_head", 2e4)),  # logits overflow
-        ("float16", times("down_proj", 3e4)),  # the residual stream overflows
-        ("float32", times("k_proj", np.nan)),
-        ("float32", times("v_proj", np.inf)),
-        ("bfloat16", times("model.norm", np.nan)),
+        ("float16", "auto", times("lm_head", 2e4)),  # logits overflow
+        ("float16", "auto", times("down_proj", 3e4)),  # the residual stream overflows
+        ("float32", "auto", times("k_proj", np.nan)),
+        ("float32", "auto", times("v_proj", np.inf)),
+        ("float32", "int8", times("k_proj", np.inf)),
+        ("float32", "int8", times("v_proj", np.nan)),
+        ("bfloat16", "auto", times("model.norm", np.nan)),
     ],
-    ids=["logits", "residual stream", "keys", "values", "norm"],
+    ids=["logits", "residual stream", "keys", "values", "int8 keys", "int8 values", "norm"],
 )
 def test_models_with_overflow_or_nan_fail_every_request(
-    dtype: str, change: Callable[[dict[str, Tensor]], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dtype: str,
+    cache: str,
+    change: Callable[[dict[str, Tensor]], object],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = change_weights(make_model("llama-untied", tmp_path / "model"), change)
-    with cpu_engine(path, dtype=dtype) as engine, caplog.at_level(logging.ERROR):
+    with cpu_engine(path, dtype=dtype, kv_cache_dtype=cache) as engine, caplog.at_level(logging.ERROR):
         for prompt in random_prompts((3, 40, 7)):
             with pytest.raises(RequestFailed, match=f"the range of {dtype}"):
                 engine.generate([prompt], GREEDY)
@@ -112,8 +118,13 @@ def test_models_with_overflow_or_nan_fail_every_request(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "float32"}, {"dtype": "bfloat16", "cuda_graphs": False}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}],
-    ids=["graphs", "eager", "fp8"],
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16", "cuda_graphs": False},
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    ],
+    ids=["graphs", "eager", "fp8", "int8"],
 )
 def test_requests_with_nan_logits_fail_on_gpu_and_others_do_not(options: dict[str, object], tmp_path: Path) -> None:
     path = change_weights(make_model("llama-untied", tmp_path / "model"), spoil_embedding)
