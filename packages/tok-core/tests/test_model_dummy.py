@@ -1,9 +1,11 @@
-"""Dummy weights with `eos_probability` sample EOS ids at that rate."""
+"""Dummy weights sample EOS ids, and the successors of a Markov language, at the rates asked for."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -90,9 +92,46 @@ def test_eos_probability_for_a_model_without_eos_ids_is_rejected(tmp_path: Path)
             {"load_format": "dummy", "eos_probability": 0.5, "eos_temperature": 0.0},
             "eos_temperature is 0.0; allowed: finite numbers above 0",
         ),
+        ({"markov_probability": 0.5}, "markov_probability is 0.5; allowed: only if load_format is dummy"),
+        (
+            {"load_format": "dummy", "markov_probability": 0.9, "eos_probability": 0.1},
+            "markov_probability is 0.9; allowed: below 1 together with eos_probability",
+        ),
         ({"load_format": "dummy", "eos_temperature": 1.0}, "eos_temperature is 1.0; allowed: only together with"),
     ],
 )
 def test_invalid_eos_probability_settings_are_named(given: dict[str, float], told: str) -> None:
     with pytest.raises(InvalidField, match=told):
         EngineConfig(model="m", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("llama-untied", "float32"), ("qwen3", "bfloat16")])
+def test_markov_language_has_the_probabilities_asked_for(kind: str, dtype: str, tmp_path: Path) -> None:
+    path, p, end = make_model(kind, tmp_path, layers=2), 0.7, 0.05
+    options = {"eos_probability": end, "markov_probability": p, "eos_temperature": 0.8}
+    follows: dict[int, Counter[int]] = {}
+    ended = sampled = 0
+    with cpu_engine(path, load_format="dummy", dtype=dtype, max_running=256, **options) as engine:
+        ends = set(engine.info.eos_token_ids)
+        params = SamplingParams(n=256, max_tokens=40, temperature=0.8, seed=1)
+        for output in engine.generate(random_prompts((5, 9, 17)), params):
+            for sample in output.outputs:
+                for before, token in itertools.pairwise([output.prompt_token_ids[-1], *sample.token_ids]):
+                    follows.setdefault(before, Counter())[token] += 1
+                sampled += len(sample.token_ids)
+                ended += sample.token_ids[-1] in ends
+    assert sampled > 5_000
+    assert abs(ended - end * sampled) < 5 * math.sqrt(end * (1 - end) * sampled)
+    often = [counts for counts in follows.values() if counts.total() >= 100]
+    successors = sum(max(counts.values()) for counts in often)
+    count = sum(counts.total() for counts in often)
+    assert count > sampled / 2
+    tolerance = 0.0 if dtype == "float32" else 0.02
+    assert abs(successors / count - p) < 5 * math.sqrt(p * (1 - p) / count) + tolerance
+    assert len({counts.most_common(1)[0][0] for counts in often}) > 5
+
+
+def test_markov_language_needs_an_mlp(tmp_path: Path) -> None:
+    config = dataclasses.replace(read_config(make_model("llama", tmp_path)), intermediate_size=8)
+    with pytest.raises(InvalidField, match=r"markov_probability is 0\.5; allowed: none, because the last layer"):
+        dummy(build(config, choose(CPU), CPU, torch.float32), markov_probability=0.5)

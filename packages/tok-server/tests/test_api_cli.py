@@ -65,6 +65,7 @@ SERVE_FLAGS = {
     "--max-restarts": 3,
     "--restart-window": 300.0,
     "--eos-probability": None,
+    "--markov-probability": None,
     "--moe-skew": 0.0,
     "--api-key": None,
     "--served-model-name": None,
@@ -155,6 +156,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--dp": 2, "--tp": 4, "--pp": 3, "--async-tp-threshold": 512, "--ray": "10.0.0.1:6379",
         "--step-timeout": 2.5, "--start-timeout": 3.5, "--max-restarts": 0,
         "--restart-window": 1.5, "--eos-probability": 0.25, "--moe-skew": 1.5,
+        "--markov-probability": 0.5,
     }  # fmt: skip
     words = [*(str(word) for pair in given.items() for word in pair), "--no-prefix-groups", "--no-cuda-graphs"]
     words += [

@@ -26,7 +26,7 @@ from tok_server.bench.tracing import tracing
 from tok_server.bench.watch import throttled
 from tok_server.bench.workloads import offline
 from tok_server.bench.workloads.counters import REQUIRED_COUNTERS, with_counters
-from tok_server.bench.workloads.offline import measure, warm_up, without_tokenizer
+from tok_server.bench.workloads.offline import measure, tail_speed, warm_up, without_tokenizer
 from tok_server.bench.workloads.plot import plot_results
 from tok_server.bench.workloads.result import Result, Timeline, percentile, table
 from tok_server.bench.workloads.timeline import timeline
@@ -263,6 +263,25 @@ def test_keep_engine_finds_cached_prompts_in_the_second_repetition(
     assert first["startup_s"] == second["startup_s"] > 0
     assert (tmp_path / "plot.png").is_file()
     assert texts == [False]
+
+
+def test_drafts_of_a_markov_language_are_counted(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--markov-probability", "0.97", "--eos-probability", "0.001", "--speculate", "8", "--max-tokens", "200"]
+    (file := Path(words[3])).write_text('{"ids": [5, 6, 7], "n": 8, "max_tokens": 200}\n')
+    assert file.is_file()
+    for more in ([], ["--speculate", "off"]):
+        assert tok([*words, *flags, *more, "--reps", "1"]) == 0
+    drafted, plain = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert drafted["output_tokens"] == plain["output_tokens"]
+    assert drafted["steps"] < plain["steps"] * 0.8
+    assert drafted["drafted_tokens"] > drafted["accepted_tokens"] > drafted["draft_steps"] > 0
+    assert plain["drafted_tokens"] is plain["accepted_tokens"] is None
+
+
+def test_tail_begins_when_a_quarter_of_the_samples_is_left() -> None:
+    rows = [(0.0, 0, 0), (0.5, 0, 4), (1.0, 40, 1), (2.0, 50, 1), (3.0, 60, 0)]
+    assert tail_speed(rows, samples=4) == 10
+    assert tail_speed(rows[:2], samples=4) is None
 
 
 def test_each_repetition_starts_with_an_empty_cache_by_default(

@@ -97,7 +97,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts         restarts of a replica allowed within `restart_window` seconds
     seed                 seed of dummy weights
     eos_probability      with dummy weights: probability that a token is an end id; None: as probable as any id
-    eos_temperature      the temperature at which `eos_probability` holds
+    markov_probability   with dummy weights: probability that a token is followed by its successor, so that the model
+                         speaks a Markov language that drafts can predict; None: none
+    eos_temperature      the temperature at which `eos_probability` and `markov_probability` hold
     moe_skew             with dummy weights of a mixture of experts: exponent of the Zipf law by which tokens choose
                          experts. The r-th most popular of a layer computes a share of tokens proportional to
                          `r ** -moe_skew`, all of them at most; 0: all experts are equally popular
@@ -148,6 +150,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     restart_window: float = 300.0
     seed: int = 0
     eos_probability: float | None = None
+    markov_probability: float | None = None
     eos_temperature: float = EOS_TEMPERATURE
     moe_skew: float = 0.0
     trace: str | None = None
@@ -246,17 +249,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("speculate", self.speculate, "off if pp is above 1")
 
     def _check_eos(self) -> None:
-        probability, temperature = self.eos_probability, self.eos_temperature
+        temperature = self.eos_temperature
         if not _is_number(temperature) or not 0 < temperature < math.inf:
             raise InvalidField("eos_temperature", temperature, "finite numbers above 0")
-        if probability is None:
-            if temperature != EOS_TEMPERATURE:
-                raise InvalidField("eos_temperature", temperature, "only together with eos_probability")
-            return
-        if self.load_format != "dummy":
-            raise InvalidField("eos_probability", probability, "only if load_format is dummy")
-        if not _is_number(probability) or not 0 < probability < 1:
-            raise InvalidField("eos_probability", probability, "above 0, below 1")
+        given = {name: getattr(self, name) for name in ("eos_probability", "markov_probability")}
+        for name, probability in given.items():
+            if probability is None:
+                continue
+            if self.load_format != "dummy":
+                raise InvalidField(name, probability, "only if load_format is dummy")
+            if not _is_number(probability) or not 0 < probability < 1:
+                raise InvalidField(name, probability, "above 0, below 1")
+        if all(probability is None for probability in given.values()) and temperature != EOS_TEMPERATURE:
+            raise InvalidField("eos_temperature", temperature, "only together with eos_probability")
+        if sum(filter(None, given.values())) >= 1:
+            raise InvalidField("markov_probability", self.markov_probability, "below 1 together with eos_probability")
 
     def _check_trace(self) -> None:
         if not isinstance(self.trace, str | None) or self.trace == "":

@@ -35,7 +35,7 @@ STEPS_EXAMPLES = """examples:
   tok bench steps
   tok bench steps --model ./config-only --load-format dummy --batch-sizes 1,8,32 --json
 """
-STEPS_OWN_FLAGS = ("generation_config", "max_model_len", "dp", "eos_probability")
+STEPS_OWN_FLAGS = ("generation_config", "max_model_len", "dp", "eos_probability", "markov_probability")
 """Engine flags that `tok bench steps` does not take: it sets them itself, or they have no use in it."""
 
 SERVER_EXAMPLES = """examples:
@@ -183,6 +183,8 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
         tuple(name for name in ENGINE_FLAGS if name != "generation_config"),
         max_model_len="maximum number of tokens of prompt and output together (default: what the workload needs)",
         eos_probability="with --load-format dummy: probability that a token ends its sample (default: as for any id)",
+        markov_probability="with --load-format dummy: probability that a token is followed by its successor, for "
+        "measuring --speculate (default: tokens follow each other by chance)",
     )
 
 

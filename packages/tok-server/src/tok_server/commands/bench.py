@@ -101,10 +101,11 @@ def _config(options: argparse.Namespace, workload: Workload) -> EngineConfig:
     config = msgspec.structs.replace(engine_config(options), generation_config="none")
     if config.max_model_len is None:
         config = msgspec.structs.replace(config, max_model_len=workload.max_sequence_tokens)
-    if options.eos_probability is None:
+    if options.eos_probability is None and options.markov_probability is None:
         return config
     if workload.temperature == 0:
-        raise InvalidField("temperature", workload.temperature, "above 0 with --eos-probability")
+        flag = "--eos-probability" if options.markov_probability is None else "--markov-probability"
+        raise InvalidField("temperature", workload.temperature, f"above 0 with {flag}")
     return msgspec.structs.replace(config, eos_temperature=workload.temperature)
 
 

@@ -111,6 +111,11 @@ ENGINE_TEXTS = {
         "with --load-format dummy: probability that a token ends its sample, at temperature 0.6 "
         "(default: as for any id)",
     ),
+    "markov_probability": (
+        "P",
+        "with --load-format dummy: probability that a token is followed by its successor, at temperature 0.6, for "
+        "measuring --speculate (default: tokens follow each other by chance)",
+    ),
     "moe_skew": (
         "S",
         "with --load-format dummy: tokens choose experts by a Zipf law with exponent S; 0: evenly",

@@ -19,7 +19,7 @@ MIN_OBSERVATIONS: Final = 2  # that make an estimate: the first step of a size m
 MIN_GAIN: Final = 1.03  # expected speed-up from which on drafts are verified; less may be an error of the estimates
 MAX_LOSS: Final = 0.01  # share of the time of plain steps that drafts may lose
 MAX_CREDIT_STEPS: Final = 4.0  # plain steps whose time drafts may lose at once, after they have gained more
-MAX_OVERRUN: Final = 4.0  # times its expected seconds that a step counts at most: the machine may stand still
+MAX_OVERRUN: Final = 2.0  # times its expected seconds that a step counts at most: the machine may stand still
 ASSUMED_ROWS: Final = 256.0  # without measurements: rows that take as long as the rest of a step
 ASSUMED_WAIT: Final = 0.25  # without measurements: time lost by waiting, as a share of a step's fixed time
 
@@ -86,16 +86,16 @@ class StepCosts:
             return
         device = size.seconds if rows == sequences else float(self._device(np.array([sequences]))[0])
         plain = device + self._lost(waited=False)
+        wait, queued = self._overhead[True], self._overhead[False]
         self._credit += MAX_LOSS * plain
         if rows > sequences:
-            if self._overhead[True].known(self._step):
-                interval = min(interval, MAX_OVERRUN * (seconds + self._lost(waited=True)))
-            self._overhead[True].add(self._step, max(interval - seconds, 0.0))
+            interval = min(interval, MAX_OVERRUN * (seconds + max(wait.seconds, plain)))
+            wait.add(self._step, max(interval - seconds, 0.0))
             self._credit += plain * (1 + accepted / sequences) - interval
         elif waited:
-            self._credit -= max(self._lost(waited=True) - self._lost(waited=False), 0.0)
+            self._credit -= max(wait.seconds - queued.seconds, 0.0)
         else:
-            self._overhead[False].add(self._step, min(max(interval - seconds, 0.0), MAX_OVERRUN * seconds))
+            queued.add(self._step, min(max(interval - seconds, 0.0), MAX_OVERRUN * seconds))
         self._credit = min(self._credit, MAX_CREDIT_STEPS * plain)
 
     def allows(self, sequences: int) -> bool:

@@ -13,6 +13,7 @@ from tok_core.errors import InvalidField
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import KVScales, Linear
+from tok_core.models.weights.markov_weights import Entries, markov_entries
 from tok_core.models.weights.targets import EMBEDDING, HEAD, NORM, module_targets, modules
 from tok_core.quantization import WeightTarget
 from tok_core.runtime import HEARTBEAT
@@ -29,6 +30,7 @@ def dummy(
     eos_probability: float | None = None,
     eos_temperature: float = 0.6,
     moe_skew: float = 0.0,
+    markov_probability: float | None = None,
 ) -> None:
     """Fill the model from dense tensors, norms included, that are uniform in ±1e-3, so that logits are nearly flat.
 
@@ -36,12 +38,17 @@ def dummy(
     `r ** -moe_skew`, but not more than each token once. Raises InvalidField for a model without experts.
     With `eos_probability`, each token sampled at `eos_temperature` is an end id with that probability, whatever
     precedes it: lengths are geometric. Raises InvalidField for a model without end ids.
+    With `markov_probability`, each token sampled at `eos_temperature` is followed by its successor with that
+    probability (`markov_entries`).
     Equal seeds give equal weights on one kind of device, however the model is sharded.
     """
     generator = torch.Generator(model.cos_sin_LD.device)
     column_0: dict[str, Tensor] = {}
     if eos_probability is not None or moe_skew:
         column_0 = _router_columns(model.config, model.dtype, moe_skew, seed)
+    entries: dict[str, Entries] = {}
+    if markov_probability is not None:
+        entries = markov_entries(model.config, markov_probability, eos_temperature, eos_probability, seed)
     if eos_probability is not None:
         column_0 |= _end_id_columns(model.config, model.dtype, eos_probability, eos_temperature)
 
@@ -50,6 +57,8 @@ def dummy(
         _fill_noise(target, f"{seed} {prefix}{name}", generator)
         if f"{prefix}{name}" in column_0:
             target.view[..., :1] = target.part_of(column_0[f"{prefix}{name}"])
+        if f"{prefix}{name}" in entries:
+            entries[f"{prefix}{name}"].write(target)
 
     for prefix, module in modules(model):
         if isinstance(module, Linear):

@@ -221,6 +221,7 @@ def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
             eos_probability=config.eos_probability,
             eos_temperature=config.eos_temperature,
             moe_skew=config.moe_skew,
+            markov_probability=config.markov_probability,
         )
     else:
         load(model, path)

@@ -22,6 +22,7 @@ REQUIRED_COUNTERS = (
     "output_seconds",
 )
 """Names of the required counters."""
+DRAFT_COUNTERS = ("draft_steps", "drafted_tokens", "accepted_tokens")
 
 
 def counter_growth(before: Counters, after: Counters) -> Callable[[str], float]:
@@ -42,6 +43,7 @@ def with_counters(result: Result, before: Counters, after: Counters) -> Result:
         group_rows_share=round(ratio(growth("group_rows"), growth("output_tokens") + growth("discarded_tokens")), 4),
         preemptions=int(growth("preemptions")),
         discarded_tokens=int(growth("discarded_tokens")),
+        **{name: int(growth(name)) for name in DRAFT_COUNTERS if after.get("draft_steps")},
         computed_tokens=int(growth("computed_tokens")) if "computed_tokens" in after else None,  # not in /metrics
         steps=int(steps),
         # Capped at 1: the counters include steps queued behind the last token, which run after the measured time.

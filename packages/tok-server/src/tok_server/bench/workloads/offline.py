@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -221,8 +221,20 @@ def _result(
         max_step_tokens=info.max_step_tokens,
         tp_few_tokens=info.max_all_reduce_tokens,
         tp_async_tokens=info.min_overlap_tokens,
+        tail_tok_s=tail_speed(observer.observations, len(completions)),
         timeline=timeline(observer.observations, seconds),
     )
+
+
+def tail_speed(observations: Sequence[tuple[float, ...]], samples: int) -> float | None:
+    """Return output tokens per second from when a quarter of the samples is left until the end; None without a tail.
+
+    >>> tail_speed([(0.0, 0, 4), (1.0, 40, 1), (2.0, 50, 1), (3.0, 60, 0)], samples=4)
+    10.0
+    """
+    last = max((row for row, (_, _, running, *_) in enumerate(observations) if running > samples / 4), default=-1)
+    (began, before, *_), (ended, after, *_) = observations[min(last + 1, len(observations) - 1)], observations[-1]
+    return round((after - before) / (ended - began), 1) if ended > began else None
 
 
 def _times(outputs: list[RequestOutput]) -> tuple[list[float], list[float], list[float]]:

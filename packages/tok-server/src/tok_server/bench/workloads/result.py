@@ -38,6 +38,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     group_rows_share  share of the sampled tokens, discarded ones included, whose rows read a shared prefix as part of a
                       prefix group
     discarded_tokens  tokens computed past the end of a sample and thrown away
+    drafted_tokens    tokens drafted by --speculate
+    accepted_tokens   those of them that were right; each saves its sample a step
+    draft_steps       steps that verified drafts
+    tail_tok_s        output tokens per second after three quarters of the samples have ended
     computed_tokens   outputs, including discarded tokens, and prompt tokens not found in the prefix cache; a token that
                       is computed repeatedly counts each time
     gpu_busy_share    share of the run in which the device was between a step's first operation and its last
@@ -76,6 +80,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     group_rows_share: float | None = None
     preemptions: int | None = None
     discarded_tokens: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
+    draft_steps: int | None = None
+    tail_tok_s: float | None = None
     computed_tokens: int | None = None
     steps: int | None = None
     gpu_busy_share: float | None = None
@@ -118,6 +126,7 @@ def ratio(part: float, whole: float) -> float:
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("output tokens/s", "output_tok_s", ",.0f"),
     ("total tokens/s", "total_tok_s", ",.0f"),
+    ("tail, output tokens/s", "tail_tok_s", ",.0f"),
     ("seconds", "seconds", ",.2f"),
     ("requests", "prompts", ",d"),
     ("sequences", "sequences", ",d"),
@@ -135,6 +144,9 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("prefix hits", "prefix_hit_share", ".1%"),
     ("rows in prefix groups", "group_rows_share", ".1%"),
     ("steps", "steps", ",d"),
+    ("steps with drafts", "draft_steps", ",d"),
+    ("drafted tokens", "drafted_tokens", ",d"),
+    ("accepted (steps saved)", "accepted_tokens", ",d"),
     ("device busy", "gpu_busy_share", ".1%"),
     ("schedule a step, ms", "schedule_ms", ",.3f"),
     ("launch a step, ms", "launch_ms", ",.3f"),
