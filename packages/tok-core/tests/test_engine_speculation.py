@@ -122,6 +122,41 @@ def test_drafts_of_any_size_change_no_bit_of_any_answer(path: Path, expected: li
     assert stats["accepted_tokens"] > 10
 
 
+FRUIT = '{"type": "array", "items": {"enum": ["apples", "baskets", "dogs"]}, "maxItems": 9}'
+JSON = Grammar(kind="json_schema", value=FRUIT)
+FREE = Grammar(kind="regex", value="[a-z ]{20,60}( and [0-9]+)?")
+GUIDED = {
+    "free": SamplingParams(n=4, temperature=1.0, seed=5, grammar=FREE, max_tokens=NEW, logprobs=0),
+    "free_greedy": SamplingParams(n=2, temperature=0, grammar=FREE, max_tokens=NEW, repetition_penalty=1.3),
+    "words": SamplingParams(n=3, temperature=1.0, seed=9, grammar=WORDS, max_tokens=NEW, logprobs=2),
+    "greedy": SamplingParams(temperature=0, grammar=WORDS, max_tokens=NEW),
+    "json": SamplingParams(n=4, temperature=0.7, seed=2, grammar=JSON, max_tokens=80),
+    "penalties": SamplingParams(temperature=0.9, seed=3, grammar=JSON, max_tokens=30, presence_penalty=0.5, logprobs=1),
+    "bad_words": SamplingParams(temperature=0.9, seed=4, grammar=WORDS, max_tokens=NEW, bad_words=("dogs",)),
+    "plain": PLAIN,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 4, "kv_cache_tokens": 512, "max_running": 24}])
+def test_drafts_of_guided_sequences_change_no_bit(path: Path, options: dict[str, Any]) -> None:
+    asked = [(prompt, params) for params in GUIDED.values() for prompt in PROMPTS[:3]]
+    prompts, params = map(list, zip(*asked, strict=True))
+    with cpu_engine(path, batch_invariant=True, max_model_len=128) as engine:
+        wanted = [answer(output) for output in engine.generate(prompts, params)]
+        steps = engine.stats()["steps"]
+    with cpu_engine(path, batch_invariant=True, max_model_len=128, speculate=8, **options) as engine:
+        for _ in range(4):
+            before = engine.stats()
+            assert [answer(output) for output in engine.generate(prompts, params)] == wanted
+        assert_all_given_back(manager_of(engine))
+        stats = engine.stats()
+        guided = [engine.generate(prompts[:12], params[:12]) for _ in range(3)]
+        assert [answer(output) for output in guided[-1]] == wanted[:12]
+        after = engine.stats()
+    assert after["accepted_tokens"] - stats["accepted_tokens"] > 20, "of guided sequences alone"
+    assert options or stats["steps"] - before["steps"] < steps
+
+
 def test_auto_answers_as_without_drafts(path: Path, expected: list[Answer]) -> None:
     with cpu_engine(path, batch_invariant=True, speculate="auto", max_model_len=128, max_running=256) as engine:
         for _ in range(2):
@@ -224,7 +259,7 @@ def test_tensor_parallel_ranks_verify_drafts(path: Path) -> None:
     config = EngineConfig(
         model=str(path), device="cpu", dtype="float32", tp=2, batch_invariant=True, kv_cache_tokens=8192
     )
-    params, found = [PARAMS["samples"], PARAMS["penalties"]] * 2, []
+    params, found = [PARAMS["samples"], PARAMS["penalties"], GUIDED["free"], PARAMS["plain"]], []
     for speculate in ("off", 4):
         with Engine(msgspec.structs.replace(config, speculate=speculate)) as engine:
             found += [[answer(output) for output in engine.generate(PROMPTS, params)] for _ in range(2)]

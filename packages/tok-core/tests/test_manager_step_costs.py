@@ -53,7 +53,7 @@ class World:
             got = int(
                 np.count_nonzero(self._rng.random(drafted) < accepted ** (np.arange(drafted) // self.sequences + 1))
             )
-            step: Any = SimpleNamespace(prefill_slot=(), decode_slot=range(rows))
+            step: Any = SimpleNamespace(prefill_token=(), decode_slot=range(rows))
             self.costs.sent(step, drafted, waited=waited)
             self.now += device + (self.wait if waited else self.queued)
             self.costs.returned(device, self.now, got)

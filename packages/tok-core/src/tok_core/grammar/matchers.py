@@ -27,12 +27,14 @@ REPLAY = -1  # as `FollowRequest.room`: only advance the matcher, return neither
 class FollowRequest(msgspec.Struct, array_like=True):
     """Request to advance one sequence by `tokens`. An unknown `sequence` starts a new matcher.
 
-    room  how many more tokens the sequence may get, or REPLAY
+    room   how many more tokens the sequence may get, or REPLAY
+    draft  tokens that may follow `tokens`: the masks after them are computed, too, as far as the grammar allows them
     """
 
     sequence: int
     tokens: list[int]
     room: int
+    draft: list[int] = []
 
 
 class FollowResult(msgspec.Struct, array_like=True):
@@ -42,6 +44,7 @@ class FollowResult(msgspec.Struct, array_like=True):
     given    forced tokens that are too few to skip sampling: sampled one by one after `run`; in reverse order
     mask     number of the mask of the tokens allowed after `run` and `given`; −1 without one
     stuck    no token is allowed: the grammar cannot continue with this vocabulary
+    drafted  numbers of the masks after each token of the draft that the grammar allows; none if tokens are forced
     refused  what is allowed instead, if the sequence exceeded its limits and is no longer followed; else ""
     failed   other error because of which the sequence is no longer followed; else ""
     """
@@ -53,6 +56,7 @@ class FollowResult(msgspec.Struct, array_like=True):
     stuck: bool = False
     refused: str = ""
     failed: str = ""
+    drafted: list[int] = []
 
 
 class MatcherCall(msgspec.Struct, array_like=True):
@@ -149,7 +153,7 @@ class Matchers:
             return self._follow(one)
         self._meter.start(one.sequence)
         found = self._follow(one)
-        refused = self._meter.stop(one.sequence, len(one.tokens) + len(found.run) + len(found.given))
+        refused = self._meter.stop(one.sequence, len(one.tokens + found.run + found.given + found.drafted))
         if refused:
             self.end([one.sequence])
             return FollowResult(one.sequence, refused=refused)
@@ -175,9 +179,30 @@ class Matchers:
                 break
         if mask.none:
             return FollowResult(one.sequence, run, stuck=True)
-        if len(run) < min(one.room, MIN_RUN):
+        if 0 < len(run) < min(one.room, MIN_RUN):
             return FollowResult(one.sequence, [], run[::-1], self._number(mask))
-        return FollowResult(one.sequence, run, [], self._number(mask))
+        drafted = [] if run else self._try(one, matcher)
+        return FollowResult(one.sequence, run, [], self._number(mask), drafted=drafted)
+
+    def _try(self, one: FollowRequest, matcher: xgrammar.GrammarMatcher) -> list[int]:
+        """Return the numbers of the masks after the draft's tokens.
+
+        The last one is that before a token that is not allowed, that ends the text, or after which tokens are forced.
+        """
+        masks, accepted = list[Mask](), 0
+        for token in one.draft:
+            if not matcher.accept_token(token):
+                break
+            accepted += 1
+            if matcher.is_terminated():
+                break
+            mask = self._fill(one.sequence, matcher)
+            if mask.none or mask.only >= 0 or (mask.alike and self._spelt(matcher)):
+                break
+            masks.append(mask)
+        if accepted:
+            matcher.rollback(accepted)
+        return [self._number(mask) for mask in masks]
 
     def _fill(self, sequence: int, matcher: xgrammar.GrammarMatcher) -> Mask:
         self._words.fill(0)

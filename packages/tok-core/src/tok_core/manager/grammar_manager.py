@@ -38,8 +38,8 @@ from tok_core.manager.grammar_workers import (
 )
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import SequenceTable
-from tok_core.manager.token_restrictions import AllowedTokens
-from tok_core.messages import EMPTY, Int32, Int64
+from tok_core.manager.token_restrictions import NO_MASKS, AllowedTokens, StepMasks
+from tok_core.messages import Int32, Int64
 
 Bools = NDArray[np.bool_]
 COMPILE_POLL_SECONDS: Final = 2e-3  # seconds between looks at grammars that are being compiled by threads
@@ -47,16 +47,6 @@ PATIENCE: Final = 60.0  # seconds that a worker has for an answer, since the CPU
 MAX_LOSSES: Final = 3  # workers lost in a row, without a sequence to blame, after which a grammar is refused
 MAX_ENDED: Final = 64  # ended sequences of a grammar after which its worker is notified
 TOO_MUCH: Final = "grammars whose texts take less time and memory to follow: fewer alternatives that begin alike"
-
-
-class StepMasks(NamedTuple):
-    """Masks of a step's masked rows: each distinct one once, packed, int32 [m, W], and each row's index, int32 [n]."""
-
-    words: Int32
-    which: Int32
-
-
-NO_MASKS = StepMasks(EMPTY.reshape(0, 0), EMPTY)
 
 
 class Advance(NamedTuple):
@@ -76,6 +66,8 @@ class GrammarManager:
     """Guided decoding of the sequences in `table` whose requests have a grammar.
 
     A request whose grammar is being compiled waits here and not in the queue; others of its class may overtake it.
+
+    draft  returns tokens that may follow each slot's last known one, and their probabilities; None: nothing is drafted
     """
 
     def __init__(
@@ -96,6 +88,8 @@ class GrammarManager:
         self._masks: MaskCache | None = None  # set when the first grammar has been compiled
         self._count = 0
         self._advanced: list[tuple[MatcherState, list[int], bool]] = []
+        self._followed: list[MatcherState] = []  # with tokens that have not been sent to their workers
+        self.draft: Callable[[Int64], list[tuple[list[int], list[float]]]] | None = None
 
     def admit(self, request: Request) -> bool:
         """Return whether the request may join the queue; if not, it waits here for its grammar."""
@@ -138,6 +132,8 @@ class GrammarManager:
             return
         matcher.slot = -1
         state.waiting.discard(matcher.number)
+        if matcher.unsent is not None and matcher.unsent[0] is state.work:
+            state.work.follow = [one for one in state.work.follow if one is not matcher.unsent[1]]
         if matcher.tokens:
             state.work.ended.append(matcher.number)
             if len(state.work.ended) >= MAX_ENDED:
@@ -170,7 +166,8 @@ class GrammarManager:
         return StepMasks(np.concatenate([words, of_guided.words]) if guided.any() else words, found)
 
     def _grammar_masks(self, slots: Int32) -> StepMasks:
-        masks = [(self._table.matchers.get(slot) or self._begin(slot)).mask for slot in slots.tolist()]
+        ahead, matchers = self._table.draft_masks, self._table.matchers
+        masks = [ahead.get(slot) or (matchers.get(slot) or self._begin(slot)).mask for slot in slots.tolist()]
         found = {id(mask): mask for mask in masks}
         number = {one: i for i, one in enumerate(found)}
         return StepMasks(
@@ -178,7 +175,10 @@ class GrammarManager:
         )
 
     def follow(self, slots: Int64, token: Int32) -> None:
-        """Send each sequence's new token to its worker. `advance` returns what comes next, once the worker replies."""
+        """Note each sequence's new token. `advance` sends it to its worker, and returns what the worker replies.
+
+        A sequence may get several tokens before: accepted drafts.
+        """
         table = self._table
         room = (table.limit[slots] - table.known[slots]).tolist()
         for slot, one, left in zip(slots.tolist(), token.tolist(), room, strict=True):
@@ -186,10 +186,10 @@ class GrammarManager:
                 self._follow(slot, one, left)
             except Exception as error:
                 self._faults.fail(int(table.rid[slot]), failure_of(error))
-        self.pool.send()
 
     def advance(self) -> Advance | None:
         """Return what comes next in the sequences followed since the last call; None if there are none."""
+        self._send_followed()
         self._receive_all()
         if not self._advanced:
             return None
@@ -215,9 +215,29 @@ class GrammarManager:
             state.since = self._clock()
         matcher.tokens.append(token)
         matcher.room = room
-        state.work.follow.append(FollowRequest(matcher.number, [token], room))
+        matcher.ahead = []
+        if matcher.unsent is not None and matcher.unsent[0] is state.work:
+            request = matcher.unsent[1]
+            request.tokens.append(token)
+            request.room = room
+            return
+        matcher.unsent = state.work, FollowRequest(matcher.number, [token], room)
+        state.work.follow.append(matcher.unsent[1])
         state.waiting.add(matcher.number)
         self.pool.touch(state)
+        self._followed.append(matcher)
+
+    def _send_followed(self) -> None:
+        """Send the noted tokens, with drafts of what may follow them."""
+        followed, self._followed = [one for one in self._followed if one.slot >= 0], []
+        if self.draft is not None:
+            drafted = [one for one in followed if one.request is None and one.unsent is not None]
+            drafts = self.draft(np.array([one.slot for one in drafted], np.int64))
+            for matcher, draft in zip(drafted, drafts, strict=True):
+                assert matcher.unsent is not None
+                matcher.draft = draft
+                matcher.unsent[1].draft = draft[0]
+        self.pool.send()
 
     def _begin(self, slot: int) -> MatcherState:
         """Return the matcher state of a sequence that samples its first token, or that has a slot again."""
@@ -306,7 +326,6 @@ class GrammarManager:
         state.losses = 0
         for number, words in enumerate(answer.masks, answer.first):
             state.known[number] = self._masks.of(np.frombuffer(words, np.int32))
-            state.known.pop(number - MAX_KNOWN_MASKS, None)
         for one in answer.followed:
             matcher = state.matchers.get(one.sequence)
             if matcher is None:
@@ -318,6 +337,8 @@ class GrammarManager:
                     self._apply_reply(matcher, one)
                 except Exception as error:
                     self._fail_sequence(matcher, "", failure_of(error))
+        for number in range(answer.first - MAX_KNOWN_MASKS, answer.first + len(answer.masks) - MAX_KNOWN_MASKS):
+            state.known.pop(number, None)
 
     def _apply_reply(self, matcher: MatcherState, one: FollowResult) -> None:
         """Apply the reply about one sequence. If it is invalid, raises before anything has changed."""
@@ -327,6 +348,7 @@ class GrammarManager:
             if min(tokens) < 0 or max(tokens) >= self._vocab_size:
                 raise ValueError(f"the worker sent tokens beyond the vocabulary of {self._vocab_size}")
         free = state.known[one.mask] if one.mask >= 0 else None
+        matcher.ahead = [state.known[number] for number in one.drafted]
         state.waiting.discard(one.sequence)
         matcher.tokens += one.run
         matcher.tokens += one.given[::-1]

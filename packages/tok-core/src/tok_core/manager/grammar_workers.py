@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tok_core.errors import EngineError
-from tok_core.grammar import Mask, MatcherCall, MatcherReply, Verdict
+from tok_core.grammar import FollowRequest, Mask, MatcherCall, MatcherReply, Verdict
 from tok_core.manager.faults import Faults
 from tok_core.sampling_params import Grammar
 
@@ -87,10 +87,16 @@ class MatcherState:
     free    tokens that it may sample after these
     tokens  all tokens that the worker has followed; if that worker is lost, another one replays them
     room    number of tokens that the sequence may still have
+    unsent  request to its worker that has not been sent, with the call that it belongs to
+    draft   tokens that may follow, and the probabilities that they are accepted
+    ahead   masks after these tokens, as far as the grammar allows them
     slot    slot in which the sequence waits for the worker; −1 while it does not
     """
 
-    __slots__ = ("free", "given", "grammar_state", "mask", "number", "request", "room", "slot", "tokens")
+    __slots__ = (
+        *("ahead", "draft", "free", "given", "grammar_state", "mask", "number", "request", "room", "slot", "tokens"),
+        "unsent",
+    )
 
     def __init__(self, grammar_state: GrammarState, number: int, first: Mask, request: Request | None = None) -> None:
         self.grammar_state = grammar_state
@@ -101,6 +107,9 @@ class MatcherState:
         self.tokens: list[int] = []
         self.slot = -1
         self.room = 0
+        self.unsent: tuple[MatcherCall, FollowRequest] | None = None
+        self.draft: tuple[list[int], list[float]] = ([], [])
+        self.ahead: list[Mask] = []
 
 
 class GrammarPool:

@@ -80,6 +80,7 @@ class Manager:
         workers = workers or LocalWorkers(loader(words, info.vocab_size, info.eos_token_ids, tokenizer))
         self.grammars = GrammarManager(self.table, workers, info.vocab_size, self.faults, clock)
         self.speculator = None if config.speculate == "off" else Speculator(self.paging, config.speculate)
+        self.grammars.draft = None if self.speculator is None else self.speculator.draft_guided
         self.scheduler = Scheduler(
             *(info, self.paging, self.lengths, self.stops, self.grammars, self.faults),
             groups=config.prefix_groups,

@@ -104,17 +104,10 @@ class OutputProcessor:
             embedded = [one for one in embedded if one.rid not in broken]
         done = self._end_without_output(slots, live)
         slots = slots[live].astype(np.int64)
-        token = output.token[live]
         self.discarded_tokens += len(live) - drafted - len(slots) - len(done)
         guided = self.table.guided[slots]
-        epoch = self.table.epoch[slots]
-        reported = self._append_tokens(
-            slots, token, output.logprob[live], output.top_token[live], output.top_logprob[live]
-        )
+        reported = self._append_rows(slots, output, live)
         self._requeue(slots[~guided])
-        followed = guided & (self.table.epoch[slots] == epoch)
-        if followed.any():
-            self.grammars.follow(slots[followed], token[followed])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
 
     def accept_drafts(self) -> list[Reported]:
@@ -142,8 +135,17 @@ class OutputProcessor:
             table.length[parent] += 1
             table.announced[parent] = False  # the worker's length and last token are out of date
             self.speculator.accepted_tokens += len(left)
-            columns = output.token, output.logprob, output.top_token, output.top_logprob
-            reported.append(self._append_tokens(parent, *(column[row] for column in columns)))
+            reported.append(self._append_rows(parent, output, row))
+        return reported
+
+    def _append_rows(self, slots: Int64, output: StepOutput, rows: np.ndarray) -> Reported:
+        """Append the tokens of these rows of the output, advance the grammars of sequences that go on, and report."""
+        guided, epoch, token = self.table.guided[slots], self.table.epoch[slots], output.token[rows]
+        columns = output.logprob[rows], output.top_token[rows], output.top_logprob[rows]
+        reported = self._append_tokens(slots, token, *columns)
+        followed = guided & (self.table.epoch[slots] == epoch)
+        if followed.any():
+            self.grammars.follow(slots[followed], token[followed])
         return reported
 
     def jump_forward(self) -> list[Reported]:

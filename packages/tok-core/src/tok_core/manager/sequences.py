@@ -14,6 +14,7 @@ from tok_core.manager.requests import Request
 from tok_core.messages import Int32, Int64
 
 if TYPE_CHECKING:
+    from tok_core.grammar import Mask
     from tok_core.manager.grammar_workers import MatcherState
 
 
@@ -82,6 +83,7 @@ class SequenceTable:
     allowed_set        number of its request's allowed tokens in `AllowedTokens`; −1: all tokens
     held               whether it waits for the value of its last token, or for the mask of its grammar after it
     matchers           matcher states by slot, of guided sequences that have sampled
+    draft_masks        masks of lent slots that verify drafts of guided sequences
     order              age: smaller came first
     account            number (`Account.id`) of its caller's account in its class
     started_overdue    whether it was started because it had waited too long
@@ -104,6 +106,7 @@ class SequenceTable:
         self.allowed_set = np.full(slots, -1, np.int32)
         self.held = np.zeros(slots, np.bool_)
         self.matchers: dict[int, MatcherState] = {}
+        self.draft_masks: dict[int, Mask] = {}
         self.order = np.zeros(slots, np.int64)
         self.priority = np.zeros(slots, np.int64)
         self.account = np.zeros(slots, np.int64)

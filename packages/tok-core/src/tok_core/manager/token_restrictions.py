@@ -6,11 +6,22 @@ Legend: W words of a packed set of tokens (token t is in the set if bit t mod 32
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tok_core.manager.requests import Request
-from tok_core.messages import Int32
+from tok_core.messages import EMPTY, Int32
+
+
+class StepMasks(NamedTuple):
+    """Masks of a step's masked rows: each distinct one once, packed, int32 [m, W], and each row's index, int32 [n]."""
+
+    words: Int32
+    which: Int32
+
+
+NO_MASKS = StepMasks(EMPTY.reshape(0, 0), EMPTY)
 
 
 class AllowedTokens:

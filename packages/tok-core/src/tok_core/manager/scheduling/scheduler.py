@@ -180,13 +180,9 @@ class Scheduler:
         return max(budget, 0), max(-budget, 0)
 
     def _add_drafts(self, speculator: Speculator, builder: BatchBuilder, decode: Int64) -> Int64:
-        """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts.
-
-        Steps with prompts have no drafts: how long they take says nothing about others.
-        """
+        """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
         table = self.table
-        room = 0 if builder.chunks else self.token_budget.tokens - len(decode) - builder.tokens
-        rows = speculator.lend_rows(builder.step, decode, room)
+        rows = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
         for slots in (decode[~table.announced[decode]], rows):
             builder.announce(slots.tolist(), table.length[slots].tolist())
         return np.concatenate((decode, rows))

@@ -21,6 +21,8 @@ from tok_core.messages import Int32, Int64, StepInput
 
 MAX_LEARNT: Final = 1024  # tokens learned in a step, and sequences up to which a step drafts; bounds the CPU's time
 LAZY_STEPS: Final = 4  # while nothing is drafted, every so many steps' tokens are learned together
+MAX_GUIDED_DRAFT: Final = 8  # tokens of a draft of a guided sequence, each of which takes a mask
+MIN_GUIDED_PROBABILITY: Final = 0.3  # of a token that is worth a mask
 MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones: 0.3 µs each to learn, while no step is scheduled
 
 HALF: Final = np.uint64(32)
@@ -71,7 +73,8 @@ class Speculator:
     accepted: the product of the shares up to it. `StepCosts` chooses how many of all sequences' drafted tokens are
     verified, the most probable ones first, or none.
 
-    Guided sequences have no drafts, since the masks after drafted tokens are not known.
+    Drafts of guided sequences are sent to their grammar's worker with the last known token. It returns the masks after
+    the drafted tokens that the grammar allows, and only these are drafted (`draft_guided`).
 
     tokens  most tokens to draft for a sequence, by assumed step times; auto: by measured ones
 
@@ -168,16 +171,28 @@ class Speculator:
         share = self.acceptance.share(family[:, None], drafts.score)
         return drafts.token, np.cumprod(share, axis=1, out=share)
 
-    def lend_rows(self, step: int, decode: Int64, room: int) -> Int64:
-        """Draft tokens for those of `decode` whose last token is known; return slots of the at most `room` draft rows.
+    def draft_guided(self, slots: Int64) -> list[tuple[list[int], list[float]]]:
+        """Return tokens that may follow the last known ones of guided sequences, and their probabilities, for each."""
+        if not len(slots) or len(slots) > MAX_LEARNT:
+            return [([], [])] * len(slots)
+        token, probability = self.propose(slots, min(self._max_draft, MAX_GUIDED_DRAFT))
+        count = np.count_nonzero((token != NO_TOKEN) & (probability >= MIN_GUIDED_PROBABILITY), axis=1).tolist()
+        rows = zip(token.tolist(), probability.tolist(), count, strict=True)
+        return [(tokens[:n], chances[:n]) for tokens, chances, n in rows]
 
-        Each of these slots is filled like a sequence that feeds a drafted token next, and remains free.
+    def lend_rows(self, step: int, decode: Int64, others: int, budget: int) -> Int64:
+        """Draft tokens for those of `decode` whose last token is known; return the slots of the draft rows.
+
+        Each of these slots is filled like a sequence that feeds a drafted token next, and remains free. The step has
+        `others` more tokens, and at most `budget` together with its drafts.
         """
-        table = self._table
+        table, rows = self._table, len(decode) + others
+        parents = decode[table.known[decode] == table.length[decode] + 1]
         if not self._considers:
+            parents = parents[table.guided[parents]]
+        if not len(parents):
             return NOBODY
-        parents = decode[(table.known[decode] == table.length[decode] + 1) & ~table.guided[decode]]
-        token = self._draft(parents, min(room, table.free_slots), len(decode))
+        token = self._draft(parents, min(budget - rows, table.free_slots), rows)
         drafted = token != NO_TOKEN
         parents, token, drafted = (array[drafted.any(axis=1)] for array in (parents, token, drafted))
         if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
@@ -189,6 +204,9 @@ class Speculator:
         table.known[lent] = table.length[lent] + 1
         table.tokens[lent, table.length[lent]] = token[drafted]
         self._paging.show(parents[row], lent)
+        for slot, parent, at in zip(lent.tolist(), parents[row].tolist(), column.tolist(), strict=True):
+            if table.guided[parent]:
+                table.draft_masks[slot] = table.matchers[parent].ahead[at]
         self._drafts = Drafts(step, parents, table.epoch[parents], slots, token)
         self.waits = True
         self._idle_turns = 0
@@ -202,6 +220,8 @@ class Speculator:
         if drafts is None or drafts.step != step:
             return None
         self._drafts = None
+        self._table.held[drafts.lent] = False
+        self._table.draft_masks.clear()
         for slot in drafts.lent.tolist():
             self._table.requests[slot] = None
         return drafts
@@ -224,7 +244,15 @@ class Speculator:
         table, most = self._table, self._max_draft
         if room <= 0 or not 0 < len(slots) <= MAX_LEARNT or not self.costs.allows(rows):
             return np.full((len(slots), 1), NO_TOKEN, np.int32)
-        token, probability = self.propose(slots, skipped + most)
+        shape = len(slots), skipped + most
+        token, probability = np.full(shape, NO_TOKEN, np.int32), np.zeros(shape)
+        guided = table.guided[slots]
+        if not guided.all():
+            token[~guided], probability[~guided] = self.propose(slots[~guided], skipped + most)
+        for row in guided.nonzero()[0].tolist():  # the grammar has cut these drafts already
+            if (matcher := table.matchers.get(int(slots[row]))) is not None:
+                allowed = len(matcher.ahead)
+                token[row, :allowed], probability[row, :allowed] = (one[:allowed] for one in matcher.draft)
         token, probability = token[:, skipped:], probability[:, skipped:]
         left = table.limit[slots] - table.known[slots] - skipped
         probability[(token == NO_TOKEN) | (np.arange(most) + 1 >= left[:, None])] = 0

@@ -25,7 +25,7 @@ ASSUMED_WAIT: Final = 0.25  # without measurements: time lost by waiting, as a s
 
 
 class StepCosts:
-    """Seconds that a step takes, by its decode rows, and the number of drafted tokens with which it pays most.
+    """Seconds that a step takes, by its rows, and the number of drafted tokens with which it pays most.
 
         seconds(rows) = device(rows) + overhead
 
@@ -33,7 +33,8 @@ class StepCosts:
     overhead is the rest of the time from one step's return to the next one's. It is small for steps that were queued
     while another one ran. It is larger for a step with drafts, before which the manager waits for values.
 
-    A step of n sequences yields n tokens. Drafted tokens, accepted with probabilities p1 ≥ p2 ≥ …, each add a row:
+    A step of n sequences yields n tokens; a prompt's tokens count as sequences, too. Drafted tokens, accepted with
+    probabilities p1 ≥ p2 ≥ …, each add a row:
 
         speed(k) = (n + p1 + … + pk) / (device(n + k) + overhead of waiting)      with k drafted tokens
         speed(0) = n / (device(n) + overhead of a queued step)                    without
@@ -67,7 +68,7 @@ class StepCosts:
         drafted  rows that verify drafts
         waited   whether it was sent later than it could have been, for the sake of drafts
         """
-        rows = 0 if len(step.prefill_slot) else len(step.decode_slot)
+        rows = len(step.decode_slot) + len(step.prefill_token)
         self._sent.append((rows, rows - drafted, waited))
 
     def returned(self, device_seconds: float, now: float, accepted: int) -> None:
@@ -75,7 +76,7 @@ class StepCosts:
         rows, sequences, waited = self._sent.popleft()
         interval, self._returned = max(now - self._returned, 0.0), now
         self._step += 1
-        if not rows or not self._measured:
+        if not self._measured:
             return
         size = self._sizes.setdefault(_size(rows), Recent())
         seconds = max(device_seconds, 0.0)
