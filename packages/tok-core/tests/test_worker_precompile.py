@@ -160,6 +160,25 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     return config
 
 
+@pytest.mark.usefixtures("gpu_like")
+def test_without_prefix_groups_no_cascade_attention_is_compiled_or_captured(small: EngineConfig) -> None:
+    alone = msgspec.structs.replace(small, prefix_groups=False)
+    few, many = ({(one.name, one.arguments[0]) for one in start_variants(config, 90)} for config in (alone, small))
+    assert few < many
+    runner = precompile.meta_runner(alone)
+    with record(90) as launched:
+        runner.graphs.capture([2, 4])
+    assert launched.keys() <= few
+    grouped = dummy_step(decode=4, groups=2, prefix=16)
+    assert runner.graphs.find(dummy_step(decode=3)) is not None
+    assert runner.graphs.find(grouped) is None
+    other = precompile.meta_runner(small)
+    with record(90):
+        other.graphs.capture([2, 4])
+    assert other.graphs.find(grouped) is not None
+    assert len(other.graphs) == 2 * len(runner.graphs)
+
+
 def test_variants_are_those_of_the_engine_configuration(small: EngineConfig) -> None:
     processed = msgspec.structs.replace(small, logprobs_mode="processed_logprobs")
     keys = [

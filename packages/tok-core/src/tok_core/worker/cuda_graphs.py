@@ -75,16 +75,27 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """CUDA graphs of one model, by size and variant; empty until `capture`."""
+    """CUDA graphs of one model, by size and variant; empty until `capture`.
+
+    `prefix_groups`: there are graphs of steps with prefix groups, too.
+    """
 
     def __init__(
-        self, model: CausalLM, backend: Backend, state: WorkerState, staging: Staging, coordinates: RankCoordinates
+        self,
+        model: CausalLM,
+        backend: Backend,
+        state: WorkerState,
+        staging: Staging,
+        coordinates: RankCoordinates,
+        *,
+        prefix_groups: bool = True,
     ) -> None:
         self._model = model
         self._backend = backend
         self._state = state
         self._staging = staging
         self._coordinates = coordinates
+        self._prefix_groups = prefix_groups
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []
         self._suspended = self._stale = False
@@ -99,8 +110,8 @@ class DecodeGraphs:
         if len(step.prefill_slot) or len(step.levels) > 1 or not self._sizes or count > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]
-        graph = self._graphs[size, GraphKey(groups > 0, step.max_kv > SHORT_KV_TOKENS)]  # a single row is in no group
-        return graph if groups <= graph.groups else None
+        graph = self._graphs.get((size, GraphKey(groups > 0, step.max_kv > SHORT_KV_TOKENS)))
+        return graph if graph is not None and groups <= graph.groups else None
 
     @torch.inference_mode()
     def capture(self, graph_sizes: Iterable[int]) -> None:
@@ -109,7 +120,7 @@ class DecodeGraphs:
         if not self._coordinates.first:
             self._stage_input = self._make_stage_input(largest_first)
         for size in largest_first:
-            for groups in (False, True) if size > 1 else (False,):
+            for groups in self._groupings(size):
                 long, *short = (self._capture(size, groups, max_kv, recorder) for max_kv in self._max_kvs(size))
                 self._graphs |= {
                     (size, GraphKey(groups, True)): long,
@@ -121,7 +132,7 @@ class DecodeGraphs:
     def launch(self, graph_sizes: Iterable[int]) -> None:
         """Launch what `capture` captures at the first and last stage, on any device."""
         for size in graph_sizes:
-            for groups in (False, True) if size > 1 else (False,):
+            for groups in self._groupings(size):
                 for max_kv in self._max_kvs(size):
                     put, q_start = self._inputs(size, groups)
                     self._sample(put, self._forward(put, None, q_start, max_kv))
@@ -158,6 +169,10 @@ class DecodeGraphs:
         return DecodeGraph(
             size, groups, padding, forward, stage_input, hidden, sample_graph, sampled_tokens, (q_start,)
         )
+
+    def _groupings(self, size: int) -> tuple[bool, ...]:
+        """Return whether graphs of a size are captured without and with prefix groups; a single row is in no group."""
+        return (False, True) if self._prefix_groups and size > 1 else (False,)
 
     def _max_kvs(self, size: int) -> list[int]:
         """Return the bounds of a context's length for which graphs of a size are captured, the greatest first."""

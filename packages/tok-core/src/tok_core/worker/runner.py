@@ -93,7 +93,8 @@ class Runner:
     Decode steps replay a CUDA graph if one of their size was captured; all others are launched kernel by kernel.
     At most MAX_STEPS_AHEAD steps may be in flight. A `tracer` is called before every step; `pipeline` connects the
     worker to the neighbouring stages, if there are any. `start_weights` fills the model as at the start; without it the
-    weights cannot be changed. `memory` holds weights and KV cache of an engine that may sleep.
+    weights cannot be changed. `memory` holds weights and KV cache of an engine that may sleep. `prefix_groups`: decode
+    rows may be grouped by shared prefix.
     """
 
     def __init__(
@@ -105,7 +106,10 @@ class Runner:
         pipeline: Pipeline | None = None,
         start_weights: FillModel | None = None,
         memory: SleepingMemory | None = None,
+        *,
+        prefix_groups: bool = True,
     ) -> None:
+        self.prefix_groups = prefix_groups
         self.model = model
         self.backend = backend
         self.state = state
@@ -113,7 +117,9 @@ class Runner:
         self.staging = Staging(state.device, MAX_STEPS_AHEAD)
         self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.host_lengths = step_tensors.HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
-        self.graphs = DecodeGraphs(model, backend, state, self.staging, pipeline.coordinates)
+        self.graphs = DecodeGraphs(
+            model, backend, state, self.staging, pipeline.coordinates, prefix_groups=prefix_groups
+        )
         self._expert_load = ExpertLoad(model) if pipeline.coordinates.returns else None
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer

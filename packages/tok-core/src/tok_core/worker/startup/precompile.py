@@ -35,7 +35,7 @@ from tok_core.worker.startup.backend import choose_cache_dtype, choose_dtype
 from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.startup.gemm_warmup import different_layers
 from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
-from tok_core.worker.startup.warmup import warm_up_steps
+from tok_core.worker.startup.warmup import steps_of
 from tok_core.worker.state import WorkerState
 from tok_kernels.compilation import compile_variants, kernel_builds, record
 
@@ -52,7 +52,7 @@ MAX_SECONDS = 300.0  # until the worker compiles by itself
 # Fields of EngineConfig that decide which kernels a start launches, beside the model's own files.
 FIELDS = (
     *("dtype", "backend", "quantization", "logprobs_mode", "kv_cache_dtype", "page_size", "max_running"),
-    *("max_step_tokens", "max_model_len", "cuda_graphs", "batch_invariant", "load_format"),
+    *("max_step_tokens", "max_model_len", "cuda_graphs", "prefix_groups", "batch_invariant", "load_format"),
 )
 
 
@@ -194,7 +194,7 @@ def launch_start(config: EngineConfig) -> None:
     runner, path = meta_runner(config), Path(config.model)
     max_running, max_step_tokens = resolve_step_sizes(config, "cuda")
     words = mask_words(runner.model.config, path)
-    steps = warm_up_steps(max_running, max_step_tokens, runner.max_len, config.page_size, words)
+    steps = steps_of(runner, max_step_tokens, words)
     steps += [dummy_step(decode=rows) for rows in range(1, min(max_running, MAX_FEW_ROWS) + 1)]
     for step in steps:
         runner.reset()
@@ -232,7 +232,7 @@ def meta_runner(config: EngineConfig) -> Runner:
     kept = different_layers(model)
     state.caches = [state.caches[number] for number in kept]
     model.model.layers = nn.ModuleDict({str(number): model.model.layers[str(number)] for number in kept})
-    return Runner(model, backend, state)
+    return Runner(model, backend, state, prefix_groups=config.prefix_groups)
 
 
 def _backend(config: EngineConfig) -> Backend:

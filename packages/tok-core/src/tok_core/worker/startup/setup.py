@@ -128,7 +128,10 @@ def set_up(
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, scales, max_running, num_pages, max_model_len, memory)
     tracer = _tracer(config, coordinates, device) if replica == 0 else None
-    runner = Runner(model, backend, state, tracer, pipeline, partial(fill_model, config, path), memory)
+    start_weights = partial(fill_model, config, path)
+    runner = Runner(
+        *(model, backend, state, tracer, pipeline, start_weights, memory), prefix_groups=config.prefix_groups
+    )
     clock.done("cache")
     if measured is not None:
         _warm_up(runner, measured, max_step_tokens, words)

@@ -26,13 +26,20 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: i
     # Allocate one block and free it: steps then reuse it, and the allocator does not call the driver again.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
     warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
-    for step in warm_up_steps(state.slots, max_step_tokens, runner.max_len, state.page_size, words):
+    for step in steps_of(runner, max_step_tokens, words):
         run_dummy_step(runner, step)
     runner.reset()
     for length in (1, 2):  # the step after records the sampled tokens of another stage
         runner.launch(structs.replace(dummy_step(decode=1), max_kv=length)).output()
     runner.reset()
     torch.cuda.synchronize(state.device)
+
+
+def steps_of(runner: Runner, max_step_tokens: int, words: int) -> list[StepInput]:
+    """Return the steps of `warm_up_steps` that the runner's engine may have."""
+    state = runner.state
+    steps = warm_up_steps(state.slots, max_step_tokens, runner.max_len, state.page_size, words)
+    return [step for step in steps if runner.prefix_groups or not step.levels]
 
 
 def warm_up_steps(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0) -> list[StepInput]:
