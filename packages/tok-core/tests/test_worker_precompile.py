@@ -194,7 +194,7 @@ def run_main(request: CompileRequest, monkeypatch: pytest.MonkeyPatch) -> Compil
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(logging, "disable", lambda: None)
     precompile.main()
-    return msgspec.json.decode(stdout.buffer.getvalue(), type=CompileReport)
+    return msgspec.json.decode(stdout.buffer.getvalue().lstrip(), type=CompileReport)
 
 
 def test_marker_is_written_once_all_kernels_are_compiled(small: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

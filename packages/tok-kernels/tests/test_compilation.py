@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from tok_kernels.attention.flashinfer import wrappers
-from tok_kernels.compilation import Variant, compile_variants, kernel_builds, record
+from tok_kernels.compilation import Variant, compile_variants, hash_kernel, hash_kernels, kernel_builds, record
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 
 FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -57,6 +59,39 @@ def test_builds_say_whether_a_kernel_was_compiled_or_loaded(compiling: Path) -> 
     assert compiled.startswith("_rms_norm_kernel (compiled, ")
     assert loaded.startswith("_rms_norm_kernel (loaded, ")
     assert kernel_builds() is builds
+
+
+def functions_of_kernels() -> list[JITFunction]:
+    hash_kernels()
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("tok_kernels.")]
+    found = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, JITFunction)}
+    return list(found.values())
+
+
+def keys_in_order(functions: Sequence[JITFunction], compute: Callable[[JITFunction], object]) -> dict[int, str]:
+    for function in functions:
+        function.hash, function.used_global_vals = None, {}
+    for function in functions:
+        compute(function)
+    return {id(function): function.cache_key for function in functions}
+
+
+def test_keys_of_kernels_do_not_depend_on_the_order_in_which_they_are_computed() -> None:
+    functions = functions_of_kernels()
+    assert len(functions) > 50
+    forth, back = (keys_in_order(order, hash_kernel) for order in (functions, functions[::-1]))
+    assert forth == back
+    # Constants of one name that differ would be ordered by their modules' addresses.
+    for function in functions:
+        values = [(name, str(value)) for (name, _), (value, _) in function.used_global_vals.items()]
+        assert len({name for name, _ in values}) == len(set(values)), function.fn.__name__
+
+
+def test_triton_alone_computes_other_keys_in_another_order() -> None:
+    functions = functions_of_kernels()
+    forth, back = (keys_in_order(order, lambda one: one.cache_key) for order in (functions, functions[::-1]))
+    keys_in_order(functions, hash_kernel)  # for the tests that follow
+    assert forth != back, "hash_kernels is no longer needed"
 
 
 @FORKS

@@ -9,6 +9,7 @@ Triton's cache on disk. A later launch of a variant loads it from there.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -46,6 +47,30 @@ def _listen(builds: list[str]) -> None:
     compilation.listener = listen
 
 
+def hash_kernels() -> None:
+    """Compute the keys of all kernels in Triton's cache on disk; each process calls this before its first launch.
+
+    Triton 3.6 leaves a function's constants out of the key of its caller if it has not met the function before. Keys
+    then depend on the order of launches, and a process does not find what another one compiled. So callees come first.
+    """
+    from triton.runtime.jit import JITFunction
+
+    import_module("tok_kernels.backends.triton")
+    loaded = [module for name, module in sorted(sys.modules.items()) if name.startswith("tok_kernels.")]
+    for function in [one for module in loaded for one in vars(module).values() if isinstance(one, JITFunction)]:
+        hash_kernel(function)
+
+
+def hash_kernel(function: Any) -> None:
+    """Compute the key of a kernel or of a function that kernels call, after those of its callees."""
+    if getattr(function, "hash", None) is None:
+        called = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
+        for callee in called:
+            if isinstance(callee, type(function)):
+                hash_kernel(callee)
+        function.cache_key  # noqa: B018  # computes the key
+
+
 class Variant(NamedTuple):
     """A kernel and the arguments of `JITFunction._do_compile` that compile it."""
 
@@ -78,6 +103,7 @@ def record(capability: int) -> Iterator[dict[tuple[str, str], Variant]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    hash_kernels()
     variants: dict[tuple[str, str], Variant] = {}
 
     def note(kernel: Any, *arguments: Any) -> None:

@@ -37,7 +37,7 @@ from tok_core.worker.startup.gemm_warmup import different_layers
 from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
 from tok_core.worker.startup.warmup import steps_of
 from tok_core.worker.state import WorkerState
-from tok_kernels.compilation import compile_variants, kernel_builds, record
+from tok_kernels.compilation import compile_variants, hash_kernels, kernel_builds, record
 
 if TYPE_CHECKING:
     from tok_kernels import Backend
@@ -80,12 +80,13 @@ class Precompilation:
 
     def __init__(self, config: EngineConfig, device: torch.device, workers: int) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        if device.type != "cuda" or workers > 1 or config.backend == "reference" or find_spec("triton") is None:
-            return
-        major, minor = torch.cuda.get_device_capability(device)
-        if major != HOPPER:
+        if device.type != "cuda" or config.backend == "reference" or find_spec("triton") is None:
             return
         kernel_builds()  # lists what is built from now on
+        hash_kernels()
+        major, minor = torch.cuda.get_device_capability(device)
+        if workers > 1 or major != HOPPER:
+            return
         request = CompileRequest(config, 10 * major + minor, str(marker_of(config, 10 * major + minor)))
         if not Path(request.marker).exists():
             self._start(request)
@@ -109,7 +110,7 @@ class Precompilation:
             _import_flashinfer()
         try:
             output, _ = self._process.communicate(timeout=MAX_SECONDS)
-            report = msgspec.json.decode(output, type=CompileReport)
+            report = msgspec.json.decode(output.rpartition(b"\n")[2], type=CompileReport)
         except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
             self._process.kill()
             self._process.communicate()
@@ -164,7 +165,7 @@ def main() -> None:
     # Whatever is wrong with the configuration, the worker finds it, too, and says so.
     except Exception as error:
         report = CompileReport(0, time.monotonic() - began, [f"{type(error).__name__}: {error}"])
-    sys.stdout.buffer.write(msgspec.json.encode(report))
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(report))  # libraries may have printed something before
 
 
 def _compile(request: CompileRequest, began: float) -> CompileReport:
