@@ -163,13 +163,13 @@ def test_auto_answers_as_without_drafts(path: Path, expected: list[Answer]) -> N
             assert answers(engine) == expected
 
 
-def test_repeated_seeded_sample_takes_a_quarter_of_the_steps(path: Path) -> None:
+def test_repeated_seeded_sample_takes_a_third_of_the_steps(path: Path) -> None:
     with cpu_engine(path, speculate=7, run_ahead=2) as engine:
         (first,) = engine.generate([STEM], PLAIN)
         steps = engine.stats()["steps"]
         (again,) = engine.generate([STEM], PLAIN)
         assert [one.token_ids for one in again.outputs] == [one.token_ids for one in first.outputs]
-        assert engine.stats()["steps"] - steps <= steps / 4
+        assert engine.stats()["steps"] - steps <= steps / 3
 
 
 def test_tokens_of_ended_samples_are_dropped(path: Path) -> None:

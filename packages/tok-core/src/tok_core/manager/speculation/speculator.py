@@ -21,6 +21,8 @@ from tok_core.messages import Int32, Int64, StepInput
 
 MAX_LEARNT: Final = 1024  # tokens learned in a step, and sequences up to which a step drafts; bounds the CPU's time
 LAZY_STEPS: Final = 4  # while nothing is drafted, every so many steps' tokens are learned together
+MAX_LAZINESS: Final = 4  # times as many, while nothing can be predicted either
+MIN_PREDICTED: Final = 0.1  # expected tokens of a sequence's draft, below which nothing can be predicted
 MAX_GUIDED_DRAFT: Final = 8  # tokens of a draft of a guided sequence, each of which takes a mask
 MIN_GUIDED_PROBABILITY: Final = 0.3  # of a token that is worth a mask
 MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones: 0.3 µs each to learn, while no step is scheduled
@@ -98,6 +100,7 @@ class Speculator:
         self._appended: list[tuple[Int64, Int64]] = []  # slots and positions of tokens since the last `learn`
         self._unlearned: list[tuple[UInt64, Int32, Int32]] = []  # families, windows and tokens
         self._idle_turns = 0  # calls of `learn` since a step with drafts was sent
+        self._unpredicted = 0  # times in a row that drafts were considered and hardly a token was predicted
         self._considers = True  # whether drafts are considered now: seldom, while there were none lately
         self._waited = False  # whether the next step was held back for drafts
         self._accepted_before = 0
@@ -149,10 +152,13 @@ class Speculator:
             self._appended = []
             self._unlearned.append((table.family[slots], self._windows(slots, position), table.tokens[slots, position]))
         self._idle_turns += 1
-        self._considers = self.active or self.waits or self._idle_turns % LAZY_STEPS == 0
+        lazy = LAZY_STEPS * min(1 + self._unpredicted // LAZY_STEPS, MAX_LAZINESS)
+        many = sum(len(token) for _, _, token in self._unlearned) >= MAX_LEARNT
+        self._considers = self.active or self.waits or many or self._idle_turns % lazy == 0
         self.waits = self._drafts is not None
         if not self._considers:
             return
+        self._unpredicted += 1
         self._add()
         decode = table.in_state(State.DECODE)
         if in_flight and not self.waits and not len(table.in_state(State.PREFILL)):
@@ -256,6 +262,8 @@ class Speculator:
         token, probability = token[:, skipped:], probability[:, skipped:]
         left = table.limit[slots] - table.known[slots] - skipped
         probability[(token == NO_TOKEN) | (np.arange(most) + 1 >= left[:, None])] = 0
+        if probability.sum() >= MIN_PREDICTED * rows:
+            self._unpredicted = 0
         falling = np.argsort(-probability, axis=None, kind="stable")[: min(room, np.count_nonzero(probability))]
         count = self.costs.choose(rows, probability.ravel()[falling])
         unused = np.ones(token.size, np.bool_)
