@@ -78,7 +78,7 @@ def test_packages_can_be_installed_from_the_copied_files_alone(copied: Path) -> 
     assert len(list((copied / "dist").glob("*.whl"))) == len(PACKAGES)
 
 
-@pytest.mark.parametrize(("page", "count"), [(PAGE, 2), (ROOT / "README.md", 1)])
+@pytest.mark.parametrize(("page", "count"), [(PAGE, 4), (ROOT / "README.md", 1)])
 def test_documented_docker_commands_use_existing_files_and_flags(page: Path, count: int) -> None:
     commands = [shlex.split(line) for line in re.findall(r"^    (docker .+)$", page.read_text(), re.MULTILINE)]
     build, *runs = commands
@@ -87,7 +87,12 @@ def test_documented_docker_commands_use_existing_files_and_flags(page: Path, cou
     image = build[build.index("-t") + 1]
     _, *serve = entry_point()
     assert len(runs) == count
-    for run in runs:
+    others = [run for run in runs if "--entrypoint" in run]
+    for run in others:
+        assert run[run.index("--entrypoint") + 1] == "tok"
+        command = run[run.index(image, run.index("--entrypoint") + 2) + 1 :]
+        make_parser(command[:1]).parse_args(command)  # exits if a flag does not exist
+    for run in (run for run in runs if run not in others):
         options = make_parser(["serve"]).parse_args([*serve, *run[run.index(image) + 1 :]])
         assert options.host == "0.0.0.0"
         assert f"127.0.0.1:{options.port}:{options.port}" in run
