@@ -67,10 +67,7 @@ class OutputProcessor:
         self.faults = faults
         self.prompts = PromptOutputProcessor(table, faults)
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
-        self.output_tokens = 0
-        self.skipped_tokens = 0
-        self.discarded_tokens = 0
-        self.requests_finished = 0
+        self.output_tokens = self.skipped_tokens = self.discarded_tokens = self.requests_finished = 0
         self._verified: tuple[Drafts, np.ndarray, StepOutput] | None = None  # with the slots of the output's rows
         self._dtype = dtype
         self._broken_before = False  # whether logits that are not finite have been logged
