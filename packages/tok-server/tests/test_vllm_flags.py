@@ -97,7 +97,8 @@ def test_other_commands_have_no_names_of_vllm(capsys: pytest.CaptureFixture[str]
         (["serve", "--port"], "tok serve: error: --port: expected one argument (see tok serve --help)"),
         (
             ["serv"],
-            "tok: error: COMMAND is 'serv'; allowed: serve, batch, chat, models, quantize, warm, kernels, pass-at-k, bench; ",
+            "tok: error: COMMAND is 'serv'; "
+            "allowed: serve, batch, chat, models, quantize, warm, kernels, pass-at-k, bench; ",
         ),
         (
             ["batch"],
