@@ -27,6 +27,18 @@ class Shape:
     seed: int
 
 
+MIXED = Shape(
+    page_size=16,
+    kv_heads=2,
+    group=3,
+    head_dim=32,
+    runs=((3, ((0, (1, 2, 17)), (1, (33,)))), (0, ((1, (5, 20)),))),
+    prefill=((20, 0), (3, 40)),
+    seed=4,
+)
+"""Decode rows with and without prefixes on both levels, and two chunks, one of them behind cached tokens."""
+
+
 @dataclass(frozen=True)
 class Case:
     q: Tensor

@@ -16,8 +16,9 @@ from support.tiny_models import make_model
 from tok_core import EngineConfig, InvalidField
 from tok_core.worker import StepFloor
 from tok_core.worker.startup.kernel_choice import floor_at, step_floor
-from tok_server.bench.steps import LEAD_TOKENS, StepTime, measure, read_batch_sizes, require_room, show
+from tok_server.bench.steps import LEAD_TOKENS, StepTime, measure
 from tok_server.cli import main
+from tok_server.commands.bench_steps import read_batch_sizes, require_room, show
 
 BANDWIDTH = 1e9
 CONFIG: dict[str, Any] = {"dtype": "float32", "device": "cpu"}

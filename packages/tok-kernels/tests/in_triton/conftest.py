@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from support.interpreted import DEVICES
+from support.interpreted import DEVICES, INTERPRETING
+from tok_kernels import launch_config
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="module")
+def small_device() -> Iterator[None]:
+    """Pretend a device of three multiprocessors under the interpreter, for which even idle programs are slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETING:
+            patch.setattr(launch_config, "multiprocessors", lambda _device: 3)
+        yield

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from support.attention_cases import Case, Shape, build, oracle
+from support.attention_cases import MIXED, Case, build, oracle
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import LayerCache, QKNorm, rope_table
 from tok_kernels import launch_config as config
@@ -18,6 +17,7 @@ from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
+pytestmark = pytest.mark.usefixtures("small_device")
 reference = ReferenceBackend()
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
@@ -26,28 +26,10 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 # The interpreter truncates results to bfloat16 instead of rounding them.
 TRITON_DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
 
-MIXED = Shape(
-    page_size=16,
-    kv_heads=2,
-    group=3,
-    head_dim=32,
-    runs=((3, ((0, (1, 2, 17)), (1, (33,)))), (0, ((1, (5, 20)),))),
-    prefill=((20, 0), (3, 40)),
-    seed=4,
-)
-
 
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_device() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETING:
-            patch.setattr(config, "multiprocessors", lambda _device: 2)
-        yield
 
 
 def representable() -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from support.attention_cases import Case, Shape, build, oracle
+from support.attention_cases import MIXED, Case, build, oracle
 from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
 from tok_kernels import AttentionShape, LayerCache, QKNorm, kv_position_bytes, rope_table
@@ -23,6 +23,7 @@ from tok_kernels.measure.steps import AttentionStep, new_problem
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
+pytestmark = pytest.mark.usefixtures("small_device")
 reference = ReferenceBackend()
 
 CPU, INT8, PAGE = torch.device("cpu"), torch.int8, 8
@@ -31,28 +32,10 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 # The interpreter truncates results to bfloat16 instead of rounding them.
 TRITON_DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
 
-MIXED = Shape(
-    page_size=16,
-    kv_heads=2,
-    group=3,
-    head_dim=32,
-    runs=((3, ((0, (1, 2, 17)), (1, (33,)))), (0, ((1, (5, 20)),))),
-    prefill=((20, 0), (3, 40)),
-    seed=4,
-)
-
 
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_device() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETING:
-            patch.setattr(config, "multiprocessors", lambda _device: 2)
-        yield
 
 
 def empty_cache(pages: int, heads: int, size: int, device: torch.device, page_size: int = PAGE) -> LayerCache:

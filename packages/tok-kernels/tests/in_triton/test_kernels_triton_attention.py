@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
 
@@ -22,6 +21,8 @@ from tok_kernels.attention.triton.decode import decode_by_chunks
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import new_partials
 
+pytestmark = pytest.mark.usefixtures("small_device")
+
 # The interpreter cannot multiply bfloat16.
 DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.bfloat16)]
 
@@ -29,15 +30,6 @@ DTYPES = [dtype for dtype in TOLERANCE if not (INTERPRETING and dtype == torch.b
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_device() -> Iterator[None]:
-    """Pretend a device of three multiprocessors under the interpreter, for which even idle programs are slow."""
-    with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETING:
-            patch.setattr(config, "multiprocessors", lambda _device: 3)
-        yield
 
 
 def split_everything(monkeypatch: pytest.MonkeyPatch, programs: int = 6, keys: int = 8) -> None:

@@ -120,7 +120,7 @@ class Runner:
         self.graphs = DecodeGraphs(
             model, backend, state, self.staging, pipeline.coordinates, prefix_groups=prefix_groups
         )
-        self._expert_load = ExpertLoad(model) if pipeline.coordinates.returns else None
+        self._expert_load = ExpertLoad(model) if pipeline.coordinates.returns and model.config.moe else None
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
         self._start_weights = start_weights

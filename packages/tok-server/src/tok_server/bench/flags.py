@@ -120,7 +120,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print a line of JSON for each batch size instead of a table")
     names = tuple(name for name in ENGINE_FLAGS if name not in STEPS_OWN_FLAGS)
     add_engine_flags(parser.add_argument_group("engine, as in tok serve"), names)
-    parser.set_defaults(module="tok_server.bench.steps")
+    parser.set_defaults(module="tok_server.commands.bench_steps")
 
 
 def add_manager(parser: argparse.ArgumentParser) -> None:

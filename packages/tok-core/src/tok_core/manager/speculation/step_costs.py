@@ -130,7 +130,7 @@ class StepCosts:
     def _device(self, rows: NDArray[np.int64]) -> Float64:
         """Return the seconds on the device of steps of so many rows: never fewer for more rows.
 
-        Beyond the largest known size the time goes on as a power of the rows, as between the smallest and the largest.
+        Beyond the largest known size the time grows as a power of the rows, as between the smallest and the largest.
         """
         known = sorted((one.rows, one.seconds) for one in self._sizes.values() if one.known(self._step))
         if not known:

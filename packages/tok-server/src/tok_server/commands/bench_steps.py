@@ -1,0 +1,72 @@
+"""`tok bench steps`: time decode steps at several batch sizes, beside the least time that this machine allows."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+from msgspec import structs
+from rich.console import Console
+from rich.table import Table
+
+from tok_core import Engine, InvalidField
+from tok_core.messages import EngineInfo
+from tok_server.bench.steps import LEAD_TOKENS, StepTime, measure
+from tok_server.bench.workloads.offline import without_tokenizer
+from tok_server.flags import engine_config
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print the results. Errors: InvalidField, TokError."""
+    batches = read_batch_sizes(options.batch_sizes)
+    for field in ("prompt_tokens", "steps", "reps"):
+        if getattr(options, field) < 1:
+            raise InvalidField(field, getattr(options, field), "integers from 1")
+    from tok_core.worker.startup.kernel_choice import step_floor
+
+    tokens = options.prompt_tokens + LEAD_TOKENS + options.steps
+    config = structs.replace(engine_config(options), generation_config="none", max_model_len=tokens)
+    floor = step_floor(config)
+    with (
+        without_tokenizer(config.model, config.data_dir) as model,
+        Engine(structs.replace(config, model=model)) as engine,
+    ):
+        require_room(engine.info, max(batches), tokens)
+        times = measure(engine, batches, options.prompt_tokens, options.steps, options.reps, floor)
+        if options.json:
+            for one in times:
+                print(msgspec.json.encode(one).decode(), flush=True)
+        else:
+            show(list(times), engine.info, options.prompt_tokens, Console())
+    return 0
+
+
+def read_batch_sizes(text: str) -> list[int]:
+    """Return the sizes of a list such as "1,4,8". Raises InvalidField."""
+    sizes = text.split(",")
+    if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
+        raise InvalidField("batch_sizes", text, "integers from 1, separated by commas")
+    return [int(size) for size in sizes]
+
+
+def require_room(info: EngineInfo, batch: int, tokens: int) -> None:
+    """Raise InvalidField unless `batch` sequences of so many tokens run at once."""
+    pages = -(-tokens // info.page_size)
+    most = min(info.max_running, info.num_pages // pages)
+    if batch > most:
+        raise InvalidField("batch_sizes", batch, f"at most {most} sequences of {tokens} tokens at once")
+
+
+def show(times: list[StepTime], info: EngineInfo, prompt_tokens: int, console: Console) -> None:
+    """Print a row per batch size."""
+    table = Table(title=f"decode steps, prompts of {prompt_tokens:,} tokens, {info.device}, {info.dtype}")
+    floors = any(one.floor_ms is not None for one in times)
+    for heading in ("batch", "ms a step", "least", "most", "tokens/s", *(("floor ms", "of floor") if floors else ())):
+        table.add_column(heading, justify="right")
+    for one in times:
+        cells = [f"{one.batch:,}", f"{one.ms:.3f}", f"{one.min_ms:.3f}", f"{one.max_ms:.3f}"]
+        cells.append(f"{one.tokens_per_second:,.0f}")
+        if one.floor_ms is not None:
+            cells += [f"{one.floor_ms:.3f}", f"{one.floor_ms / one.ms:.0%}"]
+        table.add_row(*cells)
+    console.print(table)
