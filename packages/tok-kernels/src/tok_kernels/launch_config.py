@@ -158,8 +158,8 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
     The kernel's argument PDL is True on devices with programmatic dependent launch. Every program of the kernel waits
     for the predecessor's end (`gdc_wait`) before it touches memory that a kernel of the step writes. So any later
-    kernel finds the results of all kernels before it complete, once it has waited itself. The one exception is
-    explained in `tok_kernels.attention.triton.decode.decode`.
+    kernel finds the results of all kernels before it complete, once it has waited itself. Two exceptions are
+    explained in `tok_kernels.attention.triton.decode`.
     """
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}
 

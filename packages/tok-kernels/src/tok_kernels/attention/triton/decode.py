@@ -69,9 +69,10 @@ def _decode_attention_kernel(
     PDL      this kernel may start before its predecessor ends
     WINDOW   positions that a row sees; 0: all
     """
+    # Lengths and slots are complete before the step's first kernel that may start early, so the search for the chunk
+    # need not wait.
     if PDL and CHUNKED:
         gdc_launch_dependents()
-        gdc_wait()
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     row = program // KV_HEADS
@@ -81,6 +82,8 @@ def _decode_attention_kernel(
             start_ptr, len_ptr, rows, chunk, target_chunks, min_keys, max_chunks, KEYS, WINDOW
         )
         if row >= rows:
+            if PDL:
+                gdc_wait()
             return
     row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -95,6 +98,8 @@ def _decode_attention_kernel(
         share = tl.cdiv(row_blocks, number) * KEYS
         begin += (chunk - skipped) * share
         end = tl.minimum(end, begin + share)
+        if PDL:
+            gdc_wait()
         if (chunk == skipped) & (kv_head == 0):
             tl.store(chunks_ptr + 2 * row, skipped)
             tl.store(chunks_ptr + 2 * row + 1, number)
