@@ -27,6 +27,7 @@ _ITEMS = 256  # items counted at a time by a program that searches for its tile
 _LARGE_ROWS = 64  # query rows of a tile of a prefill chunk or a group
 _DECODE_REGISTERS = 112, 200  # of padded heads of up to 64, and of larger ones; with more, fewer programs run at once
 _MAX_PROGRAMS = 1 << 15  # of a decode step; more programs without keys cost more than they save
+_MAX_EARLY_PROGRAMS = 1 << 9  # rows × key/value heads whose kernels may start before their predecessors end
 _MAX_STATE_BYTES = 1 << 28  # of the splits of a decode step
 
 
@@ -111,13 +112,15 @@ def _launch_splits(
     rows, q = batch.num_decode, operands.q[: batch.num_decode]
     states = _States.empty(splits if splits > 1 else 0, q)
     pointers = states.acc, states.top, states.total, prior_states.acc, prior_states.top, prior_states.total
+    programs = rows * operands.kv_heads
+    early = config.pdl_options(q.device) if programs <= _MAX_EARLY_PROGRAMS else {"PDL": False}
     shared = {
         "ROWS": max(16, config.power_of_two(operands.group)),
         "KEYS": block_keys(operands.padded_head),
         "SPLIT": SPLIT_KEYS,
         "PRIOR": prior,
     }
-    invariant_decode_kernel[(rows * operands.kv_heads, splits)](
+    invariant_decode_kernel[(programs, splits)](
         *(operands.q, out, *pointers, batch.slots, batch.kv_start, batch.kv_len, rows),
         *operands.runtime(),
         **operands.static(),
@@ -125,14 +128,16 @@ def _launch_splits(
         num_warps=1,
         num_stages=2,
         maxnreg=_DECODE_REGISTERS[operands.padded_head > 64],
+        **early,
     )
     if splits > 1:
         static = operands.static()
-        join_splits_kernel[(rows * operands.kv_heads,)](
+        join_splits_kernel[(programs,)](
             *(out, *pointers, batch.kv_start, batch.kv_len, rows, splits, operands.cache.v_scale),
             **{name: static[name] for name in ("KV_HEADS", "GROUP", "HEAD", "PADDED", "WINDOW")},
             **shared,
             num_warps=1,
+            **early,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.attention.triton.invariant_kernels import (
     attend_blocks,
@@ -79,12 +80,16 @@ def invariant_decode_kernel(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRIOR: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Attend from one decode row to one split of its own keys, for the query heads of one key/value head.
 
     The first split continues from the row's PRIOR states. The result is written if the row has no other split;
     otherwise each split's state is, for `join_splits_kernel`. A row with more splits than programs is left out.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0) % KV_HEADS
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     nth = tl.program_id(1)
@@ -150,8 +155,12 @@ def join_splits_kernel(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRIOR: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Join the splits of a decode row and key/value head in order, after its PRIOR state, if it has 2 to max_splits."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0) % KV_HEADS
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     _, _, _, splits = _own_keys(start_ptr, end_ptr, row, KEYS, SPLIT, WINDOW, PRIOR)
