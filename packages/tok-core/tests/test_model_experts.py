@@ -26,13 +26,13 @@ from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, IncomingWeights, build, check, dummy, load, model_bytes
 from tok_core.models.experts import MixtureOfExperts
-from tok_core.models.layers import Linear, Placement
+from tok_core.models.layers import Linear
 from tok_core.models.weights import round_checkpoint
 from tok_core.models.weights.dummy_weights import zipf_shares
 from tok_core.models.weights.rounding import FLOAT8
 from tok_core.models.weights.targets import stacked_targets, targets
 from tok_core.parallel import ShardPlan
-from tok_core.quantization import DenseMethod, PackQuantizedMethod, QuantizationConfig, read_quantization
+from tok_core.quantization import DenseMethod, QuantizationConfig, read_quantization
 from tok_core.worker.startup import MemoryNeeds
 from tok_kernels import Routing, choose
 from tok_kernels.backends.reference import ReferenceBackend
@@ -348,19 +348,6 @@ def test_experts_are_written_rounded_by_the_names_of_real_checkpoints(scheme: st
     assert found[0][0].keys() == found[1][0].keys()
     assert all(torch.equal(tensor, found[1][0][name]) for name, tensor in found[0][0].items())
     assert found[0][1] == found[1][1]
-
-
-def test_packed_experts_are_refused_on_a_gpu(paths: dict[str, Path]) -> None:
-    method = PackQuantizedMethod(bits=4, group=32)
-    plan = ShardPlan.of(read_config(paths["qwen3-moe"]), RankCoordinates())
-    quantization = QuantizationConfig(method, ("mlp.gate",))
-    placement = Placement(
-        *(choose(CPU), torch.device("cuda"), torch.bfloat16, plan),
-        quantization=quantization,
-        allocate=lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
-    )
-    with pytest.raises(ModelError, match=r"mlp\.experts: are stored as int4 .*; allowed on cuda: dense, float8, int8"):
-        MixtureOfExperts(read_config(paths["qwen3-moe"]), placement.within("model.layers.0.mlp"))
 
 
 def test_stacked_tensors_of_quantised_checkpoints_have_no_place(paths: dict[str, Path]) -> None:

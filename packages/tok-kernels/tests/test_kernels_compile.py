@@ -175,6 +175,21 @@ def mix_experts(tokens: int, group: int | None = None, dtype: torch.dtype = BF16
     BACKEND.fused_experts(x, routing, weights, residual_TN=x)
 
 
+def mix_packed_experts(tokens: int, bits: int, group: int | None, zeros: bool) -> None:
+    """Compute Qwen3-30B-A3B's mixture of experts with packed integers."""
+    experts, size, columns = 128, 2048, 768
+
+    def weight(rows: int, width: int) -> PackedWeight:
+        groups = 1 if group is None else width // group
+        zero = meta(groups, rows, dtype=torch.uint8) if zeros else None
+        words, scale = meta(rows, width * bits // 32), meta(groups, rows, dtype=FLOAT)
+        return PackedWeight(words, scale, zero, bits, width, group, BF16, meta(MAX_TILES))
+
+    routing = BACKEND.select_experts(meta(tokens, experts, dtype=BF16), 8, normalize=True)
+    weights = ExpertWeights(weight(experts * 2 * columns, size), weight(experts * size, columns))
+    BACKEND.fused_experts(meta(tokens, size, dtype=BF16), routing, weights)
+
+
 class Ranks:
     """Two ranks' shards of the vocabulary, seen from rank 0."""
 
@@ -252,6 +267,11 @@ def launch_all() -> None:
     for tokens in (1, 256, 8192):
         mix_experts(tokens, held=range(48, 64))
     mix_experts(8192, None, torch.int8)
+    for zeros in (True, False):
+        mix_packed_experts(16, 4, 128, zeros)
+        mix_packed_experts(16, 8, None, zeros)
+    mix_packed_experts(256, 4, 32, zeros=True)
+    mix_packed_experts(8192, 4, 128, zeros=True)
     sample()
     sample(all_greedy=True)
     sample(masks=Masks(meta(8, dtype=INT64), meta(8, dtype=INT64), meta(1, VOCABULARY // 32)))

@@ -173,18 +173,47 @@ def test_no_tokens_give_no_results(device: torch.device) -> None:
         assert backend.fused_experts(x_TN, routing, weights).shape == (0, 16)
 
 
-def test_packed_integers_are_refused_by_triton_and_multiplied_by_the_reference(device: torch.device) -> None:
-    def packed(rows: int, width: int) -> PackedWeight:
-        q = torch.randint(0, 16, (rows, width), dtype=torch.int32, generator=torch.Generator().manual_seed(rows))
-        words, scale = pack_columns(q.to(device), 4), torch.rand((2, rows), device=device) / 50
-        arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-        return PackedWeight(words, scale, None, 4, width, width // 2, torch.float32, arrived)
+@pytest.mark.parametrize("tokens", [3, 21, 200])
+@pytest.mark.parametrize(
+    ("bits", "group", "zeros", "ordered"),
+    [
+        (4, 32, True, False),
+        (4, 64, False, False),
+        (4, None, True, False),
+        (8, 32, True, False),
+        (8, None, False, False),
+        (4, 16, True, False),
+        (4, 32, True, True),
+    ],
+)
+def test_fused_experts_take_packed_integers(
+    bits: int, group: int | None, zeros: bool, ordered: bool, tokens: int, device: torch.device
+) -> None:
+    experts, size, columns, dtype = 4, 96, 160, torch.float16
 
-    x_TN, routing = noise(9, 64, device=device), routing_of(9, 4, 2, device)
-    weights = ExpertWeights(packed(4 * 2 * 32, 64), packed(4 * 64, 32))
-    assert_near(ReferenceBackend().fused_experts(x_TN, routing, weights), exact(x_TN, routing, weights))
-    with pytest.raises(ValueError, match="gate_up has packed integers; allowed: dense weights"):
-        TritonBackend().fused_experts(x_TN, routing, weights)
+    def packed(rows: int, width: int, parts: int) -> PackedWeight:
+        source = torch.Generator().manual_seed(rows)
+        q = torch.randint(0, 1 << bits, (rows, width), dtype=torch.int32, generator=source)
+        groups = -(-width // (group or width))
+        scale = (torch.rand((groups, rows), generator=source) + 0.5) / (1 << bits) / width**0.5 * 5
+        zero = torch.randint(0, 1 << bits, (groups, rows), dtype=torch.uint8, generator=source) if zeros else None
+        arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        names = None
+        if ordered:
+            of_part = [torch.randperm(width, generator=source) // (group or width) for _ in range(parts)]
+            names = torch.stack(of_part).int().to(device)
+        zero = None if zero is None else zero.to(device)
+        words = pack_columns(q.to(device), bits)
+        return PackedWeight(
+            words, scale.to(device), zero, bits, width, group, dtype, arrived, names, (rows // parts,) * parts
+        )
+
+    x_TN = noise(tokens, size, dtype=dtype, device=device)
+    routing = routing_of(tokens, experts, 2, device)
+    weights = ExpertWeights(packed(experts * 2 * columns, size, 2 * experts), packed(experts * size, columns, experts))
+    expected = exact(x_TN, routing, weights)
+    for backend in BACKENDS:
+        assert_near(backend.fused_experts(x_TN, routing, weights), expected, float(expected.std()))
 
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:

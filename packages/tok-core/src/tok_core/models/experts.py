@@ -12,11 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.layers import MLP, FeedForward, Linear, Placement, RMSNorm
 from tok_core.parallel import Slice, TPLayout
-from tok_core.quantization import PackedMethod, StackedTarget
+from tok_core.quantization import StackedTarget
 from tok_kernels import ExpertWeights
 
 PASSES_PER_COUNT = 64  # forward passes for one whose experts' tokens are counted, by one more kernel for each layer
@@ -79,9 +78,6 @@ class MixtureOfExperts(FeedForward):
         self.gate_up_proj = Linear(hidden, dict.fromkeys(parts, own), placement)
         parts = [f"experts.{expert}.down_proj" for expert in held]
         self.down_proj = Linear(own, dict.fromkeys(parts, hidden), placement)
-        method = self.gate_up_proj.method
-        if isinstance(method, PackedMethod) and placement.device.type == "cuda":
-            raise ModelError(f"{placement.prefix}experts: are stored as {method}; allowed on cuda: dense, float8, int8")
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if moe.shared_intermediate_size:

@@ -63,7 +63,7 @@ def _multiply(
     gated: bool,
 ) -> Tensor | None:
     """Return the product by kernels that unpack the weight; None: it has to be dequantised."""
-    if not _fits(x_TK, weight, norm) or (gated and weight.shape[0] % 2):
+    if not unpacks(x_TK, weight, norm) or (gated and weight.shape[0] % 2):
         return None
     if len(x_TK) == 1 and weight.bits == _STREAM_BITS:
         return launch_packed_stream(
@@ -186,7 +186,7 @@ def dequantize(weight: PackedWeight) -> Tensor:
     return out_FK
 
 
-def _fits(x_TK: Tensor, weight: PackedWeight, norm: tuple[Tensor, float] | None) -> bool:
+def unpacks(x_TK: Tensor, weight: PackedWeight, norm: tuple[Tensor, float] | None = None) -> bool:
     """Return whether the kernels that unpack the weight take these operands."""
     short = {x_TK.dtype, weight.dtype, x_TK.dtype if norm is None else norm[0].dtype}
     capability = torch.cuda.get_device_capability(x_TK.device) if x_TK.device.type == "cuda" else _MIN_CAPABILITY

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.linear.quantized_weights import PackedWeight, ScaledWeight
+from tok_kernels.linear.triton_packed import dequantize, unpacks
 from tok_kernels.moe.interface import ExpertWeights, Routing, Weight, rows_of
 from tok_kernels.moe.triton_grouped import combine_kernel, grouped_gemm_kernel
+from tok_kernels.moe.triton_packed import packed_grouped_gemm_kernel
 from tok_kernels.moe.triton_route import SortedPairs, select_experts, sort_pairs
 
 __all__ = [
@@ -27,7 +29,7 @@ __all__ = [
 
 _COMBINE_BLOCK = 1024  # columns that a program of the weighted sum computes
 _FLOAT8_CAPABILITY = (8, 9)  # of GPUs, from which Triton converts float8 numbers
-_MAX_EIGHT_BIT_ROWS = 32  # of a tile, up to which weights of 8 bits are converted as they are multiplied
+_MAX_QUANTIZED_ROWS = 32  # of a tile, up to which quantised weights are converted as they are multiplied
 _DEQUANTIZED_ROWS = 1 << 14  # of a weight, dequantised at once
 _MIN_GROUP = 16  # columns that tensor cores multiply at once
 _MIN_ROWS, _MAX_ROWS = 16, 128  # of a tile
@@ -76,13 +78,10 @@ def grouped_launch(tokens: int, routing: Routing, dtype: torch.dtype, *, gated: 
 def fused_experts(
     x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
 ) -> Tensor:
-    """Compute `Backend.fused_experts`.
-
-    Raises ValueError for shapes that do not fit, and for weights of packed integers, which no kernel here multiplies.
-    """
+    """Compute `Backend.fused_experts`. Raises ValueError for shapes that do not fit."""
     gate_up, down = (grouped_launch(len(x_TN), routing, x_TN.dtype, gated=gated) for gated in (True, False))
-    if isinstance(weights.gate_up, ScaledWeight) or isinstance(weights.down, ScaledWeight):
-        if gate_up.rows > _MAX_EIGHT_BIT_ROWS:
+    if not (isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)):
+        if gate_up.rows > _MAX_QUANTIZED_ROWS:
             # On an H200, Triton 3.6 gave wrong sums of weights that tiles of 128 rows converted.
             gate_up_weight, down_weight = (_dequantized(one, x_TN.dtype) for one in (weights.gate_up, weights.down))
             weights = ExpertWeights(gate_up_weight, down_weight, weights.held)
@@ -125,8 +124,11 @@ def multiply(
     gated  write `silu(gate) * up` of rows of tokens, in the order of sorted rows; else write rows in the order of pairs
     """
     outputs, inputs = out.shape[1], x.shape[1]
-    if isinstance(weight, ScaledWeight) and not _multiplies(weight, x.device):
+    if not _multiplies(weight, x):
         weight = _dequantized(weight, x.dtype)
+    if isinstance(weight, PackedWeight):
+        _multiply_packed(launch, x, weight, out, order, chosen, gated=gated)
+        return
     values, scale, group, block = weight, weight, 0, launch.block
     if isinstance(weight, ScaledWeight):
         values, scale, group = weight.values_NK, weight.scale_NG, weight.group or 0
@@ -142,6 +144,31 @@ def multiply(
         GATED=gated,
         GROUP=group,
         SCALED=isinstance(weight, ScaledWeight),
+        num_warps=launch.warps,
+        **pdl_options(x.device),
+    )
+
+
+def _multiply_packed(
+    launch: GroupedLaunch, x: Tensor, weight: PackedWeight, out: Tensor, order: SortedPairs, chosen: int, *, gated: bool
+) -> None:
+    (lines, columns), outputs = weight.shape, out.shape[1]
+    group = weight.group or columns
+    packed_grouped_gemm_kernel[(order.tiles * triton.cdiv(outputs, launch.lines),)](
+        *(x, x.stride(0), weight.words, weight.words.stride(0), weight.scale_GF),
+        *(weight.scale_GF if weight.zero_GF is None else weight.zero_GF, lines),
+        *(out, order.pair_R, order.tile_3S, order.tiles, outputs),
+        K=columns,
+        C=chosen,
+        ROWS=launch.rows,
+        LINES=launch.lines,
+        BLOCK=min(launch.block, group & -group) if group < columns else launch.block,
+        STAGES=launch.stages,
+        GROUP=group,
+        BITS=weight.bits,
+        GATED=gated,
+        ZEROS=weight.zero_GF is not None,
+        ASM=x.device.type != "cpu",
         num_warps=launch.warps,
         **pdl_options(x.device),
     )
@@ -163,8 +190,10 @@ def combine(y_PN: Tensor, routing: Routing, held: range, out_TN: Tensor, *, add:
 
 def _dequantized(weight: Weight, dtype: torch.dtype) -> Weight:
     """Return the weight in 16 or 32 bits, converted in parts, which bounds the memory."""
-    if not isinstance(weight, ScaledWeight):
+    if isinstance(weight, Tensor):
         return weight
+    if isinstance(weight, PackedWeight):
+        return dequantize(weight).to(dtype)
     dense = torch.empty(weight.values_NK.shape, dtype=dtype, device=weight.values_NK.device)
     for start in range(0, len(dense), _DEQUANTIZED_ROWS):
         rows = slice(start, start + _DEQUANTIZED_ROWS)
@@ -172,8 +201,13 @@ def _dequantized(weight: Weight, dtype: torch.dtype) -> Weight:
     return dense
 
 
-def _multiplies(weight: ScaledWeight, device: torch.device) -> bool:
-    """Return whether the grouped GEMM takes the weight; otherwise it is dequantised."""
+def _multiplies(weight: Weight, x: Tensor) -> bool:
+    """Return whether a grouped GEMM takes the weight; otherwise it is dequantised."""
+    if isinstance(weight, Tensor):
+        return True
+    if isinstance(weight, PackedWeight):
+        return unpacks(x, weight)
+    device = x.device
     float8 = weight.values_NK.dtype == torch.float8_e4m3fn
     if float8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
         return False
@@ -185,9 +219,6 @@ def _check(x_TN: Tensor, routing: Routing, weights: ExpertWeights, residual_TN: 
     if not held or held.step != 1 or held.start < 0 or held.stop > routing.experts:
         raise ValueError(f"held is {held}; allowed: consecutive experts below {routing.experts}")
     experts = len(held)
-    for name, weight in (("gate_up", weights.gate_up), ("down", weights.down)):
-        if isinstance(weight, PackedWeight):
-            raise ValueError(f"{name} has packed integers; allowed: dense weights, or weights of 8 bits with scales")
     if rows_of(weights.gate_up) % (2 * experts) or rows_of(weights.down) != experts * size:
         found = f"{rows_of(weights.gate_up)} and {rows_of(weights.down)}"
         allowed = f"multiples of {2 * experts}, and {experts * size}"
