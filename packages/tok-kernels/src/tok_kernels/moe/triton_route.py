@@ -83,12 +83,12 @@ def sort_pairs(routing: Routing, tile_rows: int, held: range | None = None) -> S
     counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
     pair_R = torch.empty(pairs, dtype=torch.int32, device=device)
     tile_3S = torch.empty((3, pairs // tile_rows + min(experts, pairs)), dtype=torch.int32, device=device)
-    sizes = {"E": experts, "CHUNK": chunk, "BLOCK": block, "WIDTH": width, "REMOTE": experts < routing.experts}
+    sizes = {"E": experts, "BLOCK": block, "WIDTH": width, "REMOTE": experts < routing.experts}
     options = {**sizes, "num_warps": _SORT_WARPS, **pdl_options(device)}
     if chunks > 1:
-        _count_kernel[(chunks,)](expert_P, counts, pairs, held.start, **options)
+        _count_kernel[(chunks,)](expert_P, counts, pairs, held.start, chunk, **options)
     _sort_kernel[(chunks,)](
-        *(expert_P, counts, pair_R, tile_3S, pairs, held.start, chunks, tile_3S.shape[1]),
+        *(expert_P, counts, pair_R, tile_3S, pairs, held.start, chunk, chunks, tile_3S.shape[1]),
         TILE=tile_rows,
         COUNTED=chunks > 1,
         **options,
@@ -173,43 +173,43 @@ def _count(
     expert_ptr: tl.tensor,
     pairs: tl.tensor,
     low: tl.tensor,
+    size: tl.tensor,
     E: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     REMOTE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the number of pairs of each expert in this program's chunk."""
+    """Return the number of pairs of each expert in this program's chunk of `size` pairs."""
     count = tl.zeros((WIDTH,), tl.int32)
-    start = tl.program_id(0) * CHUNK
-    for first in range(0, CHUNK, BLOCK):
+    start = tl.program_id(0) * size
+    for first in range(0, size, BLOCK):
         count += tl.sum(_matches(expert_ptr, start + first, pairs, low, E, BLOCK, WIDTH, REMOTE), 0)
     return count
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "size"])
 def _count_kernel(
     expert_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     pairs: tl.tensor,
     low: tl.tensor,
+    size: tl.tensor,
     E: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     REMOTE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Write the number of pairs of each expert in this program's chunk."""
+    """Write the number of pairs of each expert in this program's chunk of `size` pairs."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     expert = tl.arange(0, WIDTH)
-    count = _count(expert_ptr, pairs, low, E, CHUNK, BLOCK, WIDTH, REMOTE)
+    count = _count(expert_ptr, pairs, low, size, E, BLOCK, WIDTH, REMOTE)
     tl.store(counts_ptr + tl.program_id(0) * E + expert, count, mask=expert < E)
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
+@triton.jit(do_not_specialize=["pairs", "size", "chunks", "tiles"])
 def _sort_kernel(
     expert_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -217,10 +217,10 @@ def _sort_kernel(
     tile_ptr: tl.tensor,
     pairs: tl.tensor,
     low: tl.tensor,
+    size: tl.tensor,
     chunks: tl.tensor,
     tiles: tl.tensor,
     E: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     REMOTE: tl.constexpr,
@@ -228,7 +228,7 @@ def _sort_kernel(
     COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Write the rows of this program's chunk of pairs, and its share of the tiles.
+    """Write the rows of this program's chunk of `size` pairs, and its share of the tiles.
 
     COUNTED  `_count_kernel` has counted the pairs of all chunks; else there is one chunk
     REMOTE   only pairs of the E experts from `low` on are sorted
@@ -248,12 +248,12 @@ def _sort_kernel(
             total += tl.sum(count, 0)
             earlier += tl.sum(tl.where((other < chunk)[:, None], count, 0), 0)
     else:
-        total = _count(expert_ptr, pairs, low, E, CHUNK, BLOCK, WIDTH, REMOTE)
+        total = _count(expert_ptr, pairs, low, size, E, BLOCK, WIDTH, REMOTE)
     stop = tl.cumsum(total, 0)
     row = stop - total + earlier
-    for first in range(0, CHUNK, BLOCK):
-        match = _matches(expert_ptr, chunk * CHUNK + first, pairs, low, E, BLOCK, WIDTH, REMOTE)
-        pair = chunk * CHUNK + first + tl.arange(0, BLOCK)
+    for first in range(0, size, BLOCK):
+        match = _matches(expert_ptr, chunk * size + first, pairs, low, E, BLOCK, WIDTH, REMOTE)
+        pair = chunk * size + first + tl.arange(0, BLOCK)
         own_expert = _held_experts(expert_ptr, pair, pairs, low, E, REMOTE)
         earlier_pair = own_expert[None, :] == own_expert[:, None]
         earlier_pair &= pair[None, :] < pair[:, None]
