@@ -27,8 +27,10 @@ from tok_kernels.linear.triton_few_rows import few_rows_kernel
 from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, quantize_rows
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 
+MIN_CAPABILITY = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
+"""Capability of GPUs whose tensor cores multiply numbers of a dtype."""
+
 _BLOCK = 128  # rows and columns of the blocks that cuBLAS has scales for
-_MIN_CAPABILITY = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
 _MULTIPLE = 16  # cuBLAS multiplies 8-bit matrices whose sizes are multiples of this
 
 
@@ -159,7 +161,7 @@ def _multiplies(x_TK: Tensor, weight: ScaledWeight) -> bool:
     """Return whether these kernels compute the product; otherwise the weight is dequantised."""
     values = weight.values_NK
     capability = torch.cuda.get_device_capability(x_TK.device) if x_TK.device.type == "cuda" else (9, 0)
-    if not len(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or capability < _MIN_CAPABILITY[values.dtype]:
+    if not len(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or capability < MIN_CAPABILITY[values.dtype]:
         return False
     if weight.group is None:
         return not any(size % _MULTIPLE for size in values.shape)

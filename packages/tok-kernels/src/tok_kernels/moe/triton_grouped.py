@@ -1,7 +1,8 @@
 """Multiply rows that are sorted by expert by their experts' matrices (grouped GEMM), and add up each token's results.
 
 The weights are the first operand, so that Hopper's tensor cores multiply any number of rows by 64 lines of them at a
-time, and weights of 8 bits stay in registers when they are converted. Only matrices of experts that have rows are read.
+time, and weights of 8 bits stay in registers when they are converted to 16. With activations of 8 bits, too, nothing
+is converted. Only matrices of experts that have rows are read.
 Every program knows its expert and rows from `SortedPairs`, so that the launch depends on the number of tokens only.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
@@ -37,23 +38,28 @@ def _add_products(
     line: tl.tensor,
     start: tl.tensor,
     inputs: tl.tensor,
+    x_scale: tl.tensor,
     GROUP: tl.constexpr,
+    W8A8: tl.constexpr,
 ) -> tl.tensor:
     """Return `sums` plus the products of weights and inputs, multiplied by the scales of these columns with a GROUP."""
     w = w.to(x.dtype)
     if GROUP > 0:
         scale = tl.load(scale_ptr + line * tl.cdiv(inputs, GROUP) + start // GROUP)
-        sums += tl.dot(w, x, input_precision="ieee") * scale[:, None]
+        products = tl.dot(w, x, input_precision="ieee") * scale[:, None]
+        sums += products * x_scale[None, :] if W8A8 else products
     else:
-        sums = tl.dot(w, x, sums, input_precision="ieee")
+        sums = tl.dot(w, x, sums, input_precision="ieee", out_dtype=sums.dtype)
     return sums
 
 
-# A value that changes from step to step must not recompile the kernel.
-@triton.jit(do_not_specialize=["tiles"])
+# Values that change from step to step must not recompile the kernel.
+@triton.jit(do_not_specialize=["tiles", "x_scale_group"])
 def grouped_gemm_kernel(
     x_ptr: tl.tensor,
     x_row: tl.tensor,
+    x_scale_ptr: tl.tensor,
+    x_scale_group: tl.tensor,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -63,6 +69,7 @@ def grouped_gemm_kernel(
     outputs: tl.tensor,
     inputs: tl.tensor,
     C: tl.constexpr,
+    TILE: tl.constexpr,
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -71,28 +78,35 @@ def grouped_gemm_kernel(
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
+    W8A8: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute LINES outputs of the ROWS rows of one tile.
+    """Compute LINES outputs of ROWS rows of a tile.
 
-    C       experts of a token
-    BLOCK   inputs that are read at a time
-    EVEN    `inputs` is a multiple of BLOCK
-    GATED   x has a row for each token, and results are `silu(gate) * up`, in the order of sorted rows. Else x has
-            sorted rows, and results are in the order of pairs
-    SCALED  the weights are 8-bit values with scales, of each line (GROUP 0) or of GROUP columns of it
-    PDL     this kernel may start before its predecessor ends
+    C        experts of a token
+    TILE     rows of a tile, a multiple of ROWS
+    BLOCK    inputs that are read at a time
+    EVEN     `inputs` is a multiple of BLOCK
+    GATED    x has a row for each token, and results are `silu(gate) * up`, in the order of sorted rows. Else x has
+             sorted rows, and results are in the order of pairs
+    SCALED   the weights are 8-bit values with scales, of each line (GROUP 0) or of GROUP columns of it
+    W8A8     the inputs are, too: values of the weights' dtype, with a scale of each row and of its GROUP columns
+    PDL      this kernel may start before its predecessor ends
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     parts = tl.cdiv(outputs, LINES)
-    tile = tl.program_id(0) // parts
+    tile = tl.program_id(0) // parts // (TILE // ROWS)
     expert = tl.load(tile_ptr + tile)
     if expert < 0:
         return
-    row = tl.load(tile_ptr + tiles + tile) + tl.arange(0, ROWS)
-    inside = row < tl.load(tile_ptr + 2 * tiles + tile)
+    first = tl.load(tile_ptr + tiles + tile) + tl.program_id(0) // parts % (TILE // ROWS) * ROWS
+    stop = tl.load(tile_ptr + 2 * tiles + tile)
+    if first >= stop:
+        return
+    row = first + tl.arange(0, ROWS)
+    inside = row < stop
     pair = tl.load(pair_ptr + row, mask=inside, other=0)
     if GATED:
         source, to, height = pair // C, row, 2 * outputs
@@ -103,20 +117,28 @@ def grouped_gemm_kernel(
     line = expert * height + tl.minimum(n, outputs - 1)
     column = tl.arange(0, BLOCK)
     x_at = x_ptr + source.to(tl.int64)[None, :] * x_row + column[:, None]
-    sums = tl.zeros((LINES, ROWS), tl.float32)
+    sums = tl.zeros((LINES, ROWS), tl.int32 if W8A8 and x_ptr.dtype.element_ty == tl.int8 else tl.float32)
     ups = sums
+    x_scale = tl.full((ROWS,), 1.0, tl.float32)
+    if W8A8:
+        x_scale = tl.load(x_scale_ptr + source, mask=inside, other=0.0)
     for start in tl.range(0, inputs, BLOCK, num_stages=STAGES):
+        if W8A8 and GROUP > 0:
+            x_scale = tl.load(x_scale_ptr + start // GROUP * x_scale_group + source, mask=inside, other=0.0)
         if EVEN:
             x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
         else:
             x = tl.load(x_at + start, mask=(start + column < inputs)[:, None] & inside[None, :], other=0.0)
         w = _weights(weight_ptr, line, start + column, inputs, EVEN)
-        sums = _add_products(sums, w, x, scale_ptr, line, start, inputs, GROUP)
+        sums = _add_products(sums, w, x, scale_ptr, line, start, inputs, x_scale, GROUP, W8A8)
         if GATED:
             w = _weights(weight_ptr, line + outputs, start + column, inputs, EVEN)
-            ups = _add_products(ups, w, x, scale_ptr, line + outputs, start, inputs, GROUP)
-    sums = tl.trans(sums)
-    ups = tl.trans(ups)
+            ups = _add_products(ups, w, x, scale_ptr, line + outputs, start, inputs, x_scale, GROUP, W8A8)
+    sums = tl.trans(sums).to(tl.float32)
+    ups = tl.trans(ups).to(tl.float32)
+    if W8A8 and GROUP == 0:
+        sums *= x_scale[:, None]
+        ups *= x_scale[:, None]
     if SCALED and GROUP == 0:
         sums *= tl.load(scale_ptr + line)[None, :]
         if GATED:
