@@ -184,9 +184,10 @@ def test_experts_of_8_bits_quantise_the_activations_of_large_steps(
     weights = ExpertWeights(gate_up, scaled_weight(experts * size, columns, values, group, device))
     expected = exact(x_TN, routing, weights, quantized)
     found = TritonBackend().fused_experts(x_TN, routing, weights).double()
-    # The gated activations differ by float16's rounding, after which a few of them become another number of 8 bits.
-    assert (found - expected).norm() < 0.004 * expected.norm()
-    assert (exact(x_TN, routing, weights) - expected).norm() > 0.006 * expected.norm()
+    # Tensor cores add float8 products with 14 bits, after which a few gated activations become another float8 number.
+    tolerance, effect = (0.01, 0.08) if values.is_floating_point else (0.002, 0.015)
+    assert (found - expected).norm() < tolerance * expected.norm()
+    assert (exact(x_TN, routing, weights) - expected).norm() > effect * expected.norm()
 
 
 def with_zeros(weight: Weight) -> Tensor:
