@@ -5,7 +5,7 @@ On a CPU a position outside of either is an error; a GPU would read past the tab
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from support.tiny_models import make_model
 from tok_core.config import RankCoordinates
+from tok_core.messages import StepInput, StepOutput
 from tok_core.model_config.model_config import read_config
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.layers import MLP
@@ -25,6 +27,7 @@ from tok_core.models.weights.loading import load
 from tok_core.worker import sampling
 from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.runner import Runner
+from tok_core.worker.startup import memory
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.startup.gemm_warmup import row_counts, warm_up_gemms
 from tok_core.worker.startup.memory import StepMemory, graph_rows, largest_step, measured_len
@@ -83,7 +86,23 @@ def test_measured_step_is_the_largest_that_sequences_can_fill(
     assert len(run_dummy_step(runner, step).token) == min(slots, tokens)
     # Later trial steps do not continue sequences that earlier ones left.
     assert graph_rows(runner) in graph_sizes(slots)
-    assert int(runner.state.columns.length.max()) == 1
+    assert slots == 1 or int(runner.state.columns.length.max()) == 1
+
+
+@pytest.mark.parametrize(("row_seconds", "fast_launches", "rows"), [(3e-6, 5, 1024), (1e-5, 1000, 384)])
+def test_graph_rows_do_not_shrink_when_the_host_becomes_slower(
+    row_seconds: float, fast_launches: int, rows: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch takes the host 2 ms, and 6 ms after `fast_launches`."""
+    runner, number = runner_of(directory, 1024, 24, 16, 24), count()
+
+    def timed_step(runner: Runner, step: StepInput) -> StepOutput:
+        launch = 2e-3 if next(number) < fast_launches else 6e-3
+        device = max(launch, row_seconds * len(step.decode_slot))
+        return structs.replace(run_dummy_step(runner, step), launch_seconds=launch, device_seconds=device)
+
+    monkeypatch.setattr(memory, "run_dummy_step", timed_step)
+    assert graph_rows(runner) == rows
 
 
 def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path) -> None:

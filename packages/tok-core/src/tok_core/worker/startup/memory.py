@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -19,7 +21,10 @@ MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
 MIN_CACHE_PAGES = 2  # of the KV cache: one for a sequence, and the page that no sequence owns
 CHUNK_TOKENS = 512  # length of the prefill chunks in the largest step
 GRAPHS_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
+GRAPH_TRIALS = 3  # steps of each size that are timed to choose the sizes of CUDA graphs
 SLACK = 1.1  # factor on the measured activations, for the allocator's losses between blocks
+
+log = logging.getLogger("tok_core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +102,20 @@ def _peak(runner: Runner, step: StepInput) -> int:
 def graph_rows(runner: Runner) -> int:
     """Return the largest graph size whose decode step takes the device less than twice the host's launch time.
 
-    Worker 0's times decide; all workers of a replica run the same steps.
+    Both times are those of the same launches. Launched kernel by kernel, a small step takes the device as long as the
+    host: beside launch times of another moment, a host that has become slower would seem to be a slow device, and all
+    but the smallest steps would have no graph. Worker 0's times decide; all workers of a replica run the same steps.
     """
-    step = dummy_step(decode=1)
-    launch = min(run_dummy_step(runner, step).launch_seconds for _ in range(5))
     found = graph_sizes(runner.state.slots)
     low, high = 0, len(found) - 1
     while low < high:
         middle = (low + high + 1) // 2
         step = dummy_step(decode=found[middle])
-        seconds = min(run_dummy_step(runner, step).device_seconds for _ in range(3))
-        faster = runner.pipeline.peers.broadcast_from_first(seconds < 2 * launch)
-        low, high = (middle, high) if faster else (low, middle - 1)
+        outputs = [run_dummy_step(runner, step) for _ in range(GRAPH_TRIALS)]
+        ratio = median(output.device_seconds / max(output.launch_seconds, 1e-9) for output in outputs)
+        launch_bound = runner.pipeline.peers.broadcast_from_first(ratio < 2)
+        low, high = (middle, high) if launch_bound else (low, middle - 1)
+    log.debug("start: decode steps of up to %d rows replay CUDA graphs", found[low])
     return found[low]
 
 
