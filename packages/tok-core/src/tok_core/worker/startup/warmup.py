@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
 from msgspec import structs
 
@@ -17,12 +20,16 @@ LONG_CONTEXT_TOKENS = 4096
 SHORT_PREFIX_TOKENS = 1024
 MAX_ROW_POSITIONS = 1 << 25  # rows × shared positions of a step: bounds its time
 
+log = logging.getLogger("tok_core")
+
 
 def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: int = 0) -> None:
     """Capture the decode graphs, and run a step of each kind, on a CUDA device. `words`: as in `warm_up_steps`."""
     state = runner.state
     if measured.graph_rows:
+        began = time.monotonic()
         runner.graphs.capture(graph_sizes(measured.graph_rows))
+        log.debug("start: %d CUDA graphs captured in %.1f s", len(runner.graphs), time.monotonic() - began)
     # Allocate one block and free it: steps then reuse it, and the allocator does not call the driver again.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
     warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
