@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from support.grouping import group_eagerly
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, InvalidField
 from tok_core.config import TRACE_WARM_UP
+from tok_core.text import load_text
 from tok_server.bench.gpu import first_visible
 from tok_server.bench.tracing import tracing
 from tok_server.bench.watch import throttled
@@ -215,6 +217,18 @@ def test_without_tokenizer_keeps_weights_and_configs(tiny_model: Path) -> None:
         assert Path(view).name == tiny_model.name
         assert (Path(view) / "model.safetensors").stat().st_size == (tiny_model / "model.safetensors").stat().st_size
     assert not Path(view).exists()
+
+
+def test_without_tokenizer_logs_other_warnings_of_the_engine(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("tok_core")
+    with without_tokenizer(str(tiny_model), None) as view:
+        assert load_text(Path(view)) == (None, None)
+        log.warning("the launch of step %d took the host %d ms", 7, 200)
+    assert [record.getMessage() for record in caplog.records] == ["the launch of step 7 took the host 200 ms"]
+    load_text(tiny_model.parent)
+    assert caplog.records[-1].getMessage().startswith("token ids only")
 
 
 def test_bench_offline_has_the_engine_flags_and_passes_them_on(tiny_model: Path) -> None:

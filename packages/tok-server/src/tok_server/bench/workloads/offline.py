@@ -75,11 +75,10 @@ def _model_view(config: EngineConfig, text: bool) -> Iterator[EngineConfig]:
 def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
     """Yield a directory of links to the files of `model` (a directory or a hub id) without the tokenizer.
 
-    Engine warnings, such as the one about the missing tokenizer, are not logged meanwhile. Errors: ModelError.
+    The engine's warning about the missing tokenizer is not logged meanwhile. Errors: ModelError.
     """
     path = resolve(model, data_dir)
     log = logging.getLogger("tok_core")
-    level = log.level
     scratch = ScratchDirectory("bench")
     try:
         view = Path(scratch.name) / (path.resolve().name or "model")
@@ -87,13 +86,17 @@ def without_tokenizer(model: str, data_dir: str | None) -> Iterator[str]:
         for pattern in LINKED_FILES:
             for file in path.glob(pattern):
                 (view / file.name).symlink_to(file.resolve())
-        log.setLevel(logging.ERROR)
+        log.addFilter(_is_not_about_tokenizer)
         try:
             yield str(view)
         finally:
-            log.setLevel(level)
+            log.removeFilter(_is_not_about_tokenizer)
     finally:
         scratch.cleanup()
+
+
+def _is_not_about_tokenizer(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("token ids only")
 
 
 def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: range) -> Iterator[Result]:
