@@ -14,7 +14,7 @@ from torch import Tensor
 from support.sequences import Sequences
 from tok_core.config import RankCoordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, build, load
+from tok_core.models import CausalLM, build, load_checkpoint
 from tok_core.parallel.process_groups import ProcessGroups
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.quantization import QuantizationConfig
@@ -46,7 +46,7 @@ def model_of(
 ) -> CausalLM:
     """Return one worker's shard of the model at `path`."""
     model = build(read_config(path), choose(CPU), CPU, dtype, coordinates, tensor, quantization)
-    load(model, path)
+    load_checkpoint(model, path)
     return model
 
 

@@ -14,7 +14,7 @@ from tok_core.manager.loop import Manager
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submit, ToEngine
 from tok_core.model_config.model_config import read_config
 from tok_core.models.registry import build
-from tok_core.models.weights.loading import load
+from tok_core.models.weights.loading import load_checkpoint
 from tok_core.parallel.pipeline import Pipeline
 from tok_core.parallel.process_groups import ProcessGroups
 from tok_core.replicas.local_ports import LocalPorts
@@ -32,7 +32,7 @@ def stage_runner(path: Path, peers: ProcessGroups) -> Runner:
     """Return the worker of a stage, in fp32 on the reference backend."""
     config, backend, coordinates = read_config(path), choose(CPU), peers.coordinates
     model = build(config, backend, CPU, torch.float32, coordinates)
-    load(model, path)
+    load_checkpoint(model, path)
     state = WorkerState(
         model.local,
         *(CPU, torch.float32),

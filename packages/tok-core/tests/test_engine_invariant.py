@@ -24,7 +24,7 @@ from support.short_lengths import PROMPT, SHORT
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, InvalidField, RequestOutput, SamplingParams
 from tok_core.model_config import read_config
-from tok_core.models import build, dummy
+from tok_core.models import build, fill_dummy_weights
 from tok_core.quantization import QuantizationConfig, ScaledMethod
 from tok_core.worker.startup import setup
 from tok_core.worker.startup.invariance_check import check_rows
@@ -170,7 +170,7 @@ def test_linear_layers_whose_bits_depend_on_the_number_of_rows_are_refused(
     make_model("qwen2", path, max_positions=256)
     backend = choose(torch.device("cpu"), batch_invariant=True)
     model = build(read_config(path), backend, torch.device("cpu"), torch.bfloat16)
-    dummy(model, seed=0)
+    fill_dummy_weights(model, seed=0)
     check_rows(model, 70)
     right = backend.linear
 

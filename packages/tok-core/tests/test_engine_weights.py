@@ -190,7 +190,7 @@ def test_update_repacks_weights_as_the_start_does(scheme: str, tmp_path: Path) -
 def test_quantised_checkpoint_takes_weights_of_its_own_format(old: Path, new: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path, out in ((old, first), (new, second)):
-        assert list(model_weights.round_checkpoint(path, out, "fp8-dynamic"))
+        assert list(model_weights.quantize_checkpoint(path, out, "fp8-dynamic"))
     with cpu_engine(second) as engine:
         rounded = tokens(engine)
     with cpu_engine(first) as engine:

@@ -24,7 +24,7 @@ from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, IncomingWeights, build, dummy, load
+from tok_core.models import CausalLM, IncomingWeights, build, fill_dummy_weights, load_checkpoint
 from tok_core.models.weights.targets import targets
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import read_quantization
@@ -99,9 +99,9 @@ def test_ranks_hold_the_experts_of_the_whole_model_once(kind: str, tmp_path: Pat
         def filled(coordinates: RankCoordinates, fill: str = fill) -> dict[str, Tensor]:
             model = build(config, choose(CPU), CPU, torch.float32, coordinates)
             if fill == "dummy":
-                dummy(model, 5)
+                fill_dummy_weights(model, 5)
             else:
-                load(model, path if fill == "stacked" else one_by_one)
+                load_checkpoint(model, path if fill == "stacked" else one_by_one)
             return {name: target.part_of(target.view) for name, target in whole_targets(model).items()}
 
         whole = filled(RankCoordinates())
@@ -126,11 +126,11 @@ def test_each_rank_refuses_what_has_no_place_on_any_rank_and_misses_only_its_own
         wrong = changed(path, tmp_path / name, partial(dict.update, **{name: torch.ones(3)}))
         for model in models:
             with pytest.raises(ModelError, match=rf"tensor {name} \[3\] has no place in the model"):
-                load(model, wrong)
+                load_checkpoint(model, wrong)
     lacking = changed(path, tmp_path / "lacking", lambda tensors: tensors.pop(EXPERT.format(9)))
-    load(models[0], lacking)
+    load_checkpoint(models[0], lacking)
     with pytest.raises(ModelError, match=rf"lacking: missing tensors: {EXPERT.format(9)} \[32, 64\]$"):
-        load(models[1], lacking)
+        load_checkpoint(models[1], lacking)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "single"])
@@ -140,11 +140,13 @@ def test_a_trainers_tensors_reach_the_rank_that_holds_the_expert(layout: str, tm
     for coordinates in RANKS:
         model = model_of(old, coordinates)
         incoming = IncomingWeights(model)
-        incoming.require(list(tensors), ["float32"] * len(tensors), [list(one.shape) for one in tensors.values()])
+        incoming.check_metadata(
+            list(tensors), ["float32"] * len(tensors), [list(one.shape) for one in tensors.values()]
+        )
         for name, tensor in tensors.items():
-            incoming.take(name, tensor, copy=True)
+            incoming.stage(name, tensor, copy=True)
         incoming.check(complete=True)
-        incoming.fill()
+        incoming.apply()
         expected = dict(model_of(new, coordinates).named_parameters())
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, expected[name]), name

@@ -22,7 +22,7 @@ from support.short_lengths import unsampled
 from support.tiny_models import change_weights, make_model, reference_model
 from tok_core import Engine, EngineConfig, InvalidField, ModelError, RequestOutput, SamplingParams
 from tok_core.config import RankCoordinates, all_coordinates
-from tok_core.models import CausalLM, dummy
+from tok_core.models import CausalLM, fill_dummy_weights
 from tok_core.quantization import read_quantization
 from tok_core.worker.startup.backend import require_float8
 from tok_core.worker.startup.kv_scales import HEADROOM, calibrated
@@ -224,7 +224,7 @@ def test_scales_without_a_kv_cache_scheme_are_refused(tmp_path: Path) -> None:
 
 def test_dummy_weights_have_scales_of_one(stored: Path) -> None:
     model = scaled_model(stored)
-    dummy(model)
+    fill_dummy_weights(model)
     scales = model.kv_scales()
     assert scales is not None
     assert bool((scales == 1).all())

@@ -17,7 +17,7 @@ from support.tiny_models import change_weights, make_model
 from tok_core import ModelError
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, Linear, build, dummy
+from tok_core.models import CausalLM, Linear, build, fill_dummy_weights
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.weights.targets import targets
 from tok_core.quantization import DenseMethod, QuantizationConfig
@@ -72,7 +72,7 @@ def share_of(path: Path, coordinates: RankCoordinates, dummies: bool) -> CausalL
     model = build(
         read_config(path), choose(CPU), CPU, torch.float32, coordinates, quantization=QuantizationConfig(INT8)
     )
-    dummy(model, 7, eos_probability=0.1)
+    fill_dummy_weights(model, 7, eos_probability=0.1)
     return model
 
 
@@ -95,7 +95,7 @@ def test_eos_probability_holds_for_dummy_weights_with_an_int8_lm_head(tmp_path: 
     config, p, shares = read_config(path), 1 / 16, []
     for quantization in (QuantizationConfig(), QuantizationConfig(INT8)):
         model = build(config, choose(CPU), CPU, torch.float32, quantization=quantization)
-        dummy(model, 3, eos_probability=p, eos_temperature=0.7)
+        fill_dummy_weights(model, 3, eos_probability=p, eos_temperature=0.7)
         probabilities = (Sequences(model, 1, 64).feed([(0, tokens_of(40))]) / 0.7).softmax(-1)
         shares.append(probabilities[:, list(config.eos_token_ids)].sum(-1))
     dense, int8 = shares

@@ -15,7 +15,7 @@ from support.engines import cpu_engine, random_prompts
 from support.tiny_models import make_model
 from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.model_config import read_config
-from tok_core.models import build, dummy
+from tok_core.models import build, fill_dummy_weights
 from tok_kernels import choose
 
 CPU = torch.device("cpu")
@@ -60,8 +60,8 @@ def test_eos_is_as_likely_as_any_token_without_eos_probability(tmp_path: Path) -
 def test_eos_probability_changes_only_coordinate_0_of_dummy_weights(kind: str, tmp_path: Path) -> None:
     config = read_config(make_model(kind, tmp_path))
     plain, ending = (build(config, choose(CPU), CPU, torch.bfloat16) for _ in range(2))
-    dummy(plain, 5)
-    dummy(ending, 5, eos_probability=0.25)
+    fill_dummy_weights(plain, 5)
+    fill_dummy_weights(ending, 5, eos_probability=0.25)
     changed = {}
     others = dict(plain.named_parameters())
     for name, parameter in ending.named_parameters():
@@ -79,7 +79,7 @@ def test_eos_probability_changes_only_coordinate_0_of_dummy_weights(kind: str, t
 def test_eos_probability_for_a_model_without_eos_ids_is_rejected(tmp_path: Path) -> None:
     config = dataclasses.replace(read_config(make_model("llama", tmp_path)), eos_token_ids=())
     with pytest.raises(InvalidField, match=r"eos_probability is 0\.5; allowed: none, because the model has no end id"):
-        dummy(build(config, choose(CPU), CPU, torch.float32), eos_probability=0.5)
+        fill_dummy_weights(build(config, choose(CPU), CPU, torch.float32), eos_probability=0.5)
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_markov_language_has_the_probabilities_asked_for(kind: str, dtype: str, 
 def test_markov_language_needs_an_mlp(tmp_path: Path) -> None:
     config = dataclasses.replace(read_config(make_model("llama", tmp_path)), intermediate_size=8)
     with pytest.raises(InvalidField, match=r"markov_probability is 0\.5; allowed: none, because the last layer"):
-        dummy(build(config, choose(CPU), CPU, torch.float32), markov_probability=0.5)
+        fill_dummy_weights(build(config, choose(CPU), CPU, torch.float32), markov_probability=0.5)

@@ -24,12 +24,20 @@ from support.tiny_models import make_model, randomise, reference_logits, write_c
 from tok_core import InvalidField, ModelError, SamplingParams
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, IncomingWeights, build, check, dummy, load, model_bytes
+from tok_core.models import (
+    CausalLM,
+    IncomingWeights,
+    build,
+    check_checkpoint,
+    fill_dummy_weights,
+    load_checkpoint,
+    model_bytes,
+)
 from tok_core.models.experts import MixtureOfExperts
 from tok_core.models.layers import Linear
-from tok_core.models.weights import round_checkpoint
+from tok_core.models.weights import quantize_checkpoint
+from tok_core.models.weights.checkpoint_quantization import FLOAT8
 from tok_core.models.weights.dummy_weights import zipf_shares
-from tok_core.models.weights.rounding import FLOAT8
 from tok_core.models.weights.targets import stacked_targets, targets
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import DenseMethod, QuantizationConfig, read_quantization
@@ -155,7 +163,7 @@ def test_checkpoints_that_lack_experts_are_refused_before_weights_are_read(
         lambda tensors: tensors.update({GATE_UP: load_file(paths["qwen3-moe"] / WEIGHTS)[GATE_UP]}),
     )
     model = build(read_config(lacking), choose(CPU), CPU, torch.float32)
-    for act in (load, check):
+    for act in (load_checkpoint, check_checkpoint):
         with pytest.raises(ModelError, match=rf"lacking: missing tensors: {name} \[32, 64\]$"):
             act(model, lacking)
         with pytest.raises(ModelError, match=rf"tensor {GATE_UP} has shape \[9, 64, 64\]; expected \[12, 64, 64\]"):
@@ -172,11 +180,11 @@ def test_tensors_of_a_trainer_update_stacked_experts(paths: dict[str, Path], tmp
         model, tensors = model_of(path), load_file(source / WEIGHTS)
         incoming = IncomingWeights(model)
         shapes = [list(tensor.shape) for tensor in tensors.values()]
-        incoming.require(list(tensors), ["float32"] * len(tensors), shapes)
+        incoming.check_metadata(list(tensors), ["float32"] * len(tensors), shapes)
         for name, tensor in tensors.items():
-            incoming.take(name, tensor, copy=True)
+            incoming.stage(name, tensor, copy=True)
         incoming.check(complete=True)
-        incoming.fill()
+        incoming.apply()
         assert all(
             torch.equal(torch.from_numpy(a), torch.from_numpy(b))
             for a, b in zip(logits_of(model), expected, strict=True)
@@ -206,7 +214,7 @@ def test_memory_counts_all_experts(kind: str, paths: dict[str, Path]) -> None:
 
 def dummy_model(path: Path, coordinates: RankCoordinates = RankCoordinates(), **options: Any) -> CausalLM:
     model = build(read_config(path), choose(CPU), CPU, torch.float32, coordinates)
-    dummy(model, 3, **options)
+    fill_dummy_weights(model, 3, **options)
     return model
 
 
@@ -323,7 +331,7 @@ def test_experts_are_written_rounded_by_the_names_of_real_checkpoints(scheme: st
     found = []
     for path in (stacked, single(stacked, tmp_path / "single")):
         out = tmp_path / f"{path.name}-rounded"
-        written = list(round_checkpoint(path, out, scheme))
+        written = list(quantize_checkpoint(path, out, scheme))
         assert {one.source for one in written} == set(load_file(path / WEIGHTS))
         tensors, config = load_file(out / WEIGHTS), json.loads((out / "config.json").read_text())
         found.append((tensors, config["quantization_config"]))
@@ -357,4 +365,4 @@ def test_stacked_tensors_of_quantised_checkpoints_have_no_place(paths: dict[str,
     model = build(read_config(out), choose(CPU), CPU, torch.float32, quantization=read_quantization(out))
     assert stacked_targets(model) == {}
     with pytest.raises(ModelError, match=r"tensor model\.layers\.\d\.mlp\.experts\..* has no place in the model"):
-        load(model, out)
+        load_checkpoint(model, out)

@@ -15,7 +15,7 @@ from support.sequences import Sequences
 from support.tiny_models import KINDS, make_model, reference_greedy, reference_logits
 from tok_core.errors import ModelError
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, build, load
+from tok_core.models import CausalLM, build, load_checkpoint
 from tok_kernels import choose
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def model_path(directory: Path, kind: str) -> Path:
 def loaded(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -> CausalLM:
     path = model_path(directory, kind)
     model = build(read_config(path), choose(CPU), CPU, dtype)
-    load(model, path)
+    load_checkpoint(model, path)
     return model
 
 
@@ -96,7 +96,7 @@ def test_bfloat16_logits_stay_near_those_of_float32(kind: str, directory: Path) 
 def test_llama3_rope_scaling_changes_logits_of_the_tiny_model(directory: Path) -> None:
     path, tokens = model_path(directory, "llama3"), some_tokens(200)
     model = build(replace(read_config(path), rope_scaling=None), choose(CPU), CPU, torch.float32)
-    load(model, path)
+    load_checkpoint(model, path)
     unscaled = Sequences(model, 1, 16).feed([(0, tokens)])
     expected = reference_logits(path, tokens)
     assert (unscaled - expected).abs().max() > 0.1
@@ -116,7 +116,7 @@ def test_biases_on_every_projection_are_computed(kind: str, tmp_path: Path) -> N
     config = read_config(path)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, kind == "llama")
     model = build(config, choose(CPU), CPU, torch.float32)
-    load(model, path)
+    load_checkpoint(model, path)
     logits = Sequences(model, 1, 16).feed([(0, some_tokens(40))])
     assert_close(logits, reference_logits(path, some_tokens(40)))
 

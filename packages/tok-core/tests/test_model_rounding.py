@@ -20,7 +20,7 @@ from support.sequences import Sequences
 from support.tiny_models import make_model
 from tok_core.config import all_coordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, build, load
+from tok_core.models import CausalLM, build, load_checkpoint
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.weights.float16 import MAX_FLOAT16_RESULT
 from tok_core.models.weights.targets import targets
@@ -36,7 +36,7 @@ GAIN = LAYER + "input_layernorm.weight"
 
 def loaded(path: Path, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
     model = build(read_config(path), choose(CPU), CPU, dtype)
-    load(model, path)
+    load_checkpoint(model, path)
     return model
 
 

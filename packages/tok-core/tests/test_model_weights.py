@@ -19,9 +19,9 @@ from support.tiny_models import KINDS, make_model, reference_greedy
 from tok_core import SamplingParams
 from tok_core.errors import ModelError
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, build, dummy, load
+from tok_core.models import CausalLM, build, fill_dummy_weights, load_checkpoint
 from tok_core.models.weights import loading as weights
-from tok_core.models.weights.loading import as_stored
+from tok_core.models.weights.loading import resolve_tied_embeddings
 from tok_core.models.weights.targets import stacked_targets, targets
 from tok_kernels import choose
 
@@ -36,7 +36,7 @@ def built(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
 
 def loaded(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     model = built(path, dtype)
-    load(model, path)
+    load_checkpoint(model, path)
     return model
 
 
@@ -179,11 +179,11 @@ def test_lm_head_that_differs_from_a_tied_embedding_is_used(
     monkeypatch.setattr(weights, "COMPARED_ROWS", 100)
     path = make_model("llama", tmp_path)
     config = read_config(path)
-    assert as_stored(config, path) is config
+    assert resolve_tied_embeddings(config, path) is config
     add_head(path)
     if not prefixed:
         edit(path, without_prefix)
-    assert as_stored(config, path) == replace(config, tied=False)
+    assert resolve_tied_embeddings(config, path) == replace(config, tied=False)
     with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         loaded(path)
     ((tokens, _),) = reference_greedy(path, [[1, 2, 3]], 16)
@@ -311,9 +311,9 @@ def test_checkpoint_with_other_dimensions_than_config_is_rejected(tmp_path: Path
 def test_dummy_weights_are_small_everywhere_and_follow_the_seed(dtype: torch.dtype, tmp_path: Path) -> None:
     path = make_model("qwen3", tmp_path)
     first, again, other = built(path, dtype), built(path, dtype), built(path, dtype)
-    dummy(first, seed=3)
-    dummy(again, seed=3)
-    dummy(other, seed=4)
+    fill_dummy_weights(first, seed=3)
+    fill_dummy_weights(again, seed=3)
+    fill_dummy_weights(other, seed=4)
     assert_equal_parameters(first, again)
     for name, parameter in first.named_parameters():
         assert parameter.dtype is held(name, dtype)

@@ -16,7 +16,7 @@ from support.tiny_models import make_model
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.errors import ModelError
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, build, dummy, load
+from tok_core.models import CausalLM, build, fill_dummy_weights, load_checkpoint
 from tok_core.models.weights.targets import targets
 from tok_core.quantization import StoredTensor
 from tok_kernels import choose
@@ -46,7 +46,7 @@ def test_loaded_shards_are_slices_of_the_whole_checkpoint(kind: str, stages: int
     path = make_model(kind, tmp_path, layers=3, biases=True, vocab_size=514, shards=2)
     whole, shares = share_of(path), [share_of(path, coordinates) for coordinates in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
-        load(model, path)
+        load_checkpoint(model, path)
     assert_parts_of(whole, shares)
 
 
@@ -59,7 +59,7 @@ def test_dummy_weight_shards_are_slices_of_the_whole_model(
     path = make_model("llama", tmp_path, layers=3, vocab_size=514, tied=tied)
     whole, shares = share_of(path), [share_of(path, coordinates) for coordinates in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
-        dummy(model, 7, eos_probability=0.1)
+        fill_dummy_weights(model, 7, eos_probability=0.1)
     assert_parts_of(whole, shares)
 
 
@@ -112,7 +112,7 @@ def test_worker_reads_only_the_checkpoint_bytes_of_its_shard(
         for coordinates in all_coordinates(stages, ranks, ep=ep):
             files.clear()
             model = share_of(path, coordinates)
-            load(model, path)
+            load_checkpoint(model, path)
             read[coordinates] = sum(file.read for file in files)
             assert read[coordinates] == sum(parameter.nbytes for parameter in model.parameters())
     whole = read[RankCoordinates(ep=ep)]
@@ -127,9 +127,9 @@ def test_pipeline_stage_rejects_tensors_that_no_stage_holds(tmp_path: Path) -> N
         save_file({**tensors, name: torch.zeros(3)}, path / "model.safetensors")
         for coordinates in all_coordinates(2, 1):
             with pytest.raises(ModelError, match=rf"tensor {name} \[3\] has no place in the model"):
-                load(share_of(path, coordinates), path)
+                load_checkpoint(share_of(path, coordinates), path)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors")
-    load(share_of(path, RankCoordinates(0, 2, 0, 1)), path)
+    load_checkpoint(share_of(path, RankCoordinates(0, 2, 0, 1)), path)
     with pytest.raises(ModelError, match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight \[128, 64\]$"):
-        load(share_of(path, RankCoordinates(1, 2, 0, 1)), path)
+        load_checkpoint(share_of(path, RankCoordinates(1, 2, 0, 1)), path)

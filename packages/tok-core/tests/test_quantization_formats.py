@@ -20,7 +20,7 @@ from support.tiny_models import change_weights, make_model
 from tok_core import ModelError
 from tok_core.config import all_coordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, Linear, build, dummy
+from tok_core.models import CausalLM, Linear, build, fill_dummy_weights
 from tok_core.quantization import DenseMethod, QuantizationConfig, read_quantization
 from tok_core.quantization.packed_layouts import PackQuantizedMethod
 from tok_core.quantization.scaled_method import ScaledMethod
@@ -67,8 +67,8 @@ def test_dummy_weights_are_rounded_to_the_nearest_value_of_the_format(scheme: st
         build(read_config(path), choose(CPU), CPU, torch.float32, quantization=one)
         for one in (quantization, QuantizationConfig())
     )
-    dummy(quantised)
-    dummy(dense)
+    fill_dummy_weights(quantised)
+    fill_dummy_weights(dense)
     layers = [linears(quantised), linears(dense)]
     for name, linear in layers[0].items():
         if name != "lm_head":

@@ -1,4 +1,4 @@
-"""`EngineConfig.quantization` rounds a dense checkpoint while loading, to what `round_checkpoint` would have written.
+"""`EngineConfig.quantization` quantises a dense checkpoint while loading it, to the same weights as `tok quantize`.
 
 Peaks of memory are those that torch's profiler records; tensors of a mapped file do not count.
 """
@@ -21,8 +21,8 @@ from support.tiny_models import change_weights, make_model
 from tok_core import InvalidField, ModelError
 from tok_core.config import Quantization, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, Linear, build, dummy
-from tok_core.models.weights import round_checkpoint
+from tok_core.models import CausalLM, Linear, build, fill_dummy_weights
+from tok_core.models.weights import quantize_checkpoint
 from tok_core.quantization import LinearMethod, QuantizationConfig, ScaledMethod, read_quantization, weight_target
 from tok_core.quantization.checkpoint_format import ONLINE, READERS
 from tok_core.worker.startup.setup import report_missing_float8
@@ -34,7 +34,7 @@ SHARDS = [RankCoordinates(), *all_coordinates(2, 1), *all_coordinates(1, 2)]
 def rounded(path: Path) -> Path:
     """Write the model as `tok quantize` does, beside it."""
     out = path.parent / f"{path.name}-fp8"
-    assert list(round_checkpoint(path, out, "fp8-dynamic"))
+    assert list(quantize_checkpoint(path, out, "fp8-dynamic"))
     return out
 
 
@@ -59,7 +59,7 @@ def assert_same_parameters(found: CausalLM, expected: CausalLM) -> None:
 def test_every_shard_holds_the_bits_that_quantize_would_have_written(
     kind: str, stored: torch.dtype, dtype: torch.dtype, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_target, "MAX_ROUNDED", rows)
+    monkeypatch.setattr(weight_target, "MAX_QUANTIZED_WEIGHTS", rows)
     path = make_model(kind, tmp_path / kind, dtype=stored, layers=3, shards=2, biases=kind != "qwen2")
     out = rounded(path)
     for coordinates in SHARDS:
@@ -108,7 +108,7 @@ def test_dummy_weights_of_every_shard_are_slices_of_the_rounded_ones(name: Quant
 
     def layers(coordinates: RankCoordinates, config: QuantizationConfig = quantization) -> dict[str, Linear]:
         model = build(read_config(path), choose(CPU), CPU, torch.float32, coordinates, quantization=config)
-        dummy(model, 5)
+        fill_dummy_weights(model, 5)
         return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
     whole, dense = layers(RankCoordinates()), layers(RankCoordinates(), QuantizationConfig())
@@ -126,7 +126,7 @@ def test_dummy_weights_of_every_shard_are_slices_of_the_rounded_ones(name: Quant
 def test_loading_never_holds_more_than_the_rounded_model_and_a_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_target, "MAX_ROUNDED", 16 * 64)  # weights, an eighth of the largest matrix
+    monkeypatch.setattr(weight_target, "MAX_QUANTIZED_WEIGHTS", 16 * 64)  # weights, an eighth of the largest matrix
     path = make_model("llama-untied", tmp_path / "llama", layers=24)
     matrix, trace = 64 * 128 * 4, tmp_path / "trace.json"
     sizes = []

@@ -14,7 +14,7 @@ from msgspec import structs
 from support.tiny_models import make_model
 from tok_core.model_config.model_config import read_config
 from tok_core.models.registry import build
-from tok_core.models.weights.loading import load
+from tok_core.models.weights.loading import load_checkpoint
 from tok_core.worker import runner as runner_module
 from tok_core.worker.launch_watch import LOG_INTERVAL, MIN_LAUNCHES, LaunchWatch
 from tok_core.worker.runner import Runner
@@ -99,7 +99,7 @@ def test_runner_watches_its_launches(
     path = make_model("llama", tmp_path / "model", max_positions=64, layers=1)
     config, backend = read_config(path), choose(CPU)
     model = build(config, backend, CPU, torch.float32)
-    load(model, path)
+    load_checkpoint(model, path)
     state = WorkerState(config, CPU, torch.float32, slots=2, num_pages=1, page_size=16, pages_per_slot=4)
     runner = Runner(model, backend, state)
     runner.reset()

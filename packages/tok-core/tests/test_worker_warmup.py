@@ -23,7 +23,7 @@ from tok_core.model_config.model_config import read_config
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.layers import MLP
 from tok_core.models.registry import build
-from tok_core.models.weights.loading import load
+from tok_core.models.weights.loading import load_checkpoint
 from tok_core.worker import sampling
 from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.runner import Runner
@@ -53,7 +53,7 @@ def runner_of(directory: Path, slots: int, positions: int, page_size: int, lengt
         make_model("llama", path, max_positions=positions, layers=1)
     config, backend = read_config(path), choose(CPU)
     model = build(config, backend, CPU, torch.float32)
-    load(model, path)
+    load_checkpoint(model, path)
     pages = -(-length // page_size)
     sizes: dict[str, Any] = {"slots": slots, "num_pages": 1, "page_size": page_size, "pages_per_slot": pages}
     return Runner(model, backend, WorkerState(config, CPU, torch.float32, **sizes))

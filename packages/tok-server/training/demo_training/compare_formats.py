@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tok_core import Engine, EngineConfig, SamplingParams
-from tok_core.models.weights import round_checkpoint
+from tok_core.models.weights import quantize_checkpoint
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 from tok_server.passatk.answers import FinalAnswerPattern, read_tasks
 from tok_server.passatk.command import make_prompter
@@ -63,7 +63,7 @@ def compare(
     texts, starts, stored = list[list[int]](), list[int](), list[Float64]()
     with TemporaryDirectory() as directory:
         rounded = Path(directory) / INT4
-        for _ in round_checkpoint(model, rounded, INT4):
+        for _ in quantize_checkpoint(model, rounded, INT4):
             pass
         for name, changes in FORMATS.items():
             path = rounded if name == INT4 else model

@@ -6,7 +6,13 @@ from tok_core.models.decoder import CausalLM, DecoderLayer
 from tok_core.models.experts import ExpertLoad
 from tok_core.models.layers import Linear, RMSNorm, TokenEmbedding
 from tok_core.models.registry import ARCHITECTURES, build, model_bytes, weight_reads
-from tok_core.models.weights import IncomingWeights, as_stored, check, dummy, load
+from tok_core.models.weights import (
+    IncomingWeights,
+    check_checkpoint,
+    fill_dummy_weights,
+    load_checkpoint,
+    resolve_tied_embeddings,
+)
 
 __all__ = [
     "ARCHITECTURES",
@@ -17,11 +23,11 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "TokenEmbedding",
-    "as_stored",
     "build",
-    "check",
-    "dummy",
-    "load",
+    "check_checkpoint",
+    "fill_dummy_weights",
+    "load_checkpoint",
     "model_bytes",
+    "resolve_tied_embeddings",
     "weight_reads",
 ]

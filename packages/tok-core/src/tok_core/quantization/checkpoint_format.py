@@ -1,8 +1,8 @@
 """Read the weight formats of a checkpoint from `quantization_config` in its config.json.
 
-A key or a value that would change results and is not computed is refused by its name. What a format says of the inputs
-of linear layers is not used: backends round them by each token's own largest value, or not at all, which is closer to
-the unquantised model than scales that were fixed before.
+An unsupported key or value that would change results is refused by its name. Settings for the activations of linear
+layers are ignored. Backends quantise activations dynamically, by each token's largest value, or not at all. Either is
+closer to the unquantised model than static scales.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ONLINE: Mapping[str, LinearMethod] = MappingProxyType({"fp8": ScaledMethod(FP8),
 DENSE_HEAD = ("lm_head",)  # formats of other libraries leave it dense
 DENSE_ROUTER = ("mlp.gate", "mlp.shared_expert_gate")  # of mixtures of experts
 LINEAR = "Linear"  # compressed-tensors' word for all linear layers
-ALL_COLUMNS = -1  # as group_size
+ALL_COLUMNS = -1  # value of group_size: one scale for all columns of a row
 # Keys that say how a checkpoint was made, or choose kernels of other libraries.
-NOTES = frozenset(
+IGNORED_KEYS = frozenset(
     {
         *("quant_method", "quantization_status", "global_compression_ratio", "version", "meta", "quantizer", "dataset"),
         *(
@@ -76,7 +76,7 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
 
 def _read_fp8(config: Fields) -> QuantizationConfig:
     """Read "fp8": blocks with scales (DeepSeek-V3, Qwen3), or one scale for each matrix."""
-    _check(
+    _check_keys(
         config,
         ("activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"),
         {
@@ -91,24 +91,28 @@ def _read_fp8(config: Fields) -> QuantizationConfig:
     if scheme not in ("dynamic", "static"):
         raise config.wrong("activation_scheme", scheme, "dynamic, static")
     redundant = ("input_scale",) if scheme == "static" else ()
-    ignored = *DENSE_HEAD, *_layers(config, "modules_to_not_convert"), *_layers(config, "ignored_layers")
+    ignored = (
+        *DENSE_HEAD,
+        *_layer_patterns(config, "modules_to_not_convert"),
+        *_layer_patterns(config, "ignored_layers"),
+    )
     if "weight_block_size" in config:
-        block = _block(config, "weight_block_size")
+        block = _block_shape(config, "weight_block_size")
         method = ScaledMethod(FP8, block=block, scale_name="weight_scale_inv", redundant=redundant)
     else:
-        method = ScaledMethod(FP8, per_matrix=True, redundant=redundant)
+        method = ScaledMethod(FP8, per_tensor=True, redundant=redundant)
     return QuantizationConfig(method, ignored, kv_scales="layer" if "kv_cache_scheme" in config else None)
 
 
 def _read_fbgemm_fp8(config: Fields) -> QuantizationConfig:
     """Read "fbgemm_fp8" (Meta): a scale for each row."""
-    _check(config, ("activation_scale_ub", "modules_to_not_convert"), {})
+    _check_keys(config, ("activation_scale_ub", "modules_to_not_convert"), {})
     method = ScaledMethod(FP8, redundant=("input_scale_ub",))
-    return QuantizationConfig(method, (*DENSE_HEAD, *_layers(config, "modules_to_not_convert")))
+    return QuantizationConfig(method, (*DENSE_HEAD, *_layer_patterns(config, "modules_to_not_convert")))
 
 
 def _read_awq(config: Fields) -> QuantizationConfig:
-    _check(
+    _check_keys(
         config,
         ("bits", "w_bit", "group_size", "q_group_size", "zero_point", "modules_to_not_convert"),
         {"version": ("gemm", "GEMM"), "format": ("gemm",)},
@@ -118,12 +122,12 @@ def _read_awq(config: Fields) -> QuantizationConfig:
             raise config.wrong(key, config.values[key], "4")
     if not config.flag("zero_point", True):
         raise config.wrong("zero_point", False, "true")
-    group = _group(config, "group_size" if "group_size" in config else "q_group_size")
-    return QuantizationConfig(AWQMethod(group=group), (*DENSE_HEAD, *_layers(config, "modules_to_not_convert")))
+    group = _group_size(config, "group_size" if "group_size" in config else "q_group_size")
+    return QuantizationConfig(AWQMethod(group=group), (*DENSE_HEAD, *_layer_patterns(config, "modules_to_not_convert")))
 
 
 def _read_gptq(config: Fields) -> QuantizationConfig:
-    _check(
+    _check_keys(
         config,
         ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "lm_head"),
         {"dynamic": ({},), "modules_in_block_to_quantize": (), "lm_head": (False,)},
@@ -131,21 +135,21 @@ def _read_gptq(config: Fields) -> QuantizationConfig:
     bits = config.integer("bits")
     if bits not in (4, 8):
         raise config.wrong("bits", bits, "4, 8")
-    form = config.text("checkpoint_format", config.text("format", "gptq"))
-    if form not in ("gptq", "gptq_v2"):
-        raise config.wrong("checkpoint_format", form, "gptq, gptq_v2")
+    tensor_format = config.text("checkpoint_format", config.text("format", "gptq"))
+    if tensor_format not in ("gptq", "gptq_v2"):
+        raise config.wrong("checkpoint_format", tensor_format, "gptq, gptq_v2")
     method = GPTQMethod(
         bits=bits,
-        group=_group(config, "group_size"),
-        ordered=config.flag("desc_act"),
-        offset=1 if form == "gptq" else 0,
+        group=_group_size(config, "group_size"),
+        act_order=config.flag("desc_act"),
+        offset=1 if tensor_format == "gptq" else 0,
     )
     return QuantizationConfig(method, DENSE_HEAD)
 
 
 def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
     """Read "compressed-tensors": groups of layers, each with a format."""
-    _check(
+    _check_keys(
         config,
         ("config_groups", "format", "ignore", "kv_cache_scheme"),
         {"sparsity_config": ({},), "transform_config": ({},), "moe_sparsity_config": ()},
@@ -153,31 +157,32 @@ def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
     groups, kv_scales = config.section("config_groups") or Fields(config.origin, {}), _kv_scales(config)
     if not groups.values and kv_scales is None:
         raise config.wrong("config_groups", None, "a JSON object with at least one group")
-    everything: LinearMethod = DENSE
-    special: list[tuple[str, LinearMethod]] = []
+    default: LinearMethod = DENSE
+    overrides: list[tuple[str, LinearMethod]] = []
     for name in groups.values:
         group = groups.section(name)
         assert group is not None, "values of null are left out"
         method = _group_method(group, group.text("format", config.text("format", "")))
-        found = _layers(group, "targets")
-        if not found:
+        patterns = _layer_patterns(group, "targets")
+        if not patterns:
             raise group.wrong("targets", group.values.get("targets"), "a list with at least one layer")
-        for target in found:
-            if target == LINEAR:
-                everything = method
+        for pattern in patterns:
+            if pattern == LINEAR:
+                default = method
             else:
-                special.append((target, method))
-    special.sort(key=lambda entry: entry[0].startswith("re:"))  # names take precedence over expressions
-    return QuantizationConfig(everything, tuple(_layers(config, "ignore")), tuple(special), kv_scales=kv_scales)
+                overrides.append((pattern, method))
+    overrides.sort(key=lambda override: override[0].startswith("re:"))  # names take precedence over expressions
+    ignored = tuple(_layer_patterns(config, "ignore"))
+    return QuantizationConfig(default, ignored, tuple(overrides), kv_scales=kv_scales)
 
 
 def _kv_scales(config: Fields) -> KVScaleUnit | None:
-    """Return which cached keys or values share a scale: compressed-tensors stores scales that calibration has found."""
+    """Return which cached keys or values share a calibrated scale of the checkpoint; None: it has no such scales."""
     scheme = config.section("kv_cache_scheme")
     if scheme is None:
         return None
     allowed = {"num_bits": (8,), "type": ("float",), "dynamic": (False,), "symmetric": (True,), "actorder": (False,)}
-    _check(scheme, ARGUMENTS, allowed)
+    _check_keys(scheme, SCHEME_ARGUMENTS, allowed)
     if "type" not in scheme:
         raise scheme.wrong("type", None, "float")
     strategy = scheme.text("strategy", "tensor")
@@ -186,32 +191,32 @@ def _kv_scales(config: Fields) -> KVScaleUnit | None:
     return KV_SCALE_UNITS[strategy]
 
 
-def _group_method(group: Fields, form: str) -> LinearMethod:
-    """Return the weight format of one group of compressed-tensors; `form` names how its tensors are stored."""
-    _check(group, ("targets", "weights", "input_activations", "format"), {"output_activations": ()})
+def _group_method(group: Fields, tensor_format: str) -> LinearMethod:
+    """Return the weight format of one group of compressed-tensors, whose tensors are stored in `tensor_format`."""
+    _check_keys(group, ("targets", "weights", "input_activations", "format"), {"output_activations": ()})
     weights = group.section("weights")
     if weights is None:
         raise group.wrong("weights", None, "a JSON object")
-    if form not in FORMATS:
-        raise group.wrong("format", form, ", ".join(FORMATS))
-    _check(weights, ARGUMENTS, {"dynamic": (False,), "actorder": (False, "weight", "static")})
+    if tensor_format not in FORMATS:
+        raise group.wrong("format", tensor_format, ", ".join(FORMATS))
+    _check_keys(weights, SCHEME_ARGUMENTS, {"dynamic": (False,), "actorder": (False, "weight", "static")})
     bits, kind = weights.integer("num_bits", 8), weights.text("type", "int")
     strategy = weights.text("strategy", "tensor")
-    found = {"type": kind, "num_bits": bits, "strategy": strategy}
-    for (key, value), allowed in zip(found.items(), FORMATS[form], strict=True):
+    arguments = {"type": kind, "num_bits": bits, "strategy": strategy}
+    for (key, value), allowed in zip(arguments.items(), FORMATS[tensor_format], strict=True):
         if value not in allowed:
-            raise weights.wrong(key, value, f"{', '.join(map(str, allowed))}, with format {form}")
+            raise weights.wrong(key, value, f"{', '.join(map(str, allowed))}, with format {tensor_format}")
     _check_inputs(group)
     symmetric = weights.flag("symmetric", True)
-    if form == "pack-quantized":
-        columns = _group(weights, "group_size") if strategy == "group" else None
+    if tensor_format == "pack-quantized":
+        columns = _group_size(weights, "group_size") if strategy == "group" else None
         return PackQuantizedMethod(bits=bits, group=columns, zero_points=not symmetric)
     if not symmetric:
-        raise weights.wrong("symmetric", False, f"true, with format {form}")
+        raise weights.wrong("symmetric", False, f"true, with format {tensor_format}")
     return ScaledMethod(
         FP8 if kind == "float" else torch.int8,
-        block=_block(weights, "block_structure") if strategy == "block" else None,
-        per_matrix=strategy == "tensor",
+        block=_block_shape(weights, "block_structure") if strategy == "block" else None,
+        per_tensor=strategy == "tensor",
         redundant=("input_scale", "input_zero_point", "weight_zero_point"),
     )
 
@@ -221,24 +226,29 @@ def _check_inputs(group: Fields) -> None:
     inputs = group.section("input_activations")
     if inputs is None:
         return
-    _check(inputs, ARGUMENTS, {"actorder": (False,), "dynamic": (True, False), "num_bits": (8,)})
+    _check_keys(inputs, SCHEME_ARGUMENTS, {"actorder": (False,), "dynamic": (True, False), "num_bits": (8,)})
     strategy = inputs.text("strategy", "tensor")
     if strategy not in ("token", "tensor", "group"):
         raise inputs.wrong("strategy", strategy, "token, tensor, group")
 
 
-def _check(fields: Fields, read: Collection[str], allowed: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise ModelError for a key that is unknown, or whose value is not among those allowed — none: null only."""
+def _check_keys(fields: Fields, read: Collection[str], allowed: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise ModelError for an unknown key or a value that is not allowed.
+
+    read     keys that the caller reads itself
+    allowed  values of further keys; no values: null only
+    """
     for key, value in fields.values.items():
         if key in allowed:
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed[key]):
+            same = (value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed[key])
+            if not any(same):
                 raise fields.wrong(key, value, " or ".join(map(json.dumps, allowed[key])) or "null")
-        elif key not in read and key not in NOTES:
+        elif key not in read and key not in IGNORED_KEYS:
             raise ModelError(f"{fields.origin}: {key} is not known; allowed: {', '.join(sorted({*read, *allowed}))}")
 
 
-def _layers(fields: Fields, key: str) -> list[str]:
-    """Return a list of layers as `QuantizationConfig` matches them; empty if the key is absent."""
+def _layer_patterns(fields: Fields, key: str) -> list[str]:
+    """Return the names and "re:" expressions that match layers in a `QuantizationConfig`; empty without the key."""
     entries = fields.texts(key)
     for entry in entries:
         if entry.startswith("re:"):
@@ -249,7 +259,7 @@ def _layers(fields: Fields, key: str) -> list[str]:
     return entries
 
 
-def _group(fields: Fields, key: str) -> int | None:
+def _group_size(fields: Fields, key: str) -> int | None:
     """Return the number of columns that share a scale; None: all."""
     size = fields.integer(key, 128, minimum=ALL_COLUMNS)
     if size == 0:
@@ -257,7 +267,7 @@ def _group(fields: Fields, key: str) -> int | None:
     return None if size == ALL_COLUMNS else size
 
 
-def _block(fields: Fields, key: str) -> tuple[int, int]:
+def _block_shape(fields: Fields, key: str) -> tuple[int, int]:
     """Return rows and columns of a block, as a list of two numbers or as "128x128"."""
     value = fields.values.get(key)
     sizes: object = value.split("x") if isinstance(value, str) else value
@@ -266,11 +276,11 @@ def _block(fields: Fields, key: str) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-# The arguments that compressed-tensors gives for weights and for inputs.
-ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder")
+# Keys of compressed-tensors' QuantizationArgs, for weights and for inputs.
+SCHEME_ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder")
 # Strategies of `kv_cache_scheme`.
 KV_SCALE_UNITS: Mapping[str, KVScaleUnit] = MappingProxyType({"tensor": "layer", "attn_head": "head"})
-# For each way of storing tensors: types, numbers of bits and strategies.
+# For each format of compressed-tensors: its types, numbers of bits and strategies.
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = MappingProxyType(
     {
         "float-quantized": (("float",), (8,), ("tensor", "channel", "block")),

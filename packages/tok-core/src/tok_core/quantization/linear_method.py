@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tok_core.parallel import Slice
-from tok_core.quantization.weight_target import RoundedTarget, WeightTarget
+from tok_core.quantization.weight_target import OnlineQuantizationTarget, WeightTarget
 from tok_kernels import Backend, PackedWeight, ScaledWeight
 
 MakeParameter = Callable[..., nn.Parameter]
@@ -55,7 +55,7 @@ class LinearMethod(ABC):
     A method holds no state: parameters belong to the layer, and no other code reads them. By default a method
     multiplies by `dense_weight`; one with GEMMs of its own overrides `apply`, `matmul` and `matmul_into`, and `mlp` if
     it rounds activations.
-    `redundant` lists ends of names ("weight_shape") of tensors that a checkpoint may hold for a layer and nobody needs.
+    `redundant` lists ends of names ("weight_shape") of a layer's tensors that loading skips.
     Axes: T tokens, K inputs of this rank, F outputs of this rank (all stacked matrices), G outputs after the gate.
     """
 
@@ -78,7 +78,7 @@ class LinearMethod(ABC):
         """Return the tensors that hold a whole matrix in a checkpoint, by the ends of their names ("weight_scale")."""
 
     @property
-    def rows_apart(self) -> bool:
+    def rows_independent(self) -> bool:
         """Whether `quantize` rounds each row independently of others, into tensors with an entry for each row."""
         return False
 
@@ -87,15 +87,15 @@ class LinearMethod(ABC):
         targets = dict(self.targets(layer))
         for name, rows in layer.parts.items():
             start = f"{name}."
-            tensors = {full.removeprefix(start): one for full, one in targets.items() if full.startswith(start)}
+            tensors = {full.removeprefix(start): target for full, target in targets.items() if full.startswith(start)}
             yield (
                 f"{name}.weight",
-                RoundedTarget(
+                OnlineQuantizationTarget(
                     view=next(iter(tensors.values())).view,
-                    parts=(rows if self.rows_apart else Slice.whole(rows.size), Slice.whole(layer.inputs.size)),
+                    parts=(rows if self.rows_independent else Slice.whole(rows.size), Slice.whole(layer.inputs.size)),
                     quantize=self.quantize,
                     tensors=tensors,
-                    rows_apart=self.rows_apart,
+                    rows_independent=self.rows_independent,
                 ),
             )
 
@@ -128,7 +128,7 @@ class LinearMethod(ABC):
         return down.method.apply(down, self.apply(gate_up, x_TK, norm, None), None, residual_TF)
 
     def operand(self, layer: LinearLayer) -> Tensor | ScaledWeight | PackedWeight:
-        """Return the weight as `Backend.fused_experts` takes it; by default dequantised."""
+        """Return the weight as an operand of `Backend.fused_experts`; by default dequantised."""
         return self.dense_weight(layer)
 
     def matmul(self, layer: LinearLayer, x_TK: Tensor, bias_F: Tensor | None = None) -> Tensor:

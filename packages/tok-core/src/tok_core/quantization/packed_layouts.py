@@ -33,11 +33,11 @@ class PackQuantizedMethod(PackedMethod):
     ) -> Iterator[tuple[str, WeightTarget]]:
         groups = self.groups(layer)
 
-        def zeros(own: Tensor) -> Tensor:
-            return self.unpacked(own.t(), rows).t()
+        def zeros(part: Tensor) -> Tensor:
+            return self.unpacked(part.t(), rows).t()
 
-        def weights(own: Tensor) -> Tensor:
-            return self.repacked(own, packed_FW, partial(self.unpacked, axis=layer.inputs))
+        def weights(part: Tensor) -> Tensor:
+            return self.repacked(part, packed_FW, partial(self.unpacked, axis=layer.inputs))
 
         yield "weight_packed", WeightTarget(packed_FW, (rows, self.words(layer.inputs)), INTEGERS, weights)
         yield "weight_scale", WeightTarget(scale_FG, (rows, groups), allowed=SCALES)
@@ -65,11 +65,11 @@ class GPTQMethod(PackedMethod):
     ) -> Iterator[tuple[str, WeightTarget]]:
         groups = self.groups(layer)
 
-        def zeros(own: Tensor) -> Tensor:
-            return (self.unpacked(own, rows) + self.offset).t()
+        def zeros(part: Tensor) -> Tensor:
+            return (self.unpacked(part, rows) + self.offset).t()
 
-        def weights(own: Tensor) -> Tensor:
-            return self.repacked(own.t(), packed_FW, partial(self.unpacked, axis=layer.inputs))
+        def weights(part: Tensor) -> Tensor:
+            return self.repacked(part.t(), packed_FW, partial(self.unpacked, axis=layer.inputs))
 
         assert zero_FG is not None
         yield "qweight", WeightTarget(packed_FW, (self.words(layer.inputs), rows), INTEGERS, weights)
@@ -95,11 +95,11 @@ class AWQMethod(PackedMethod):
     ) -> Iterator[tuple[str, WeightTarget]]:
         groups, words = self.groups(layer), self.words(rows)
 
-        def values(own: Tensor) -> Tensor:
-            return self.unpacked(own, rows, AWQ_PLACES).t()
+        def values(part: Tensor) -> Tensor:
+            return self.unpacked(part, rows, AWQ_PLACES).t()
 
-        def weights(own: Tensor) -> Tensor:
-            return self.repacked(own, packed_FW, values, axis=1)
+        def weights(part: Tensor) -> Tensor:
+            return self.repacked(part, packed_FW, values, axis=1)
 
         assert zero_FG is not None
         yield "qweight", WeightTarget(packed_FW, (layer.inputs, words), INTEGERS, weights)

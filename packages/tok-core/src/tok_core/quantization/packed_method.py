@@ -16,12 +16,12 @@ from torch.nn import functional
 from tok_core.parallel import Slice
 from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.scales import column_groups, for_columns, in_groups
-from tok_core.quantization.weight_target import Allowed, WeightTarget
+from tok_core.quantization.weight_target import AllowedRange, WeightTarget
 from tok_kernels import MAX_TILES, PackedWeight, pack_columns
 
 WORD_BITS = 32
-MAX_UNPACKED = 1 << 26  # integers that are unpacked at once while loading
-BLOCK = 32  # columns that are packed together
+MAX_UNPACKED_WEIGHTS = 1 << 26  # unpacked at once while loading; bounds the memory
+BLOCK_COLUMNS = 32  # columns in four words of 4-bit weights, which `pack_columns` interleaves
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PackedMethod(LinearMethod):
 
     group        number of consecutive columns that share scale and zero point; None: all
     zero_points  a checkpoint stores zero points; else all are half of q's range
-    ordered      each column names its group, so that a group's columns need not be consecutive
+    act_order    each column names its group (GPTQ's `g_idx`), so that a group's columns need not be consecutive
 
     The parameter `weight_packed`, int32 `[F, W]`, has the layout of `tok_kernels.PackedWeight`; scales and zero points
     are `[G, F]`.
@@ -39,7 +39,7 @@ class PackedMethod(LinearMethod):
     bits: int = 4
     group: int | None = 128
     zero_points: bool = False
-    ordered: bool = False
+    act_order: bool = False
 
     def __str__(self) -> str:
         shared = "a scale and a zero point" if self.zero_points else "a scale"
@@ -75,18 +75,19 @@ class PackedMethod(LinearMethod):
         first = axis.start % self.per_word
         return values[..., first : first + axis.count]
 
-    def repacked(self, own: Tensor, packed_FW: Tensor, unpacked: Callable[[Tensor], Tensor], axis: int = 0) -> Tensor:
+    def repacked(self, part: Tensor, packed_FW: Tensor, unpacked: Callable[[Tensor], Tensor], axis: int = 0) -> Tensor:
         """Return words for the parameter `packed_FW`, converted on its device in blocks, which bounds the memory.
 
-        unpacked  returns q `[rows, columns]` of a block of `own`, whose first axis is F, or K with `axis` 1
+        unpacked  returns q `[rows, columns]` of a block of `part`, whose first axis is F, or K with `axis` 1
         """
-        size = max(1, MAX_UNPACKED // (own.shape[1] * self.per_word * BLOCK)) * BLOCK
-        blocks = (unpacked(block.to(packed_FW.device)) for block in torch.split(own, size))
+        block = self.per_word * BLOCK_COLUMNS
+        size = max(1, MAX_UNPACKED_WEIGHTS // (part.shape[1] * block)) * BLOCK_COLUMNS
+        blocks = (unpacked(block.to(packed_FW.device)) for block in torch.split(part, size))
         return torch.cat([pack_columns(q_FK, self.bits) for q_FK in blocks], axis)
 
     def groups(self, layer: LinearLayer) -> Slice:
         """Return the range of groups whose scales a rank needs: those of its columns, or all if columns name them."""
-        if self.ordered:
+        if self.act_order:
             return Slice.whole(-(-layer.inputs.size // (self.group or layer.inputs.size)))
         return column_groups(layer.inputs, self.group, ", ".join(layer.parts))
 
@@ -97,7 +98,7 @@ class PackedMethod(LinearMethod):
         layer.register_parameter("weight_scale", make(groups, rows, dtype=torch.float32))
         if self.zero_points:
             layer.register_parameter("weight_zero_point", make(groups, rows, dtype=torch.uint8))
-        if self.ordered:
+        if self.act_order:
             layer.register_parameter("group_of_column", make(len(layer.parts), layer.inputs.count, dtype=torch.int32))
         device = layer.get_parameter("weight_packed").device
         arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
@@ -113,9 +114,9 @@ class PackedMethod(LinearMethod):
         for (name, rows), packed_FW, scale_FG, zero_FG in zip(layer.parts.items(), packed, scales, zeros, strict=True):
             for end, target in self.part_targets(layer, rows, packed_FW, scale_FG, zero_FG):
                 yield f"{name}.{end}", target
-        if self.ordered:
+        if self.act_order:
             last = self.groups(layer).size - 1
-            allowed = Allowed(0, last, f"integers from 0 to {last}, the last group of columns")
+            allowed = AllowedRange(0, last, f"integers from 0 to {last}, the last group of columns")
             for name, group_K in zip(layer.parts, layer.get_parameter("group_of_column"), strict=True):
                 yield f"{name}.g_idx", WeightTarget(group_K, (layer.inputs,), ("I32",), allowed=allowed)
 
@@ -146,17 +147,17 @@ class PackedMethod(LinearMethod):
             group=self.group,
             dtype=layer.dtype,
             arrived=layer.get_buffer("arrived"),
-            group_of_column=layer.get_parameter("group_of_column") if self.ordered else None,
+            group_of_column=layer.get_parameter("group_of_column") if self.act_order else None,
             part_rows=tuple(rows.count for rows in layer.parts.values()),
         )
 
     @property
-    def middle(self) -> int:
-        """The zero point that stands for none."""
+    def symmetric_zero_point(self) -> int:
+        """Zero point of formats that store none: half of q's range."""
         return 1 << (self.bits - 1)
 
     def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
-        """Round to the nearest; zero points, if a checkpoint stores them, let each group use the whole range."""
+        """Round to the nearest. Zero points, if the format stores them, let each group use q's whole range."""
         limit, groups_FGK = (1 << self.bits) - 1, in_groups(weight_FK.float(), self.group)
         if self.zero_points:
             low_FG, high_FG = groups_FGK.amin(2).clamp(max=0), groups_FGK.amax(2).clamp(min=0)
@@ -164,14 +165,14 @@ class PackedMethod(LinearMethod):
         else:
             scale_FG = groups_FGK.abs().amax(2) * 2 / limit
         scale_FG = torch.where(scale_FG == 0, 1, scale_FG)
-        zero_FG = torch.full_like(scale_FG, self.middle)
+        zero_FG = torch.full_like(scale_FG, self.symmetric_zero_point)
         if self.zero_points:
             zero_FG = (-low_FG / scale_FG).round()
         columns = weight_FK.shape[1]
         scale, zero = (for_columns(values, self.group, columns) for values in (scale_FG, zero_FG))
         q_FK = (weight_FK.float() / scale + zero).round().clamp(0, limit)
         tensors = self.stored(q_FK.int(), scale_FG, zero_FG.int())
-        if self.ordered:
+        if self.act_order:
             tensors["g_idx"] = torch.arange(columns, dtype=torch.int32) // (self.group or columns)
         return tensors
 

@@ -24,31 +24,30 @@ class QuantizationConfig:
     method     of all linear layers that the other fields do not name
     ignored    layers that stay dense. An entry is a name, consecutive components of names ("lm_head", "layers.3.mlp"),
                or "re:" and a regular expression that matches from the start of a name
-    special    further entries, and the method of the layers that they match; the first one that matches counts
+    overrides  entries like those of `ignored`, each with the method of the layers that match; the first match counts
     online     the checkpoint is dense, and loading quantises it
-    kv_scales  which cached keys or values share a scale: the checkpoint has scales for a cache in float8; None: it has
-               none
+    kv_scales  keys or values that share a scale of the checkpoint, for a KV cache in float8; None: it has no scales
     """
 
     method: LinearMethod = DENSE
     ignored: tuple[str, ...] = ()
-    special: tuple[tuple[str, LinearMethod], ...] = ()
+    overrides: tuple[tuple[str, LinearMethod], ...] = ()
     online: bool = False
     kv_scales: KVScaleUnit | None = None
 
     def __str__(self) -> str:
         dense = [f"dense: {', '.join(self.ignored)}"] if self.ignored else []
         method = f"{self.method}, rounded while loading" if self.online else str(self.method)
-        return "; ".join([method, *(f"{method}: {entry}" for entry, method in self.special), *dense])
+        return "; ".join([method, *(f"{method}: {entry}" for entry, method in self.overrides), *dense])
 
     def method_of(self, names: Sequence[str]) -> LinearMethod:
-        """Return the method of a layer that stacks the matrices `names`. Raise ModelError if they have several."""
+        """Return the method of a layer that stacks the matrices `names`. Raise ModelError if their methods differ."""
         methods = [self._method_of(name) for name in names]
         others = [name for name, method in zip(names, methods, strict=True) if method != methods[0]]
         if others:
-            alike = [name for name in names if name not in others]
+            same = [name for name in names if name not in others]
             raise ModelError(
-                f"quantization_config gives {_named(others)} another weight format than {_named(alike)}; allowed: one "
+                f"quantization_config gives {_named(others)} another weight format than {_named(same)}; allowed: one "
                 "format, since they are computed as one layer"
             )
         return methods[0]
@@ -56,7 +55,7 @@ class QuantizationConfig:
     def _method_of(self, name: str) -> LinearMethod:
         if _matches(self.ignored, name):
             return DENSE
-        return next((method for entry, method in self.special if _matches([entry], name)), self.method)
+        return next((method for entry, method in self.overrides if _matches([entry], name)), self.method)
 
 
 def _named(names: Sequence[str]) -> str:

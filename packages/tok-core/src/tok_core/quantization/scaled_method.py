@@ -22,20 +22,20 @@ class ScaledMethod(LinearMethod):
     """Weights in float8 (e4m3) or int8, with a float32 scale for each row and group of columns.
 
     block       rows and columns of the blocks that share a scale in a checkpoint; None: each row has one
-    per_matrix  a checkpoint has one scale for each matrix, which all its rows share
+    per_tensor  a checkpoint has one scale for each matrix, shared by all its rows
     scale_name  end of the names of scales in a checkpoint
     redundant   scales of inputs: a backend that rounds inputs computes its own
     """
 
     dtype: torch.dtype
     block: tuple[int, int] | None = None
-    per_matrix: bool = False
+    per_tensor: bool = False
     scale_name: str = "weight_scale"
     redundant: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         sharing = (
-            "matrix" if self.per_matrix else "row" if self.block is None else "block of {} × {}".format(*self.block)
+            "matrix" if self.per_tensor else "row" if self.block is None else "block of {} × {}".format(*self.block)
         )
         return f"{'float8' if self.dtype.is_floating_point else 'int8'} with a scale for each {sharing}"
 
@@ -53,15 +53,15 @@ class ScaledMethod(LinearMethod):
 
     def _scale_target(self, layer: LinearLayer, rows: Slice, scale_FG: Tensor) -> WeightTarget:
         allowed = POSITIVE_SCALES if self.dtype.is_floating_point else SCALES
-        if self.per_matrix:
+        if self.per_tensor:
             return WeightTarget(scale_FG, (), allowed=allowed)
         if self.block is None:
             return WeightTarget(scale_FG, (rows, Slice.whole(1)), allowed=allowed)
         size = self.block[0]
         first = rows.start % size  # of the first block's rows, the first that this rank holds
 
-        def of_rows(own: Tensor) -> Tensor:
-            return own.repeat_interleave(size, 0)[first : first + rows.count]
+        def of_rows(part: Tensor) -> Tensor:
+            return part.repeat_interleave(size, 0)[first : first + rows.count]
 
         return WeightTarget(scale_FG, (blocks_of(rows, size), self._groups(layer)), convert=of_rows, allowed=allowed)
 
@@ -88,7 +88,7 @@ class ScaledMethod(LinearMethod):
         if not layer.gated:
             return backend.scaled_linear(x_TK, weight, layer.bias, norm=norm, residual_TN=residual_TF)
         out_TG = backend.scaled_gated_linear(x_TK, weight, layer.bias, norm=norm)
-        assert isinstance(out_TG, Tensor), "rounded for another layer only"
+        assert isinstance(out_TG, Tensor), "quantised only for `down`"
         return out_TG
 
     def mlp(
@@ -116,16 +116,16 @@ class ScaledMethod(LinearMethod):
         out_TF.copy_(self.matmul(layer, x_TK))
 
     def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
-        """Round to the nearest, with scales by which each group's largest value becomes the largest of the dtype."""
+        """Round to the nearest. A scale maps the largest weight of its group to the largest value of the dtype."""
         limit, (rows, columns) = MAX_VALUES[self.dtype], weight_FK.shape
         divisor = torch.full((), limit, device=weight_FK.device)  # a GPU would multiply by the reciprocal of a number
         stored = in_groups(weight_FK.float().abs(), self._columns).amax(2) / divisor
-        if self.per_matrix:
+        if self.per_tensor:
             stored = stored.amax()
         elif self.block is not None:
             stored = in_groups(stored.t(), self.block[0]).amax(2).t()
         stored = torch.where(stored == 0, 1, stored)
-        scale_FG = stored.expand(rows, 1) if self.per_matrix else stored
+        scale_FG = stored.expand(rows, 1) if self.per_tensor else stored
         if self.block is not None:
             scale_FG = stored.repeat_interleave(self.block[0], 0)[:rows]
         divided_FK = (weight_FK.float() / for_columns(scale_FG, self._columns, columns)).clamp(-limit, limit)
@@ -133,8 +133,8 @@ class ScaledMethod(LinearMethod):
         return {"weight": rounded_FK.to(self.dtype), self.scale_name: stored}
 
     @property
-    def rows_apart(self) -> bool:
-        return self.block is None and not self.per_matrix
+    def rows_independent(self) -> bool:
+        return self.block is None and not self.per_tensor
 
     @property
     def _columns(self) -> int | None:

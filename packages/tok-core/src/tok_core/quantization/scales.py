@@ -1,4 +1,4 @@
-"""Scales that several columns of a row share: how ranks divide them, and what they make of quantised weights.
+"""Divide scales that several columns share among ranks, and expand them to columns.
 
 Axes: F rows, K columns, G groups of consecutive columns.
 """
@@ -34,7 +34,7 @@ def column_groups(columns: Slice, size: int | None, names: str) -> Slice:
 
 
 def for_columns(scale_FG: Tensor, size: int | None, columns: int) -> Tensor:
-    """Return each column's scale, where a scale belongs to `size` columns (None: to all): `[F, K]` or `[F, 1]`."""
+    """Return the scale of each column: `[F, K]`, or `[F, 1]` if all columns share it (`size` None)."""
     return scale_FG if size is None else scale_FG.repeat_interleave(size, 1)[:, :columns]
 
 

@@ -15,7 +15,8 @@ from tok_core.parallel import Slice
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
 FLOATS = tuple(FLOAT_DTYPES)
 NOT_FINITE = "has NaN or infinities, which cannot be rounded; allowed: finite numbers"
-MAX_ROUNDED = 1 << 20  # weights that are rounded at once, if rows can be; a CPU takes thrice as long for 4 million
+# Weights quantised at once if rows are independent. A CPU takes three times as long per weight for 4 million.
+MAX_QUANTIZED_WEIGHTS = 1 << 20
 
 
 class BadTensor(Exception):
@@ -23,27 +24,27 @@ class BadTensor(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
-    """Range of the numbers that a tensor may have, as `text` describes it; floating-point numbers are not all 0."""
+class AllowedRange:
+    """Range of a tensor's values, described by `text` in errors; floating-point values must not all be 0."""
 
     low: float
     high: float
     text: str
 
-    def check(self, own: Tensor) -> None:
+    def check(self, part: Tensor) -> None:
         """Raise BadTensor if a number is out of range or NaN."""
-        if not own.numel():
+        if not part.numel():
             return
-        low, high = torch.stack(torch.aminmax(own)).tolist()
-        if not self.low <= low <= high <= self.high or (own.is_floating_point() and low == high == 0):
-            found = f"numbers from {low:g} to {high:g}" if low <= high else "NaN"
-            raise BadTensor(f"has {found}; allowed: {self.text}")
+        low, high = torch.stack(torch.aminmax(part)).tolist()
+        if not self.low <= low <= high <= self.high or (part.is_floating_point() and low == high == 0):
+            values = f"numbers from {low:g} to {high:g}" if low <= high else "NaN"
+            raise BadTensor(f"has {values}; allowed: {self.text}")
 
 
 MAX_SCALE = torch.finfo(torch.float32).max
-SCALES = Allowed(-MAX_SCALE, MAX_SCALE, "finite numbers, not all 0")  # AutoRound writes negative ones for integers
-POSITIVE_SCALES = Allowed(0, MAX_SCALE, "finite numbers, none negative, not all 0")
-KV_SCALES = Allowed(1e-30, 1e30, "numbers from 1e-30 to 1e30")  # their reciprocals are finite, too
+SCALES = AllowedRange(-MAX_SCALE, MAX_SCALE, "finite numbers, not all 0")  # AutoRound writes negative ones for integers
+POSITIVE_SCALES = AllowedRange(0, MAX_SCALE, "finite numbers, none negative, not all 0")
+KV_SCALES = AllowedRange(1e-30, 1e30, "numbers from 1e-30 to 1e30")  # with finite reciprocals
 
 
 class StoredTensor(Protocol):
@@ -61,15 +62,15 @@ class WeightTarget:
     """Parameter view to fill, and the `parts` of the checkpoint's tensor that fill it: one slice for each axis.
 
     stored_dtypes  dtypes that the checkpoint's tensor may have, as safetensors names them
-    convert        makes the view's layout of the part; None: the part has it
-    allowed        range of the tensor's numbers; None: any
+    convert        converts the part to the view's layout; None: the layouts are the same
+    allowed        allowed range of the tensor's values; None: any
     """
 
     view: Tensor
     parts: tuple[Slice, ...]
     stored_dtypes: tuple[str, ...] = FLOATS
     convert: Callable[[Tensor], Tensor] | None = None
-    allowed: Allowed | None = None
+    allowed: AllowedRange | None = None
 
     @property
     def shape(self) -> list[int]:
@@ -89,16 +90,16 @@ class WeightTarget:
         """Return the part of the checkpoint's tensor that fills `view`."""
         return stored[tuple(slice(part.start, part.stop) for part in self.parts)]
 
-    def fill(self, own: Tensor) -> bool:
-        """Copy the part `own` into `view`, converted and cast; return whether all finite values stay finite.
+    def fill(self, part: Tensor) -> bool:
+        """Copy `part` into `view`, converted and cast; return whether all finite values stay finite.
 
         Raises BadTensor for numbers that are not allowed.
         """
         if self.allowed is not None:
-            self.allowed.check(own)
-        own = own if self.convert is None else self.convert(own)
-        self.view.copy_(own)
-        return not self._narrows(own.dtype) or _stays_finite(own, self.view)
+            self.allowed.check(part)
+        part = part if self.convert is None else self.convert(part)
+        self.view.copy_(part)
+        return not self._narrows(part.dtype) or _stays_finite(part, self.view)
 
     @property
     def is_restricted(self) -> bool:
@@ -109,11 +110,11 @@ class WeightTarget:
         """Return whether `fill` may return False for a tensor of this dtype, as safetensors names it."""
         return stored_dtype in FLOAT_DTYPES and self._narrows(FLOAT_DTYPES[stored_dtype])
 
-    def check(self, own: Tensor) -> bool:
+    def check(self, part: Tensor) -> bool:
         """Return or raise what `fill` would, and change nothing."""
         if self.allowed is not None:
-            self.allowed.check(own)
-        return not self._narrows(own.dtype) or _stays_finite(own, own.to(self.view.dtype))
+            self.allowed.check(part)
+        return not self._narrows(part.dtype) or _stays_finite(part, part.to(self.view.dtype))
 
     def _narrows(self, dtype: torch.dtype) -> bool:
         """Return whether the view's dtype has a smaller range than `dtype`."""
@@ -122,67 +123,68 @@ class WeightTarget:
         return torch.finfo(self.view.dtype).max < torch.finfo(dtype).max
 
 
-def _stays_finite(own: Tensor, cast: Tensor) -> bool:
-    return bool((torch.isfinite(cast) | ~torch.isfinite(own).to(cast.device)).all())
+def _stays_finite(part: Tensor, cast: Tensor) -> bool:
+    return bool((torch.isfinite(cast) | ~torch.isfinite(part).to(cast.device)).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedTarget(WeightTarget):
-    """Target of a tensor that stacks the matrices of all experts, of which a rank may hold some: `[E, rows, columns]`.
+    """Target of a tensor that stacks the matrices of all experts, `[E, rows, columns]`; a rank may hold some of them.
 
-    pieces  what the matrices of the rank's experts fill, in order, by the names of tensors that would hold one each
+    pieces  targets of the matrices of this rank's experts, in order, by the names that unstacked checkpoints use
     """
 
     pieces: Mapping[str, WeightTarget]
 
     @classmethod
     def of(cls, pieces: Mapping[str, WeightTarget], experts: Slice) -> StackedTarget:
-        """Return the target that stacks `pieces`, matrices of one shape, equally many of each of the rank's experts."""
+        """Return the target that stacks `pieces`: matrices of one shape, the same number for each expert."""
         first = next(iter(pieces.values()))
         rows, columns = first.shape
         parts = experts, Slice.whole(len(pieces) // experts.count * rows), Slice.whole(columns)
         return cls(first.view, parts, stored_dtypes=first.stored_dtypes, pieces=pieces)
 
-    def fill(self, own: Tensor) -> bool:
-        fits = [piece.fill(piece.part_of(matrix)) for piece, matrix in self._matrices(own)]
+    def fill(self, part: Tensor) -> bool:
+        fits = [piece.fill(piece.part_of(matrix)) for piece, matrix in self._matrices(part)]
         return all(fits)
 
     @property
     def is_restricted(self) -> bool:
         return any(piece.is_restricted for piece in self.pieces.values())
 
-    def check(self, own: Tensor) -> bool:
-        return all(piece.check(piece.part_of(matrix)) for piece, matrix in self._matrices(own))
+    def check(self, part: Tensor) -> bool:
+        return all(piece.check(piece.part_of(matrix)) for piece, matrix in self._matrices(part))
 
-    def _matrices(self, own: Tensor) -> Iterator[tuple[WeightTarget, Tensor]]:
+    def _matrices(self, part: Tensor) -> Iterator[tuple[WeightTarget, Tensor]]:
         rows = next(iter(self.pieces.values())).shape[0]
-        return zip(self.pieces.values(), torch.split(own.flatten(0, 1), rows), strict=True)
+        return zip(self.pieces.values(), torch.split(part.flatten(0, 1), rows), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedTarget(WeightTarget):
-    """Target of a dense matrix, which is rounded on the device of `view` and never held there whole beside the result.
+class OnlineQuantizationTarget(WeightTarget):
+    """Target of a dense matrix that is quantised while it is loaded, on the device of `view`, a few rows at a time.
 
-    quantize    makes the tensors of a checkpoint in the layer's format, by the ends of their names
-    tensors     what these tensors fill
-    rows_apart  rows are rounded independently: `parts` holds this rank's rows only, and few rows are rounded at once
+    quantize          returns the quantised tensors of a matrix, by the ends of their names in a checkpoint
+    tensors           targets of these tensors
+    rows_independent  rows are quantised independently: `parts` holds this rank's rows only. Else the matrix is
+                      quantised whole
     """
 
     quantize: Callable[[Tensor], Mapping[str, Tensor]]
     tensors: Mapping[str, WeightTarget]
-    rows_apart: bool
+    rows_independent: bool
 
-    def fill(self, own: Tensor) -> bool:
-        """Round the dense matrix `own`, in any dtype, into the layer's parameters; return True.
+    def fill(self, part: Tensor) -> bool:
+        """Quantise the dense matrix `part`, in any dtype, into the layer's parameters; return True.
 
         Raises BadTensor for numbers that are not finite.
         """
-        rows = max(1, MAX_ROUNDED // own.shape[1]) if self.rows_apart else len(own)
-        for start in range(0, len(own), rows):
-            stop = min(start + rows, len(own))
-            for end, stored in self.quantize(own[start:stop].to(self.view.device)).items():
-                target = replace(self.tensors[end], allowed=None)  # checked below, at once
-                if self.rows_apart:
+        rows = max(1, MAX_QUANTIZED_WEIGHTS // part.shape[1]) if self.rows_independent else len(part)
+        for start in range(0, len(part), rows):
+            stop = min(start + rows, len(part))
+            for end, stored in self.quantize(part[start:stop].to(self.view.device)).items():
+                target = replace(self.tensors[end], allowed=None)  # checked below, once for all rows
+                if self.rows_independent:
                     parts = Slice.whole(stop - start), *target.parts[1:]
                     target = replace(target, view=target.view[start:stop], parts=parts)
                 target.fill(target.part_of(stored))
@@ -198,7 +200,7 @@ class RoundedTarget(WeightTarget):
     def is_restricted(self) -> bool:
         return True
 
-    def check(self, own: Tensor) -> bool:
-        if own.numel() and not all(math.isfinite(one.item()) for one in torch.aminmax(own)):
+    def check(self, part: Tensor) -> bool:
+        if part.numel() and not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(part)):
             raise BadTensor(NOT_FINITE)
         return True

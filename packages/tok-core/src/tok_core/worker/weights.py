@@ -19,7 +19,7 @@ from tok_core.messages import (
     TransferTask,
     WeightsTask,
 )
-from tok_core.models import CausalLM, check, load
+from tok_core.models import CausalLM, check_checkpoint, load_checkpoint
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker.cuda_graphs import DecodeGraphs
 from tok_core.worker.transfer import WeightReceiver
@@ -58,7 +58,7 @@ def _prepare(task: WeightsTask | TransferTask, model: CausalLM, receiver: Weight
     match task:
         case WeightsTask():
             if task.weights is not None:
-                check(model, Path(task.weights))
+                check_checkpoint(model, Path(task.weights))
         case JoinGroup():
             receiver.join(task)
         case LeaveGroup():
@@ -75,7 +75,7 @@ def _load(task: WeightsTask, model: CausalLM, start_weights: FillModel) -> None:
     if task.weights is None:
         start_weights(model)
     else:
-        load(model, Path(task.weights))
+        load_checkpoint(model, Path(task.weights))
 
 
 def _write(write: Callable[[], None], model: CausalLM, graphs: DecodeGraphs) -> None:

@@ -17,7 +17,7 @@ from tok_server.commands.models import stored_tensors
 
 def main(options: argparse.Namespace) -> int:
     """Write the rounded model and print the errors of its layers. Errors: InvalidField, ModelError."""
-    from tok_core.models.weights import round_checkpoint
+    from tok_core.models.weights import quantize_checkpoint
 
     source, out = resolve(options.model, options.data_dir), Path(options.out).expanduser()
     errors: dict[str, list[tuple[float, str]]] = {}
@@ -25,7 +25,7 @@ def main(options: argparse.Namespace) -> int:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task, sources = progress.add_task("rounding", total=stored_tensors(source)), set[str]()
-        for tensor in round_checkpoint(source, out, options.scheme):
+        for tensor in quantize_checkpoint(source, out, options.scheme):
             sources.add(tensor.source)
             progress.update(task, completed=len(sources))
             if tensor.error is not None:

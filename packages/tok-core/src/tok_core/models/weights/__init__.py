@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from tok_core.models.weights.dummy_weights import dummy
+from tok_core.models.weights.checkpoint_quantization import SCHEMES, WrittenTensor, quantize_checkpoint
+from tok_core.models.weights.dummy_weights import fill_dummy_weights
 from tok_core.models.weights.incoming import IncomingWeights
-from tok_core.models.weights.loading import as_stored, check, checkpoint_files, load
-from tok_core.models.weights.rounding import SCHEMES, RoundedTensor, round_checkpoint
+from tok_core.models.weights.loading import check_checkpoint, checkpoint_files, load_checkpoint, resolve_tied_embeddings
 
 __all__ = [
     "SCHEMES",
     "IncomingWeights",
-    "RoundedTensor",
-    "as_stored",
-    "check",
+    "WrittenTensor",
+    "check_checkpoint",
     "checkpoint_files",
-    "dummy",
-    "load",
-    "round_checkpoint",
+    "fill_dummy_weights",
+    "load_checkpoint",
+    "quantize_checkpoint",
+    "resolve_tied_embeddings",
 ]

@@ -13,17 +13,17 @@ from tok_core.errors import InvalidField
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
 from tok_core.models.layers import KVScales, Linear
-from tok_core.models.weights.markov_weights import Entries, markov_entries
+from tok_core.models.weights.markov_weights import SparseEntries, markov_entries
 from tok_core.models.weights.targets import EMBEDDING, HEAD, NORM, module_targets, modules
 from tok_core.quantization import WeightTarget
 from tok_core.runtime import HEARTBEAT
 
 NOISE = 1e-3  # dummy weights are uniform in ±NOISE
-BLOCK = 1 << 24  # entries generated at once; bounds the memory
-TRIALS, TRIAL_ROUNDS = 1 << 14, 12  # tokens, and how often their experts are chosen, to find offsets of router logits
+MAX_BLOCK_ENTRIES = 1 << 24  # generated at once; bounds the memory
+FIT_TOKENS, FIT_ITERATIONS = 1 << 14, 12  # random tokens, and iterations, to fit the offsets of router logits
 
 
-def dummy(
+def fill_dummy_weights(
     model: CausalLM,
     seed: int = 0,
     *,
@@ -40,13 +40,13 @@ def dummy(
     precedes it: lengths are geometric. Raises InvalidField for a model without end ids.
     With `markov_probability`, each token sampled at `eos_temperature` is followed by its successor with that
     probability (`markov_entries`).
-    Equal seeds give equal weights on one kind of device, however the model is sharded.
+    Equal seeds give equal weights on the same kind of device, however the model is sharded.
     """
     generator = torch.Generator(model.cos_sin_LD.device)
     column_0: dict[str, Tensor] = {}
     if eos_probability is not None or moe_skew:
         column_0 = _router_columns(model.config, model.dtype, moe_skew, seed)
-    entries: dict[str, Entries] = {}
+    entries: dict[str, SparseEntries] = {}
     if markov_probability is not None:
         entries = markov_entries(model.config, markov_probability, eos_temperature, eos_probability, seed)
     if eos_probability is not None:
@@ -71,11 +71,11 @@ def dummy(
 
 
 def _fill_noise(target: WeightTarget, key: str, generator: torch.Generator) -> None:
-    """Generate the checkpoint's tensor in blocks of rows, each with a seed; skip blocks that `target` does not hold."""
+    """Generate the tensor in blocks of rows, each seeded by its number; skip blocks that `target` does not hold."""
     rows, width = target.parts[0], math.prod(target.shape[1:])
-    each = max(1, BLOCK // width)
-    for block in range(rows.start // each, -(-rows.stop // each)):
-        start, stop = block * each, min((block + 1) * each, rows.size)
+    block_rows = max(1, MAX_BLOCK_ENTRIES // width)
+    for block in range(rows.start // block_rows, -(-rows.stop // block_rows)):
+        start, stop = block * block_rows, min((block + 1) * block_rows, rows.size)
         noise = torch.empty((stop - start, *target.shape[1:]), dtype=target.view.dtype, device=target.view.device)
         generator.manual_seed(zlib.crc32(f"{key} {block}".encode()))  # a CPU generator uses only 32 bits
         noise.uniform_(-NOISE, NOISE, generator=generator)
@@ -104,10 +104,10 @@ def _end_id_columns(
 
 
 def _router_columns(config: ModelConfig, dtype: torch.dtype, skew: float, seed: int) -> dict[str, Tensor]:
-    """Return column 0 of the tensors by which coordinate 0, alike in all tokens, makes some experts more popular.
+    """Return column 0 of the tensors that offset the router logits, so that some experts are more popular.
 
-    All other coordinates add noise to the logits, which is normal over tokens. Which experts are popular differs from
-    layer to layer. Without a skew the coordinate is ignored.
+    Coordinate 0 of the hidden state is the same for all tokens. All other coordinates add noise to the logits, normally
+    distributed over tokens. The popular experts differ from layer to layer. Without a skew, coordinate 0 is ignored.
     """
     moe = config.moe
     if moe is None:
@@ -143,30 +143,32 @@ def zipf_shares(experts: int, chosen: int, skew: float) -> Tensor:
 
 
 def zipf_offsets(experts: int, chosen: int, skew: float) -> Tensor:
-    """Return offsets of standard normal logits by which experts get `zipf_shares` of the tokens.
+    """Return the offsets of standard normal logits with which experts get `zipf_shares` of the tokens.
 
-    Found by trial on random logits, by steps of the difference that it would be with a fixed threshold.
+    Fit iteratively on random logits. Each iteration corrects an offset by the difference between the quantiles of the
+    wanted and the measured share, which would be exact if top-k were a fixed threshold.
     """
     offset = torch.zeros(experts)
     if not skew:
         return offset
-    noise = torch.randn((TRIALS, experts), generator=torch.Generator().manual_seed(0))
+    noise = torch.randn((FIT_TOKENS, experts), generator=torch.Generator().manual_seed(0))
     quantile = _quantiles(zipf_shares(experts, chosen, skew))
-    for _ in range(TRIAL_ROUNDS):
-        found = torch.bincount((noise + offset).topk(chosen).indices.flatten(), minlength=experts)
-        offset += quantile - _quantiles(found / TRIALS)
+    for _ in range(FIT_ITERATIONS):
+        tokens = torch.bincount((noise + offset).topk(chosen).indices.flatten(), minlength=experts)
+        offset += quantile - _quantiles(tokens / FIT_TOKENS)
     return offset
 
 
 def _quantiles(share: Tensor) -> Tensor:
-    quantile: Tensor = torch.special.ndtri(share.clamp(0.5 / TRIALS, 1 - 0.5 / TRIALS)).float()
+    """Return the standard normal quantiles of the shares, which are clamped to what FIT_TOKENS can resolve."""
+    quantile: Tensor = torch.special.ndtri(share.clamp(0.5 / FIT_TOKENS, 1 - 0.5 / FIT_TOKENS)).float()
     return quantile
 
 
 def _lift(config: ModelConfig, dtype: torch.dtype) -> float:
     """Return the value of coordinate 0 of every token's embedding: twice the root mean square of the hidden state.
 
-    The layers add next to nothing to it. It is rounded to the stored dtype: with tied weights it is also every logit.
+    The layers add next to nothing to it. It is rounded to the stored dtype, since tied weights add it to every logit.
     """
     size = config.hidden_size
     others = NOISE**2 / 3 * (size - 1) / size + config.rms_norm_eps

@@ -1,4 +1,4 @@
-"""Stage tensors that arrive one by one, checked and cut to this worker's parts; fill the model with all of them."""
+"""Stage a trainer's tensors, checked and sliced to this worker's parts; then write all of them into the model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tok_core.models.weights.loading import SkippedTensors, canonical_name, form
 from tok_core.models.weights.targets import EMBEDDING, HEAD, stacked_targets, targets
 from tok_core.quantization import BadTensor, WeightTarget
 
-SPARE_BYTES = 2 << 30  # of device memory that staged tensors leave free, for the bucket that arrives and for rounding
+SPARE_BYTES = 2 << 30  # device memory that staged tensors leave free, for the next bucket and for quantisation
 
 
 class IncomingWeights:
-    """Tensors of one update. A model may get some of its tensors only; all others stay as they are."""
+    """Staged tensors of one update, which may replace only some of the model's tensors."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
@@ -27,7 +27,7 @@ class IncomingWeights:
         self._skipped = SkippedTensors(model, self._targets)
         self._staged: dict[str, tuple[str, Tensor]] = {}  # own name: name on the wire, and this worker's part
 
-    def require(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[list[int]]) -> None:
+    def check_metadata(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[list[int]]) -> None:
         """Raise ModelError for the first tensor that has no place in the model, or a wrong shape or dtype."""
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             target = self._target(name)
@@ -37,13 +37,13 @@ class IncomingWeights:
             elif not target.takes(shape):
                 raise ModelError(f"tensor {name} has shape {shape}; expected {target.shape}")
             elif TENSOR_DTYPES[dtype] not in target.stored_dtypes:
-                allowed = ", ".join(one for one, stored in TENSOR_DTYPES.items() if stored in target.stored_dtypes)
+                allowed = ", ".join(name for name, stored in TENSOR_DTYPES.items() if stored in target.stored_dtypes)
                 raise ModelError(f"tensor {name} has dtype {dtype}; supported: {allowed}")
 
-    def take(self, name: str, tensor: Tensor, *, copy: bool) -> None:
-        """Stage this worker's part of a tensor. Raise ModelError for numbers that its parameter cannot hold.
+    def stage(self, name: str, tensor: Tensor, *, copy: bool) -> None:
+        """Stage this worker's part of a tensor. Raise ModelError for values that its parameter cannot hold.
 
-        copy  false: the tensor stays as it is until `fill`
+        copy  False: keep a view, since the caller does not change the tensor before `apply`
         """
         target = self._target(name)
         if target is None:
@@ -64,7 +64,7 @@ class IncomingWeights:
         self._staged[canonical_name(name)] = name, _copy(part) if copy else part
 
     def check(self, *, complete: bool) -> None:
-        """Raise ModelError if the staged tensors cannot be applied. `complete`: all of the model's must be there."""
+        """Raise ModelError if the staged tensors cannot be applied. `complete`: all of the model must be staged."""
         if EMBEDDING in self._staged and HEAD in self._staged and self._model.config.tied:
             first, second = self._staged[EMBEDDING][1], self._staged[HEAD][1]
             if not torch.equal(first.to(second.device), second):
@@ -83,7 +83,7 @@ class IncomingWeights:
             if type(target) is not WeightTarget or target.convert is not None:
                 raise ModelError(f"missing tensor: {name}; a quantised layer's QKV projections and norm come together")
 
-    def fill(self) -> None:
+    def apply(self) -> None:
         """Write all staged tensors into the model. All ranks of a stage call this together, after `check`."""
         self._targets = self._all_targets()  # parameters may have moved since they were checked
         kept = {name: target.view.clone() for name, target in self._partly_replaced().items()}
@@ -105,20 +105,20 @@ class IncomingWeights:
         return self._targets.get(self._key(canonical_name(name)))
 
     def _key(self, own: str) -> str:
-        """Return the name of a target: a tied model's LM head fills its embedding."""
+        """Return the name of the target that a tensor fills: a tied model's LM head fills its embedding."""
         return EMBEDDING if own == HEAD and self._model.config.tied else own
 
     def _partly_replaced(self) -> dict[str, WeightTarget]:
-        """Return QKV targets that are not staged, of layers whose QKV projection the update may recast."""
+        """Return the unstaged QKV targets of layers whose QKV projection the update may recast."""
         if self._model.dtype != torch.bfloat16:
             return {}
         starts = {own.partition(".self_attn.")[0].removesuffix(".input_layernorm.weight") for own in self._staged}
-        found = {}
+        unstaged = {}
         for own, target in self._targets.items():
             start, _, end = own.partition(".self_attn.")
             if start in starts and end.startswith(("q_proj", "k_proj", "v_proj")) and own not in self._staged:
-                found[own] = target
-        return found
+                unstaged[own] = target
+        return unstaged
 
 
 def _copy(part: Tensor) -> Tensor:

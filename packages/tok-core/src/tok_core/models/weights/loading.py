@@ -26,13 +26,13 @@ from tok_core.quantization import BadTensor, DenseMethod, LinearMethod, StackedT
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_THREADS = 8  # that copy tensors of a checkpoint
-MAX_NAMED_TENSORS = 8  # in an error; further ones are only counted
-COMPARED_ROWS = 16_384  # of the embedding and the LM head, read at once to compare them
+MAX_THREADS = 8  # threads that copy tensors of a checkpoint
+MAX_NAMED_TENSORS = 8  # tensors named in an error; further ones are only counted
+COMPARED_ROWS = 16_384  # rows of the embedding and the LM head that are read at once to compare them
 PREFIX = "model."
 _OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
-_KV_SCALE = re.compile(r"\.([kv])_proj\.(?:output_scale|\1_scale)$")  # names that other versions of formats use
-MIXTRAL = ".block_sparse_moe."  # in its checkpoints' names, in place of ".mlp."
+_KV_SCALE = re.compile(r"\.([kv])_proj\.(?:output_scale|\1_scale)$")  # names of KV scales in older formats
+MIXTRAL = ".block_sparse_moe."  # component of tensor names in Mixtral's checkpoints, in place of ".mlp."
 MIXTRAL_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MIXTRAL_MATRIX = re.compile(r"\.(w[123])\.")
 _EXPERT_MATRIX = re.compile(r"(\.experts\.\d+\.)(gate_proj|up_proj|down_proj)\.")
@@ -44,50 +44,52 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d{1,4})\.")
 
 
-def load(model: CausalLM, path: Path) -> None:
+def load_checkpoint(model: CausalLM, path: Path) -> None:
     """Copy the checkpoint in directory `path` into `model`, cast to its dtype; read only this worker's part.
 
     Names may lack the prefix `model.`, as AutoModel saves them. All ranks of a stage call this together. Weights beyond
     float16's range are read a second time (see `recast_overflowing_qkv`).
     Raises ModelError for missing, unexpected or repeated tensors, for tensors of a wrong shape or dtype, for corrupt
     scales, for unreadable files, and for an LM head that differs from the embedding in a model built as tied: see
-    `as_stored`.
+    `resolve_tied_embeddings`.
     """
-    names, model_targets = _stored(model, path)
-    for file, found in names.items():
-        _load_file(file, found, model_targets, model.dtype)
+    names, model_targets = _match_tensors(model, path)
+    for file, file_names in names.items():
+        _load_file(file, file_names, model_targets, model.dtype)
     if refill := recast_overflowing_qkv(model):
-        for file, found in names.items():
-            _load_file(file, {name: own for name, own in found.items() if own in refill}, refill, model.dtype)
+        for file, file_names in names.items():
+            _load_file(file, {name: own for name, own in file_names.items() if own in refill}, refill, model.dtype)
 
 
-def check(model: CausalLM, path: Path) -> None:
-    """Raise ModelError if `load` would, and change nothing.
+def check_checkpoint(model: CausalLM, path: Path) -> None:
+    """Raise ModelError if `load_checkpoint` would, and change nothing.
 
-    Reads only tensors that may hold numbers that `load` refuses: matrices to round, scales, and numbers cast to a
-    smaller range.
+    Reads the values only of tensors that `load_checkpoint` may refuse for their values: matrices to quantise, scales,
+    and tensors cast to a dtype of smaller range.
     """
-    names, model_targets = _stored(model, path)
-    for file, found in names.items():
-        _check_values(file, found, model_targets, model.dtype)
+    names, model_targets = _match_tensors(model, path)
+    for file, file_names in names.items():
+        _check_values(file, file_names, model_targets, model.dtype)
 
 
-def _stored(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, str]], Mapping[str, WeightTarget]]:
-    """Return the tensors to load from each file of directory `path`, as `_loaded_names` does, and their targets.
+def _match_tensors(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, str]], Mapping[str, WeightTarget]]:
+    """Return the tensors to load from each file of directory `path`, as `_tensors_to_load` does, and their targets.
 
-    Reads no weights. Raises ModelError for a wrong shape or dtype, for missing tensors, and for a model that is tied
-    otherwise.
+    Reads headers only. Raises ModelError for a wrong shape or dtype, for missing tensors, and for a model built as tied
+    whose checkpoint is not.
     """
-    if as_stored(model.config, path) != model.config:
-        raise ModelError(f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; build it by as_stored")
+    if resolve_tied_embeddings(model.config, path) != model.config:
+        raise ModelError(
+            f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; resolve_tied_embeddings unties it"
+        )
     names = _canonical_names(model, checkpoint_files(path))
     single, stacked = targets(model), stacked_targets(model)
     model_targets = _with_stacked(single, stacked, names)
-    formats = {f"{prefix}{name}": one.method for prefix, one in _linears(model) for name in one.parts}
-    names = _loaded_names(names, model_targets, SkippedTensors(model, {**single, **stacked}), formats)
-    for file, found in names.items():
-        _check_kinds(file, found, model_targets, formats)
-    missing = set(model_targets).difference(*(found.values() for found in names.values()))
+    formats = {f"{prefix}{name}": linear.method for prefix, linear in _linears(model) for name in linear.parts}
+    names = _tensors_to_load(names, model_targets, SkippedTensors(model, {**single, **stacked}), formats)
+    for file, file_names in names.items():
+        _check_shapes_and_dtypes(file, file_names, model_targets, formats)
+    missing = set(model_targets).difference(*(file_names.values() for file_names in names.values()))
     if missing:
         raise ModelError(f"{path}: missing tensors: {format_tensors(missing, model_targets)}")
     return names, model_targets
@@ -96,14 +98,14 @@ def _stored(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, str]], Ma
 def _with_stacked(
     single: Mapping[str, WeightTarget], stacked: Mapping[str, StackedTarget], names: Mapping[Path, Mapping[str, str]]
 ) -> Mapping[str, WeightTarget]:
-    """Return `single`, with the stacked targets whose tensors the files have in place of their pieces."""
-    stored = {own for found in names.values() for own in found.values()}
+    """Return `single`, with a stacked target in place of its pieces where the files hold the stacked tensor."""
+    stored = {own for file_names in names.values() for own in file_names.values()}
     used = {own: target for own, target in stacked.items() if own in stored}
     pieces = {piece for target in used.values() for piece in target.pieces}
     return {own: target for own, target in single.items() if own not in pieces} | used
 
 
-def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
+def resolve_tied_embeddings(config: ModelConfig, path: Path) -> ModelConfig:
     """Return `config`, untied if the checkpoint in directory `path` has an LM head that differs from its embedding.
 
     Such a checkpoint contradicts its config; transformers 5 unties it as well.
@@ -175,9 +177,9 @@ def mixtral_name(name: str) -> str:
 
 
 def _canonical_names(model: CausalLM, files: list[Path]) -> dict[Path, dict[str, str]]:
-    """Return, for each file, the tensors in it: `{name in the file: name in the model}`.
+    """Return, for each file, the names of its tensors: `{name in the file: name in the model}`.
 
-    A tied model without a stored embedding has the LM head in its place.
+    If a tied model's checkpoint has no embedding, its LM head gets the embedding's name.
     """
     names: dict[Path, dict[str, str]] = {}
     for file in files:
@@ -186,11 +188,11 @@ def _canonical_names(model: CausalLM, files: list[Path]) -> dict[Path, dict[str,
                 name: canonical_name(name)
                 for name in tensors.keys()  # noqa: SIM118 – no mapping
             }
-    stored = [own for found in names.values() for own in found.values()]
+    stored = [own for file_names in names.values() for own in file_names.values()]
     if model.config.tied and EMBEDDING not in stored:
         names = {
-            file: {name: EMBEDDING if own == HEAD else own for name, own in found.items()}
-            for file, found in names.items()
+            file: {name: EMBEDDING if own == HEAD else own for name, own in file_names.items()}
+            for file, file_names in names.items()
         }
     return names
 
@@ -199,19 +201,19 @@ def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
     return ((prefix, module) for prefix, module in modules(model) if isinstance(module, Linear))
 
 
-def _loaded_names(
+def _tensors_to_load(
     names: dict[Path, dict[str, str]],
     model_targets: Mapping[str, WeightTarget],
     skipped: SkippedTensors,
     formats: Mapping[str, LinearMethod],
 ) -> dict[Path, dict[str, str]]:
-    """Return, for each file, the tensors to load from it.
+    """Return, for each file, the names of the tensors to load from it.
 
-    Raises ModelError for tensors that have no place in the model, and for those that are stored twice.
+    Raises ModelError for a tensor that has no place in the model, and for one that is stored twice.
     """
     seen = set()
-    for file, found in names.items():
-        for name, own in list(found.items()):
+    for file, file_names in names.items():
+        for name, own in list(file_names.items()):
             if own in seen:
                 raise ModelError(f"{file}: tensor {name} is stored twice (the prefix {PREFIX} makes no difference)")
             seen.add(own)
@@ -223,7 +225,7 @@ def _loaded_names(
                 layer = _module(own)
                 format_known = f", whose {layer} is {formats[layer]}" if layer in formats else ""
                 raise ModelError(f"{file}: tensor {name} {shape} has no place in the model{format_known}")
-            del found[name]
+            del file_names[name]
     return names
 
 
@@ -232,15 +234,14 @@ def _load_file(
 ) -> None:
     """Copy one file's tensors into `model_targets`; `names` maps their names in the file to the model's names.
 
-    Threads copy several tensors at once, each into memory of its own: one thread alone reads memory, or a disk, at a
-    fraction of its speed.
+    Several threads copy tensors at once, since one thread alone reads memory or a disk at a fraction of its speed.
     """
 
     def copy(name: str) -> None:
         stored, target = tensors.get_slice(name), model_targets[names[name]]
-        own = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
+        part = tensors.get_tensor(name) if target.is_whole else target.part_of(stored)
         try:
-            fits = target.fill(own)
+            fits = target.fill(part)
         except BadTensor as error:
             raise ModelError(f"{file}: tensor {name} {error}") from None
         # A target of another dtype is a float16 projection: `recast_overflowing_qkv` recasts it if it overflows.
@@ -248,26 +249,26 @@ def _load_file(
             raise _overflow_error(file, name, dtype)
 
     with _opened(file) as tensors, ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        for _ in pool.map(copy, names):  # raises the error of the first tensor that has one
+        for _ in pool.map(copy, names):  # raises the first error
             HEARTBEAT.turned()
 
 
-def _check_kinds(
+def _check_shapes_and_dtypes(
     file: Path,
     names: Mapping[str, str],
     model_targets: Mapping[str, WeightTarget],
     formats: Mapping[str, LinearMethod],
 ) -> None:
-    """Check shapes and dtypes of one file's tensors; errors name the format of the layer, of `formats`."""
+    """Check shapes and dtypes of one file's tensors; errors name the layer's weight format, from `formats`."""
     with _opened(file) as tensors:
         for name, own_name in names.items():
             HEARTBEAT.turned()
             stored, target, layer = tensors.get_slice(name), model_targets[own_name], _module(own_name)
             since = f", since {layer} is {formats[layer]}" if layer in formats else ""
             if not target.takes(stored.get_shape()):
-                found, expected = stored.get_shape(), target.shape
+                shape, expected = stored.get_shape(), target.shape
                 since = "" if isinstance(formats.get(layer), DenseMethod) else since
-                raise ModelError(f"{file}: tensor {name} has shape {found}; expected {expected}{since}")
+                raise ModelError(f"{file}: tensor {name} has shape {shape}; expected {expected}{since}")
             if stored.get_dtype() not in target.stored_dtypes:
                 allowed = f"{', '.join(target.stored_dtypes)}{since}"
                 raise ModelError(f"{file}: tensor {name} is stored as {stored.get_dtype()}; supported: {allowed}")
@@ -310,17 +311,16 @@ class TensorFile(Protocol):
 
 
 class SkippedTensors:
-    """Set of tensor names that a checkpoint may hold although this worker's model does not.
+    """Set of the names of checkpoint tensors that this worker skips instead of refusing.
 
-    The set has all tensors of other pipeline stages' modules, whose names those stages check, tensors of experts that
-    other ranks hold, and redundant tensors: rotary frequencies, the LM head of a tied model, and those that weight
-    formats repeat.
+    It contains tensors of other pipeline stages, whose names those stages check, of experts on other ranks, and
+    redundant tensors: rotary frequencies, the LM head of a tied model, and `LinearMethod.redundant`.
     """
 
     def __init__(self, model: CausalLM, model_targets: Iterable[str]) -> None:
-        """`model_targets`: the names of all targets, also of those that stand for others."""
+        """`model_targets`: the names of all targets, stacked ones included."""
         self._layers = range(model.config.num_layers)
-        self._mixed = model.config.moe is not None
+        self._has_experts = model.config.moe is not None
         self._tied = model.config.tied
         self._experts = model.shard_plan.experts
         self._targets = set(model_targets)
@@ -351,16 +351,16 @@ class SkippedTensors:
         found = _LAYER.fullmatch(module)
         if found is None:
             return module in _OUTER and not (self._tied and module == "lm_head")
-        may_differ = self._mixed and found[1] not in self._own_layers
+        may_differ = self._has_experts and found[1] not in self._own_layers
         known = found[2] in self._of_layer or (may_differ and _FEED_FORWARD.fullmatch(found[2]) is not None)
         return known and int(found[1]) in self._layers
 
     def _is_of_other_rank(self, name: str) -> bool:
-        """Return whether the tensor belongs to an expert of another rank, and has a place there by its name."""
+        """Return whether the tensor belongs to an expert of another rank, which has a tensor of this name."""
         found, own = _EXPERT.search(name), self._experts
         if found is None or own.start <= int(found[1]) < own.stop or int(found[1]) >= own.size:
             return False
-        twin = f"{name[: found.start(1)]}{own.start}{name[found.end(1) :]}"  # of an expert that this rank holds
+        twin = f"{name[: found.start(1)]}{own.start}{name[found.end(1) :]}"  # same tensor of this rank's first expert
         return twin in self._targets or twin in self._redundant
 
 

@@ -28,22 +28,22 @@ class StackedModule(Protocol):
     """Module whose matrices a checkpoint may also hold stacked, several in one tensor."""
 
     def stacked_targets(self) -> Iterator[tuple[str, StackedTarget]]:
-        """Yield each stacked tensor's name, relative to the module, and what it fills, by names relative to it, too."""
+        """Yield each stacked tensor's name and its target, whose `pieces` have names relative to the module, too."""
         ...
 
 
 def targets(model: nn.Module) -> dict[str, WeightTarget]:
     """Return the target of each tensor name of a checkpoint; together they cover all parameters once.
 
-    Parameters of modules that do not name their tensors have the names of their modules, and are whole on every rank.
+    Parameters of other modules than CheckpointModules have the names of PyTorch, and are whole on every rank.
     """
     return {f"{prefix}{name}": target for prefix, module in modules(model) for name, target in module_targets(module)}
 
 
 def stacked_targets(model: nn.Module) -> dict[str, StackedTarget]:
-    """Return the targets of stacked tensors by their names; `pieces` have the names that `targets` returns."""
+    """Return the targets of stacked tensors by name; their `pieces` have the names that `targets` returns."""
     return {
-        f"{prefix}{name}": replace(target, pieces={f"{prefix}{piece}": one for piece, one in target.pieces.items()})
+        f"{prefix}{name}": replace(target, pieces={f"{prefix}{end}": piece for end, piece in target.pieces.items()})
         for prefix, module in modules(model)
         if isinstance(module, StackedModule)
         for name, target in module.stacked_targets()
@@ -51,7 +51,7 @@ def stacked_targets(model: nn.Module) -> dict[str, StackedTarget]:
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module that may have tensors in a checkpoint, with the start of their names: "model.layers.3.mlp."."""
+    """Yield each module that may have tensors in a checkpoint, with their prefix: "model.layers.3.mlp."."""
     yield prefix, model
     for name, child in model.named_children():
         if isinstance(child, CheckpointModule):
@@ -61,7 +61,7 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def module_targets(module: nn.Module) -> Iterator[tuple[str, WeightTarget]]:
-    """Yield the names of a module's tensors, without the start that `modules` yields, and what each fills."""
+    """Yield the names of a module's tensors, without the prefix that `modules` yields, and their targets."""
     if isinstance(module, CheckpointModule):
         yield from module.targets()
     else:

@@ -17,7 +17,7 @@ from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import EngineInfo, Rendezvous
 from tok_core.model_config import Fields, ModelConfig, short_prompt
-from tok_core.models import CausalLM, build, dummy, load
+from tok_core.models import CausalLM, build, fill_dummy_weights, load_checkpoint
 from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, join
 from tok_core.quantization import QuantizationConfig, ScaledMethod, read_quantization
 from tok_core.runtime import HEARTBEAT
@@ -218,7 +218,7 @@ def _load_model(
 def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
     """Fill the model with the checkpoint in directory `path`, or with dummy weights, as the configuration says."""
     if config.load_format == "dummy":
-        dummy(
+        fill_dummy_weights(
             model,
             config.seed,
             eos_probability=config.eos_probability,
@@ -227,12 +227,12 @@ def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
             markov_probability=config.markov_probability,
         )
     else:
-        load(model, path)
+        load_checkpoint(model, path)
 
 
 def report_missing_float8(quantization: QuantizationConfig, device: torch.device) -> None:
     """Log what happens to float8 weights on a GPU without float8 arithmetic."""
-    methods = quantization.method, *(method for _, method in quantization.special)
+    methods = quantization.method, *(method for _, method in quantization.overrides)
     float8 = any(isinstance(method, ScaledMethod) and method.dtype.is_floating_point for method in methods)
     if device.type != "cuda" or not float8:
         return

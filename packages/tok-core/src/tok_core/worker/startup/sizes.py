@@ -9,7 +9,7 @@ from pathlib import Path
 from tok_core.config import EngineConfig
 from tok_core.errors import InvalidField
 from tok_core.model_config import ModelConfig, read_config
-from tok_core.models import as_stored
+from tok_core.models import resolve_tied_embeddings
 
 log = logging.getLogger("tok_core")
 
@@ -18,7 +18,7 @@ def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
     """Return the directory's config, untied if its checkpoint is, without windows of `max_model_len` or longer."""
     model = read_config(path, config.ignore_config_keys or ())
     if config.load_format != "dummy" and model.tied:
-        model = as_stored(model, path)
+        model = resolve_tied_embeddings(model, path)
         if not model.tied:
             log.warning(
                 "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding and is used", path

@@ -49,7 +49,7 @@ class WeightReceiver:
             if task.handles is None:
                 self._receive_group(task)
             else:
-                self._incoming.require(task.names, task.dtypes, task.shapes)
+                self._incoming.check_metadata(task.names, task.dtypes, task.shapes)
                 self._map(task)
         except (ModelError, RuntimeError) as error:
             self.drop()
@@ -64,7 +64,7 @@ class WeightReceiver:
 
     def apply(self) -> None:
         """Write what is staged into the model."""
-        self._incoming.fill()
+        self._incoming.apply()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.drop()
@@ -92,7 +92,7 @@ class WeightReceiver:
         self._used.add(task.group)
         errors: list[ModelError] = []
         try:
-            self._incoming.require(task.names, task.dtypes, task.shapes)
+            self._incoming.check_metadata(task.names, task.dtypes, task.shapes)
         except ModelError as error:
             errors.append(error)
 
@@ -102,7 +102,7 @@ class WeightReceiver:
                     if errors:
                         break
                     try:
-                        self._incoming.take(name, tensor, copy=True)
+                        self._incoming.stage(name, tensor, copy=True)
                     except ModelError as error:
                         errors.append(error)
                 if self._device.type == "cuda":
@@ -144,7 +144,7 @@ class WeightReceiver:
                     raise ModelError(f"tensor {name} has no handle for GPU {uuid}")
                 dtype, handle = getattr(torch, dtype_name), handles[uuid]
                 data = opened(handle.handle, handle.offset, math.prod(shape) * dtype.itemsize)
-                self._incoming.take(name, as_tensor(data, dtype, shape), copy=not task.map_only)
+                self._incoming.stage(name, as_tensor(data, dtype, shape), copy=not task.map_only)
             if task.map_only:
                 self._mapping = mapping.pop_all()
 

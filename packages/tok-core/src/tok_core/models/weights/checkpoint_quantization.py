@@ -1,4 +1,4 @@
-"""Write a dense checkpoint with its linear layers rounded to fewer bits, in the format of compressed-tensors."""
+"""Write a dense checkpoint with its linear layers quantised, in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -24,35 +24,39 @@ from tok_core.parallel import ShardPlan, Slice
 from tok_core.quantization import LinearMethod, PackQuantizedMethod, QuantizationConfig, ScaledMethod, read_quantization
 from tok_kernels import choose
 
-# The linear layers of all supported families but the LM head and routers, and matrices of all experts in one tensor.
+# Tensor names: linear layers of all supported families but the LM head and routers; the stacked matrices of all
+# experts; any matrix of a layer.
 LINEAR = re.compile(r"layers\.\d+\..*(_proj|\.experts\.\d+\.w[123])\.weight$")
 STACKED = re.compile(r"(.*layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj$")
 IN_LAYER = re.compile(r".*layers\.\d+\.(.+)\.weight$")
-CPU, FLOAT8, BLOCK = torch.device("cpu"), torch.float8_e4m3fn, (128, 128)
-TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+CPU, FLOAT8, BLOCK = torch.device("cpu"), torch.float8_e4m3fn, (128, 128)  # BLOCK: rows and columns
+# compressed-tensors' QuantizationArgs of activations, with a scale for each token, and of weights.
+TOKEN_ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+WEIGHT_ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 
 @dataclass(frozen=True, slots=True)
-class RoundingScheme:
-    """A weight format, and how compressed-tensors names it: the format, and the arguments of weights and inputs.
+class QuantizationScheme:
+    """A weight format, and its description in compressed-tensors' config.
 
-    multiples  numbers that a matrix's rows and columns must be multiples of
+    multiples        numbers that a matrix's rows and columns must be multiples of
+    tensor_format    `format` of the config
+    weights, inputs  QuantizationArgs of weights and of activations; None: activations are not quantised
     """
 
     multiples: tuple[int, int]
     method: LinearMethod
-    form: str
+    tensor_format: str
     weights: Mapping[str, object]
     inputs: Mapping[str, object] | None
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedTensor:
+class WrittenTensor:
     """A tensor that has been written.
 
-    error   length of the difference, relative to the length of the tensor; None: the tensor is written as it was
-    source  name of the tensor that it was, or a part of, in the dense checkpoint
+    error   relative error: norm of the difference to the dense tensor over that tensor's norm; None: not quantised
+    source  name of the dense checkpoint's tensor that it comes from
     """
 
     name: str
@@ -60,24 +64,28 @@ class RoundedTensor:
     source: str
 
 
-def _int4(group: int) -> RoundingScheme:
-    """Return the scheme of four bits with a scale for each `group` columns."""
+def _int4(group: int) -> QuantizationScheme:
+    """Return the scheme of 4-bit integers with a scale for each `group` columns."""
     method = PackQuantizedMethod(bits=4, group=group)
-    weights = {**WEIGHTS, "num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
-    return RoundingScheme((1, group), method, "pack-quantized", weights, None)
+    weights = {**WEIGHT_ARGUMENTS, "num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    return QuantizationScheme((1, group), method, "pack-quantized", weights, None)
 
 
-SCHEMES: Mapping[str, RoundingScheme] = MappingProxyType(
+SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
     {
-        "fp8-dynamic": RoundingScheme(
-            (1, 1), ScaledMethod(FLOAT8), "float-quantized", {**WEIGHTS, "strategy": "channel"}, TOKENS
+        "fp8-dynamic": QuantizationScheme(
+            (1, 1),
+            ScaledMethod(FLOAT8),
+            "float-quantized",
+            {**WEIGHT_ARGUMENTS, "strategy": "channel"},
+            TOKEN_ARGUMENTS,
         ),
-        "fp8-block": RoundingScheme(
+        "fp8-block": QuantizationScheme(
             BLOCK,
             ScaledMethod(FLOAT8, block=BLOCK),
             "float-quantized",
-            {**WEIGHTS, "strategy": "block", "block_structure": list(BLOCK)},
-            {**TOKENS, "strategy": "group", "group_size": BLOCK[1]},
+            {**WEIGHT_ARGUMENTS, "strategy": "block", "block_structure": list(BLOCK)},
+            {**TOKEN_ARGUMENTS, "strategy": "group", "group_size": BLOCK[1]},
         ),
         "int4-g128": _int4(128),
         "int4-g64": _int4(64),
@@ -85,13 +93,12 @@ SCHEMES: Mapping[str, RoundingScheme] = MappingProxyType(
 )
 
 
-def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTensor]:
-    """Write the model in directory `source` to the new directory `out`, each linear layer rounded to the nearest.
+def quantize_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[WrittenTensor]:
+    """Write the model in directory `source` to the new directory `out`, with its linear layers rounded to the nearest.
 
-    Embedding, LM head, norms and routers stay as they are. Experts get a tensor for each matrix, by the names of
-    Mixtral's and Qwen's checkpoints, also where the dense checkpoint stacks them. Yields each tensor once it is
-    rounded; a file is written when all its tensors are, and config.json last. One file of tensors is in memory at a
-    time.
+    Embedding, LM head, norms and routers stay as they are. Stacked experts are split into a tensor for each matrix,
+    with the names of Mixtral's and Qwen's checkpoints. Yields each tensor once it is quantised. A file is written when
+    all its tensors are, and config.json last. One file of tensors is in memory at a time.
     Errors: InvalidField for an unknown scheme or an `out` that exists; ModelError for a model that cannot be read or
     is quantised already, and for columns that the scheme cannot divide.
     """
@@ -106,26 +113,26 @@ def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTe
     placement = Placement(choose(CPU), CPU, torch.float32, plan, quantization=QuantizationConfig(chosen.method))
     _check_sizes(files, chosen)
     out.mkdir(parents=True)
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}  # name of each tensor's file
     dense_ends = {"lm_head"}
     for file in files:
         tensors: dict[str, Tensor] = {}
         with safe_open(file, framework="pt", device="cpu") as stored:
             for source_name in stored.keys():  # noqa: SIM118 – no mapping
                 for name, dense in _matrices(source_name, stored.get_tensor(source_name), config.architecture):
-                    rounded, error = {name: dense}, None
+                    written, error = {name: dense}, None
                     if LINEAR.search(name):
                         rows, columns = (Slice.whole(size) for size in dense.shape)
-                        rounded, error = _round(name, dense, Linear(columns, {"": rows}, placement))
+                        written, error = _quantize(name, dense, Linear(columns, {"": rows}, placement))
                     elif dense.ndim == 2 and (found := IN_LAYER.fullmatch(name)):
                         dense_ends.add(f"re:.*{re.escape(found[1])}$")
-                    tensors |= rounded
-                    yield RoundedTensor(name, error, source_name)
+                    tensors |= written
+                    yield WrittenTensor(name, error, source_name)
         save_file(tensors, out / file.name, {"format": "pt"})
-        where |= dict.fromkeys(tensors, file.name)
+        file_of |= dict.fromkeys(tensors, file.name)
     if len(files) > 1:
         total = sum((out / file.name).stat().st_size for file in files)
-        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
             shutil.copy(path, out)
@@ -134,7 +141,7 @@ def round_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[RoundedTe
 
 
 def _matrices(name: str, tensor: Tensor, architecture: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensor, or the matrices that it stacks, by their names in the model's usual checkpoints."""
+    """Yield the tensor, or each matrix that it stacks, with its name in unstacked checkpoints."""
     found, mixtral = STACKED.fullmatch(name), architecture.startswith("Mixtral")
     if found is None:
         yield mixtral_name(name) if mixtral else name, tensor
@@ -150,7 +157,7 @@ def _parts(stacked: re.Match[str]) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if stacked[2] == "gate_up" else ("down_proj",)
 
 
-def _check_sizes(files: list[Path], scheme: RoundingScheme) -> None:
+def _check_sizes(files: list[Path], scheme: QuantizationScheme) -> None:
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as stored:
             for name in stored.keys():  # noqa: SIM118 – no mapping
@@ -163,8 +170,8 @@ def _check_sizes(files: list[Path], scheme: RoundingScheme) -> None:
                     raise ModelError(f"{name}: is {shape}; allowed: multiples of {list(scheme.multiples)}")
 
 
-def _round(name: str, dense: Tensor, linear: Linear) -> tuple[dict[str, Tensor], float]:
-    """Return a matrix's tensors in the format of `linear`, by their names, and their relative error once loaded."""
+def _quantize(name: str, dense: Tensor, linear: Linear) -> tuple[dict[str, Tensor], float]:
+    """Return a matrix's tensors in the format of `linear`, by name, and their relative error once loaded."""
     start = name.removesuffix("weight")
     tensors = {end: tensor.contiguous() for end, tensor in linear.method.quantize(dense).items()}
     for end, target in linear.targets():
@@ -176,13 +183,13 @@ def _round(name: str, dense: Tensor, linear: Linear) -> tuple[dict[str, Tensor],
     return {f"{start}{end}": tensor for end, tensor in tensors.items()}, error.item()
 
 
-def _config(scheme: RoundingScheme, ignore: list[str]) -> dict[str, object]:
+def _config(scheme: QuantizationScheme, ignore: list[str]) -> dict[str, object]:
     group = {"targets": ["Linear"], "weights": scheme.weights, "input_activations": scheme.inputs}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": scheme.form,
-        "config_groups": {"group_0": {**group, "output_activations": None, "format": scheme.form}},
+        "format": scheme.tensor_format,
+        "config_groups": {"group_0": {**group, "output_activations": None, "format": scheme.tensor_format}},
         "ignore": ignore,
     }
 

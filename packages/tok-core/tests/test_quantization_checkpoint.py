@@ -1,4 +1,4 @@
-"""`round_checkpoint` writes checkpoints that the engine loads and whose weights are the nearest of their format."""
+"""`quantize_checkpoint` writes checkpoints that the engine loads and whose weights are the nearest of their format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.parallel_models import model_of
 from support.tiny_models import make_model
 from tok_core import InvalidField, ModelError
 from tok_core.models import Linear
-from tok_core.models.weights import SCHEMES, round_checkpoint
+from tok_core.models.weights import SCHEMES, quantize_checkpoint
 from tok_core.quantization import read_quantization
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -43,7 +43,7 @@ def dense_weights(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rounded_checkpoint_loads_with_the_errors_reported(scheme: str, shards: int, tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense", shards=shards), tmp_path / "rounded"
-    reported = {tensor.name: tensor.error for tensor in round_checkpoint(path, out, scheme)}
+    reported = {tensor.name: tensor.error for tensor in quantize_checkpoint(path, out, scheme)}
     stored = {name: weight for file in path.glob("*.safetensors") for name, weight in load_file(file).items()}
     rounded = {name: weight for file in out.glob("*.safetensors") for name, weight in load_file(file).items()}
     assert set(reported) == set(stored)
@@ -66,7 +66,7 @@ def test_rounded_checkpoint_loads_with_the_errors_reported(scheme: str, shards: 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rounded_weights_are_the_nearest_that_their_scales_allow(scheme: str, tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
-    assert list(round_checkpoint(path, out, scheme))
+    assert list(quantize_checkpoint(path, out, scheme))
     name = "model.layers.1.mlp.down_proj.weight"
     exact, scale = load_file(path / "model.safetensors")[name], load_file(out / "model.safetensors")[f"{name}_scale"]
     grid = torch.arange(-8.0, 8.0) if "int4" in scheme else E4M3
@@ -109,7 +109,7 @@ def test_config_and_tensors_are_written_as_other_engines_read_them(
 ) -> None:
     """vLLM 0.33 and compressed-tensors 0.17 were seen to read exactly these keys, names, shapes and dtypes."""
     path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
-    assert list(round_checkpoint(path, out, scheme))
+    assert list(quantize_checkpoint(path, out, scheme))
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     assert json.loads((out / "config.json").read_text())["quantization_config"] == {
         "quant_method": "compressed-tensors",
@@ -126,13 +126,13 @@ def test_config_and_tensors_are_written_as_other_engines_read_them(
 def test_model_that_cannot_be_rounded_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "out"
     with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128, int4-g64"):
-        next(round_checkpoint(path, out, "int3"))
+        next(quantize_checkpoint(path, out, "int3"))
     with pytest.raises(InvalidField, match=r"out is .*; allowed: a directory that does not exist yet"):
-        next(round_checkpoint(path, path, "fp8-dynamic"))
-    assert list(round_checkpoint(path, tmp_path / "fp8", "fp8-dynamic"))
+        next(quantize_checkpoint(path, path, "fp8-dynamic"))
+    assert list(quantize_checkpoint(path, tmp_path / "fp8", "fp8-dynamic"))
     with pytest.raises(ModelError, match="is quantised already"):
-        next(round_checkpoint(tmp_path / "fp8", out, "fp8-dynamic"))
+        next(quantize_checkpoint(tmp_path / "fp8", out, "fp8-dynamic"))
     small = make_model("llama", tmp_path / "small")
     with pytest.raises(ModelError, match=r"_proj.weight: is \[\d+, 64\]; allowed: multiples of \[1, 128\]"):
-        list(round_checkpoint(small, out, "int4-g128"))
+        list(quantize_checkpoint(small, out, "int4-g128"))
     assert not out.exists()
