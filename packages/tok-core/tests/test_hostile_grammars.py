@@ -25,7 +25,7 @@ from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.grammar.checker import GrammarLimits
 from tok_core.grammar.worker_processes.processes import WorkerProcesses
-from tok_core.runtime.garbage_collection import settle
+from tok_core.runtime.garbage_collection import freeze_gc_heap
 from tok_core.sampling_params import Grammar
 
 VOCABULARY = 512
@@ -132,7 +132,7 @@ def resident(pid: int) -> int:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     found = Service(tmp_path_factory.mktemp("hostile"))
-    settle()  # as a manager process does; the garbage collector then skips the modules that the tests import
+    freeze_gc_heap()  # as a manager process does; the garbage collector then skips the modules that the tests import
     assert list(found.run(SMALL, None).values()) == ["300"] * 2
     yield found
     assert_all_given_back(found.manager)

@@ -25,7 +25,7 @@ from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.models import CausalLM, fill_dummy_weights
 from tok_core.quantization import read_quantization
 from tok_core.worker.startup.backend import require_float8
-from tok_core.worker.startup.kv_scales import HEADROOM, calibrated
+from tok_core.worker.startup.kv_scales import HEADROOM, calibrated_scales
 
 FP8 = torch.float8_e4m3fn
 LAYERS, HEADS, TOKENS = 3, 2, 60
@@ -245,7 +245,7 @@ def test_calibration_scales_each_head_by_its_largest_number() -> None:
     kv[1, 0, :, :, 0] = 0.0
     kv[2, 1, 4, 0, 1, 0] = torch.nan
     kv[2, 0, 4, 0, 1, 0] = torch.inf
-    scales = calibrated(kv)
+    scales = calibrated_scales(kv)
     assert scales.shape == (LAYERS, 2, HEADS)
     assert scales[0, 1, 1] == 8  # the least power of two above 600 · 4 / 448
     assert scales[1, 0, 0] == scales[2, 1, 1] == scales[2, 0, 1] == 1

@@ -191,11 +191,11 @@ def test_tensors_of_a_trainer_update_stacked_experts(paths: dict[str, Path], tmp
         )
     partial = IncomingWeights(model_of(path))
     stacked = load_file(other / WEIGHTS)
-    partial.take(GATE_UP, stacked[GATE_UP], copy=True)
+    partial.stage(GATE_UP, stacked[GATE_UP], copy=True)
     partial.check(complete=False)
     with pytest.raises(ModelError, match="missing tensors"):
         partial.check(complete=True)
-    partial.take("model.layers.1.mlp.experts.0.up_proj.weight", stacked[GATE_UP][0, 32:], copy=True)
+    partial.stage("model.layers.1.mlp.experts.0.up_proj.weight", stacked[GATE_UP][0, 32:], copy=True)
     with pytest.raises(ModelError, match=r"experts\.0\.up_proj\.weight comes twice"):
         partial.check(complete=False)
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from tok_core.parallel.tensor import TensorParallel
 from tok_core.parallel.tp_layouts import AllReduceLayout, OverlappedLayout, SequenceParallelLayout, choose_layout
-from tok_core.worker.startup.tp_calibration import NO_OVERLAP_TOKENS, choose, last_ahead
+from tok_core.worker.startup.tp_calibration import NO_OVERLAP_TOKENS, choose_thresholds, crossover
 
 SIZES = (16, 32, 64, 128, 256)
 
 
 @pytest.mark.parametrize(
-    ("whole", "sharded", "overlapped", "few", "overlap_from"),
+    ("all_reduce", "sequence_parallel", "overlapped", "all_reduce_tokens", "overlap_from"),
     [
         ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 9, 9), 64, NO_OVERLAP_TOKENS),
         ((1, 2, 3, 9, 20), (2, 3, 4, 5, 9), (9, 9, 9, 4, 8), 64, 128),
@@ -31,14 +31,18 @@ SIZES = (16, 32, 64, 128, 256)
     ],
 )
 def test_layout_thresholds_hold_for_all_larger_sizes(
-    whole: tuple[float, ...], sharded: tuple[float, ...], overlapped: tuple[float, ...], few: int, overlap_from: int
+    all_reduce: tuple[float, ...],
+    sequence_parallel: tuple[float, ...],
+    overlapped: tuple[float, ...],
+    all_reduce_tokens: int,
+    overlap_from: int,
 ) -> None:
-    assert choose(SIZES, whole, sharded, overlapped) == (few, overlap_from)
+    assert choose_thresholds(SIZES, all_reduce, sequence_parallel, overlapped) == (all_reduce_tokens, overlap_from)
 
 
-def test_last_ahead_stops_at_the_first_size_that_is_slower() -> None:
-    assert last_ahead(SIZES, (1, 2, 9, 1, 1), (2, 2, 2, 2, 2)) == 32
-    assert last_ahead(SIZES, (3, 1, 1, 1, 1), (2, 2, 2, 2, 2)) == 0
+def test_crossover_is_the_last_size_before_the_first_slower_one() -> None:
+    assert crossover(SIZES, (1, 2, 9, 1, 1), (2, 2, 2, 2, 2)) == 32
+    assert crossover(SIZES, (3, 1, 1, 1, 1), (2, 2, 2, 2, 2)) == 0
 
 
 @pytest.fixture

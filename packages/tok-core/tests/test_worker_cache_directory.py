@@ -31,7 +31,7 @@ def filled(directory: Path, key: dict[str, str]) -> CacheDirectory:
     assert cache.path is not None
     (cache.path / "triton").mkdir()
     (cache.path / "triton" / "kernel").write_text("code", encoding="utf-8")
-    cache.complete()
+    cache.write_manifest()
     return cache
 
 
@@ -40,7 +40,7 @@ def test_each_gpu_and_version_has_a_part_of_its_own(tmp_path: Path, caplog: pyte
     first = filled(directory, H200)
     assert first.path is not None
     assert json.loads((first.path / MANIFEST).read_text(encoding="utf-8")) == H200
-    assert first.choices == first.path / "kernels"
+    assert first.calibration == first.path / "kernels"
     assert CacheDirectory(directory, dict(H200)).path == first.path
     assert caplog.messages == []
     other = CacheDirectory(directory, H100)
@@ -54,7 +54,7 @@ def test_each_gpu_and_version_has_a_part_of_its_own(tmp_path: Path, caplog: pyte
     )
 
 
-def test_libraries_use_the_part_and_load_built_modules_once_it_is_complete(
+def test_libraries_use_the_subdirectory_and_load_built_modules_once_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
@@ -67,7 +67,7 @@ def test_libraries_use_the_part_and_load_built_modules_once_it_is_complete(
     assert os.environ["FLASHINFER_WORKSPACE_BASE"] == f"{cache.path}/flashinfer"
     assert os.environ["TRITON_CACHE_MANAGER"] == "tok_kernels.movable_cache:MovableCache"
     assert not wrappers._load_built
-    cache.complete()
+    cache.write_manifest()
     cache.use()
     assert wrappers._load_built
 
@@ -97,8 +97,8 @@ def test_directory_that_cannot_be_used_is_ignored_with_one_line(
         (directory / "part" / MANIFEST).write_text(content, encoding="utf-8")
     cache = CacheDirectory(directory, H200)
     cache.use()
-    cache.complete()
-    assert cache.path is cache.choices is None
+    cache.write_manifest()
+    assert cache.path is cache.calibration is None
     assert os.environ["TRITON_CACHE_DIR"] == ""
     (line,) = caplog.messages
     assert line.startswith("cache_dir is ignored: ")
@@ -124,7 +124,7 @@ def test_key_names_gpu_driver_and_versions(monkeypatch: pytest.MonkeyPatch) -> N
 
     libraries = {"libcuda.so.1": SimpleNamespace(cuDriverGetVersion=get_version)}
     monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
-    key = cache_directory.key_of(torch.device("cuda", 0))
+    key = cache_directory.cache_key(torch.device("cuda", 0))
     assert key["driver"] == "CUDA 12.8"
     assert (key["device"], key["capability"]) == ("NVIDIA H200", "9.0")
     assert {"torch", "triton", "flashinfer-python", "tok-kernels", "python"} <= key.keys()

@@ -16,7 +16,7 @@ from tok_core.model_config.model_config import read_config
 from tok_core.models.registry import build
 from tok_core.models.weights.loading import load_checkpoint
 from tok_core.worker import runner as runner_module
-from tok_core.worker.launch_watch import LOG_INTERVAL, MIN_LAUNCHES, LaunchWatch
+from tok_core.worker.launch_watch import MIN_LAUNCHES, MIN_LOG_INTERVAL, LaunchWatch
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.state import WorkerState
@@ -78,7 +78,7 @@ def test_one_line_a_minute_counts_the_slow_launches_since_the_last(caplog: pytes
     launch(watch, 0.002, MIN_LAUNCHES)
     launch(watch, 0.5, 3)
     assert len(caplog.messages) == 1
-    clock.now += LOG_INTERVAL
+    clock.now += MIN_LOG_INTERVAL
     launch(watch, 0.5)
     assert len(caplog.messages) == 2
     assert caplog.messages[1].endswith("; 2 more slow launches since the last such line")

@@ -127,7 +127,7 @@ class OutputRouter:
 
     def deliver(self, replica: int, progress: Progress) -> None:
         """Deliver one report to its requests, and call each sink once. A request that raises an error fails alone."""
-        if progress.figures_only:
+        if progress.has_only_stats:
             return
         if self._router.several:
             progress = number_by_request(progress)

@@ -22,7 +22,7 @@ from tok_core.manager.sequences import SequenceTable
 from tok_core.manager.speculation import Speculator
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineCommand, EngineInfo, Progress, Stats, StepInput, StepOutput, ToManager
-from tok_core.runtime import HEARTBEAT, TURN
+from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS
 
 if TYPE_CHECKING:
     from tok_core.text import Tokenizer
@@ -108,7 +108,7 @@ class Manager:
                 soon = self.reporter.builds_soon()
                 if not soon:
                     self._report_if_changed()
-                self.ports.wait(min(self.grammars.patience, PATIENCE if soon else TURN))
+                self.ports.wait(min(self.grammars.patience, PATIENCE if soon else MAX_TURN_SECONDS))
 
     def close(self) -> None:
         """Stop the grammar workers, after the loop has ended."""

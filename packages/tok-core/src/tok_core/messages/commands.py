@@ -60,11 +60,11 @@ class ReceiveTensors(msgspec.Struct, tag=True, frozen=True):
     """Receive tensors, check them, and stage the part of each that the worker needs; no weight changes.
 
     dtypes        names such as "bfloat16"
-    group         that the trainer broadcasts in; "": the tensors are in `handles`
-    bucket_bytes  tensors are concatenated as bytes until they exceed this size, and each concatenation is one
-                  broadcast; 0: one broadcast for each tensor
-    handles       of each tensor, by the uuid of its GPU
-    map_only      do not copy memory of `handles`, since ApplyTensors follows before the trainer may change it
+    group         group in which the trainer broadcasts; "": the tensors are in `handles`
+    bucket_bytes  a broadcast holds tensors concatenated as bytes, until they exceed this size; 0: one broadcast for
+                  each tensor
+    handles       CUDA IPC handles of each tensor, by the UUID of the GPU
+    map_only      do not copy the memory of `handles`, since `ApplyStaged` follows before the trainer may change it
     """
 
     names: list[str]
@@ -77,7 +77,7 @@ class ReceiveTensors(msgspec.Struct, tag=True, frozen=True):
 
 
 class CheckStaged(msgspec.Struct, tag=True, frozen=True):
-    """Answer with why the staged tensors cannot be applied. `complete`: they must be all of the model's."""
+    """Check whether the staged tensors can be applied. `complete`: they must be all tensors of the model."""
 
     complete: bool
 
@@ -94,16 +94,16 @@ TransferTask = JoinGroup | LeaveGroup | ReceiveTensors | CheckStaged | ApplyStag
 
 
 class CommandResult(msgspec.Struct, tag=True, frozen=True):
-    """A command was executed. `error` says why not; "": it was."""
+    """Answer to the command `number`. `error`: why it failed; "": it succeeded."""
 
     number: int
     error: str = ""
 
 
 class WeightsTask(msgspec.Struct, tag=True, frozen=True):
-    """Check, or load in place, the weights in a directory (None: those of the start). Sent while no step is in flight.
+    """Check the weights in a directory (None: the initial weights), or load them in place. No step is in flight.
 
-    write  load them; an error ends the worker
+    write  True: load them; an error ends the worker. False: only check them
     """
 
     weights: str | None
@@ -127,16 +127,16 @@ class EngineCommand(msgspec.Struct, tag=True, frozen=True):
     pause          launch no further step; the answer follows once no step is in flight
     retract        preempt all running sequences: they compute their KV cache again after a resume. Only after a pause
     resume         launch steps again
-    clear_cache    let no request that starts from now on share pages that are cached now
-    check_weights  answer with why `weights` cannot be loaded; nothing changes
+    clear_cache    let requests that start from now on share no page that is cached now
+    check_weights  check whether `weights` can be loaded; nothing changes
     load_weights   load `weights` into the parameters, and clear the cache. A failure ends the replica
     transfer       let all workers execute `task`
-    sleep          launch no further step until all is woken up, and release the memory of `tags`. Sequences that run
-                   wait again if their KV cache is released, and no page stays cached
-    wake_up        restore the memory of `tags`; on an error that of no tag
+    sleep          launch no further step until all memory is restored, and release the memory of the task's tags. If
+                   the KV cache is released, running sequences are preempted and all cached pages are evicted
+    wake_up        restore the memory of the task's tags
 
-    weights  directory of a checkpoint; None: the weights of the replica's start
-    task     of the actions "transfer", "sleep" and "wake_up"
+    weights  directory of a checkpoint; None: the initial weights
+    task     task of the actions "transfer", "sleep" and "wake_up"
     """
 
     number: int
@@ -146,6 +146,6 @@ class EngineCommand(msgspec.Struct, tag=True, frozen=True):
 
 
 class TaskResult(msgspec.Struct, tag=True, frozen=True):
-    """One worker is done with a WorkerTask. `error`: why it cannot be executed; "": it is."""
+    """A worker's answer to a WorkerTask. `error`: why it failed; "": it succeeded."""
 
     error: str = ""

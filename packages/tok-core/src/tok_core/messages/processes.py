@@ -15,15 +15,16 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
 
     linear_layers                              weight formats of the linear layers
     sampling_defaults                          fields of SamplingParams that the model's generation_config.json sets.
-                                               The server applies them to requests that leave a field out; the engine
-                                               takes complete SamplingParams and applies none
-    max_all_reduce_tokens, min_overlap_tokens  thresholds of `TensorParallel`; None without tensor parallelism, and
+                                               The server applies them to requests that omit a field; the engine takes
+                                               complete SamplingParams and applies none
+    max_all_reduce_tokens, min_overlap_tokens  thresholds of `TensorParallel`; None without tensor parallelism.
                                                `min_overlap_tokens` is None if no step overlaps GEMMs with collectives
-    short_prompt                               longer prompts than this (tokens) have another rotary embedding than
-                                               shorter ones, and share no cached pages with them; None: all prompts have
-                                               the same
-    tp, pp                                     ranks of a stage, and stages, of each replica
-    rope_depends_on_length                     long prompts of different lengths do not share pages, either
+    short_prompt                               maximum tokens of a short prompt. Longer prompts have another rotary
+                                               embedding, and share no cached pages with short ones; None: all prompts
+                                               have the same
+    rope_depends_on_length                     long prompts of different lengths share no pages, either
+    tp, pp, ep                                 tensor-parallel ranks and pipeline stages of each replica; whether ranks
+                                               hold whole experts (expert parallelism)
     """
 
     vocab_size: int
@@ -55,7 +56,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """A process cannot start or go on. `arguments` are those of the exception class `kind`."""
+    """Failure of a process: the exception class `kind` of `tok_core.errors`, and its `arguments`."""
 
     kind: str
     arguments: tuple[str | int | float | bool, ...]
@@ -69,7 +70,7 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
 
 
 class Silence(msgspec.Struct, tag=True, frozen=True):
-    """Processes of a replica send no heartbeat: `detail` names them. An empty `detail`: all send heartbeats again."""
+    """Report of a replica's processes without heartbeats, named in `detail`; "": all send heartbeats again."""
 
     detail: str
 

@@ -17,8 +17,8 @@ class Submit(msgspec.Struct, tag=True):
     params        sampling parameters; `seed` is set
     first_sample  index of the first of the `params.n` samples; another replica may compute other samples
     pooling       how to pool the prompt's embedding, for embedding requests; `params.max_tokens` is 0 then
-    tenant        an opaque name of the caller; "" if unknown
-    salt          16 bytes, or none; requests with different salts share no pages of the prefix cache
+    tenant        opaque name of the caller; "" if unknown
+    salt          16 bytes, or b""; requests with different salts share no pages of the prefix cache
     banned        token sequences of `params.bad_words`, none of which may be generated
     """
 
@@ -78,17 +78,17 @@ class Embedded(msgspec.Struct):
 class Stats(msgspec.Struct):
     """Counters since the start, and gauges, of one manager. An idle manager reports current values.
 
-    skipped_tokens                  those of `output_tokens` that a grammar determined, so that no step sampled them
+    skipped_tokens                  output tokens that a grammar determined, so that no step sampled them
     discarded_tokens                tokens computed for sequences that had ended
     draft_steps                     steps that verified drafted tokens
-    drafted_tokens                  tokens drafted
-    accepted_tokens                 those of them that were accepted: each saved its sample a step
-    schedule_seconds                time of the manager's CPU to build steps
-    output_seconds                  time of the manager's CPU to process returned tokens
-    launch_seconds, device_seconds  as in StepOutput, summed
-    expert_mean_tokens              tokens of an expert in the mean, summed over the layers of steps that counted them
-    expert_max_tokens               the same of the expert with most
-    expert_rank_max_tokens          the same of the experts of a rank, in the mean, of the rank with most
+    drafted_tokens                  drafted tokens
+    accepted_tokens                 drafted tokens that were accepted; each saves its sample one step
+    schedule_seconds                CPU time of the manager to build steps
+    output_seconds                  CPU time of the manager to process returned tokens
+    launch_seconds, device_seconds  sums of StepOutput's
+    expert_mean_tokens              mean tokens per expert, summed over all layers of the steps that counted them
+    expert_max_tokens               tokens of the busiest expert of a layer, summed likewise
+    expert_rank_max_tokens          mean tokens per expert of the busiest rank of a layer, summed likewise
     """
 
     requests_running: int = 0
@@ -121,7 +121,7 @@ class Stats(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """A manager's report of everything since its last one: N tokens in columns, and rarer events as lists.
+    """A manager's report of everything since its last report: N tokens in columns, and rarer events as lists.
 
     Columns: `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`.
 
@@ -129,10 +129,9 @@ class Progress(msgspec.Struct, tag=True):
               round, and a sample's tokens of successive rounds follow one another
     scores    prompt log-probabilities, no later than the first token of their request
     embedded  embeddings, no later than the end of their request
-    started   `[(rid, prompt tokens found in the cache, seconds since then), …]` for requests whose first sample got a
-              slot
+    started   `[(rid, cached prompt tokens, seconds since then), …]` for requests whose first sample got a slot
     failed    `[(rid, reason), …]`; nothing more follows for these requests
-    refused   `[(rid, what is allowed), …]`, the same for requests whose grammar exceeds a limit
+    refused   `[(rid, allowed values), …]`, the same for requests whose grammar exceeds a limit
     """
 
     rid: np.ndarray
@@ -151,7 +150,7 @@ class Progress(msgspec.Struct, tag=True):
     refused: list[tuple[int, str]] = []
 
     @property
-    def figures_only(self) -> bool:
+    def has_only_stats(self) -> bool:
         """Return whether the report contains nothing but `stats`."""
         ends = self.finished or self.failed or self.refused
         return not (len(self.rid) or ends or self.scores or self.embedded or self.started)

@@ -13,7 +13,7 @@ from tok_core.messages.codec import EMPTY
 
 
 class NewSlots(msgspec.Struct):
-    """Slots assigned to new sequences: every array has one entry per slot, except `bias_*` and `prefix*`.
+    """Slots assigned to new sequences. Every array has one entry per slot, except for `bias_*` and `prefix*`.
 
     length             positions already in the cache
     last_token         input of the first decode row, before the slot has sampled a token: a sample that forks from a
@@ -60,7 +60,7 @@ class GroupLevel(msgspec.Struct):
 
 
 class SharedPages(msgspec.Struct):
-    """Sets the first k page table entries of each slot in `slot`, int32 `[n]`, to `page`, int32 `[k]`."""
+    """Set the first k page table entries of each slot in `slot`, int32 `[n]`, to `page`, int32 `[k]`."""
 
     slot: np.ndarray
     page: np.ndarray
@@ -165,15 +165,14 @@ class StepInput(msgspec.Struct, tag=True):
 class StepOutput(msgspec.Struct, tag=True):
     """The sampled tokens of one step, in the order of its R rows.
 
-    `token` is int32 and `logprob` float32, `[R]`; `top_token` and `top_logprob` are the same of `[R, top_logprobs]`. A
-    row whose sequence had ended before the step may return any token.
+    `token` is int32 and `logprob` float32, `[R]`; `top_token` and `top_logprob` have the same types and are
+    `[R, top_logprobs]`. A row whose sequence had ended before the step may return any token.
 
-    launch_seconds  time of the worker's CPU to enqueue the step
+    launch_seconds  CPU time of the worker to enqueue the step
     device_seconds  time from the step's first operation on the device to its last
     expert_tokens   int32 `[layers, experts]`: tokens that chose each expert; None: they were not counted
 
-    With several pipeline stages, these are those of the last stage, times without its wait for the previous stage's
-    output.
+    With several pipeline stages, times and counts are those of the last stage, without its wait for the previous one.
     """
 
     step: int

@@ -22,15 +22,15 @@ class PendingTokens(NamedTuple):
 
 
 class TokenSender:
-    """Broadcaster of each step's sampled tokens to all stages; uses its buffers in turn.
+    """Broadcaster of each step's sampled tokens to all stages; alternates between buffers.
 
-    own   this worker's rank in the group
+    rank  this worker's rank in the group
     rows  maximum number of tokens of a step
     """
 
-    def __init__(self, group: dist.ProcessGroup, own: int, buffers: int, rows: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, buffers: int, rows: int, device: torch.device) -> None:
         self._group = group
-        self._own = own
+        self._rank = rank
         self._buffers = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(buffers)]
         self._sent: list[dist.Work | None] = [None] * buffers
         self._turn = 0
@@ -44,7 +44,7 @@ class TokenSender:
         if earlier is not None:
             earlier.wait()
         buffer.copy_(token_R)
-        self._sent[turn] = dist.broadcast(buffer, group=self._group, group_src=self._own, async_op=True)
+        self._sent[turn] = dist.broadcast(buffer, group=self._group, group_src=self._rank, async_op=True)
 
 
 class TokenReceiver:
@@ -65,12 +65,12 @@ class TokenReceiver:
 
     def pending_tokens(self, step: StepInput) -> list[PendingTokens]:
         """Return the tokens of the steps up to `step.sampled_upto`, in order; valid until `expect` is called."""
-        found = []
+        tokens = []
         while self._pending and self._pending[0][0] <= step.sampled_upto:
             number, slots, token, work = self._pending.popleft()
             slots = np.where(self._owned_since[slots] > number, self._padding_slot, slots)
-            found.append(PendingTokens(slots, token, work))
-        return found
+            tokens.append(PendingTokens(slots, token, work))
+        return tokens
 
     def expect(self, step: StepInput) -> None:
         """Post the receive of the step's sampled tokens. Call this for every step, after `pending_tokens`.

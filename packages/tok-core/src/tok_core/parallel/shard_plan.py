@@ -53,7 +53,7 @@ class ShardPlan:
     heads, kv_heads   query heads, and the key/value heads that they attend to; with more ranks than key/value heads
                       several ranks hold the same key/value head
     intermediate      columns between the MLP's two GEMMs
-    experts           of each layer that has some
+    experts           experts of each layer that has experts
     expert_columns    columns between the two GEMMs of each of these experts
     vocabulary        rows of the embedding and of the LM head
     layers            indices in the model
@@ -72,20 +72,20 @@ class ShardPlan:
     def of(cls, config: ModelConfig, coordinates: RankCoordinates) -> ShardPlan:
         """Return the shard of the worker at `coordinates`. Raise InvalidField if `tp`, `pp` or `ep` does not fit."""
         _check_ranks(config, coordinates)
-        own = coordinates.rank, coordinates.ranks
-        kv_heads = Slice.of(config.num_kv_heads, *own)
+        rank = coordinates.rank, coordinates.ranks
+        kv_heads = Slice.of(config.num_kv_heads, *rank)
         if config.num_kv_heads < coordinates.ranks:
-            one = coordinates.rank * config.num_kv_heads // coordinates.ranks
-            kv_heads = Slice(one, one + 1, config.num_kv_heads)
+            head = coordinates.rank * config.num_kv_heads // coordinates.ranks
+            kv_heads = Slice(head, head + 1, config.num_kv_heads)
         experts, columns = (config.moe.experts, config.moe.intermediate_size) if config.moe else (0, 0)
         return cls(
             coordinates=coordinates,
-            heads=Slice.of(config.num_heads, *own),
+            heads=Slice.of(config.num_heads, *rank),
             kv_heads=kv_heads,
-            intermediate=Slice.of(config.intermediate_size, *own),
-            experts=Slice.of(experts, *own) if coordinates.ep else Slice.whole(experts),
-            expert_columns=Slice.whole(columns) if coordinates.ep else Slice.of(columns, *own),
-            vocabulary=Slice.of(config.vocab_size, *own),
+            intermediate=Slice.of(config.intermediate_size, *rank),
+            experts=Slice.of(experts, *rank) if coordinates.ep else Slice.whole(experts),
+            expert_columns=Slice.whole(columns) if coordinates.ep else Slice.of(columns, *rank),
+            vocabulary=Slice.of(config.vocab_size, *rank),
             layers=stage_layers(config, coordinates.stages)[coordinates.stage],
         )
 
@@ -122,7 +122,7 @@ def stage_layers(config: ModelConfig, stages: int) -> list[range]:
 
 
 def layer_cost(config: ModelConfig) -> int:
-    """Return the multiplications per token in the GEMMs of one layer; the mean, if only some layers have experts."""
+    """Return the multiplications per token in the GEMMs of a layer: the mean, if only some layers have experts."""
     heads, columns = 2 * config.num_heads + 2 * config.num_kv_heads, config.intermediate_size
     if config.moe is not None:
         sparse = len(config.moe.layers)

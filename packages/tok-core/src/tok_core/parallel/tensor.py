@@ -13,8 +13,8 @@ from torch import Tensor
 from tok_core.parallel.shard_plan import Slice
 from tok_kernels.collectives.exchange import PATIENCE, Exchange
 
-DEFAULT_ALL_REDUCE_TOKENS = 64  # used until `calibrate` measures
-_DEFAULT_EXCHANGE_BYTES = 512 << 10  # likewise
+DEFAULT_ALL_REDUCE_TOKENS = 64  # until `calibrate` measures it
+_DEFAULT_EXCHANGE_BYTES = 512 << 10  # until `calibrate` measures it
 MAX_TOKENS = 1 << 62  # more than any step has
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -28,8 +28,8 @@ class TensorParallel:
     max_exchange_bytes     largest tensor, in bytes, whose all-reduce runs through `exchange` instead of
                            torch.distributed
     exchange               shared memory for all-reduces within a kernel; None: devices cannot reach each other's memory
-    ordered                sums add the ranks' numbers in order of ranks (a collective's order depends on the size),
-                           and every step has the all-reduce layout
+    ordered                for `batch_invariant`: sums add the ranks' values in order of ranks, since a collective's
+                           order depends on the size, and every step has the all-reduce layout
 
     The first three decide which collectives a step consists of: they must be equal on all workers of a replica.
     """
@@ -64,7 +64,7 @@ class TensorParallel:
         return self.exchange is not None
 
     def rows(self, tokens: int) -> int:
-        """Return how many rows of the residual stream a rank holds in a step of `tokens`; depends on nothing else."""
+        """Return how many rows of the residual stream a rank holds in a step of `tokens`; the same on all ranks."""
         return tokens if self.replicates(tokens) else -(-tokens // self.ranks)
 
     def overlaps(self, tokens: int) -> bool:
@@ -157,9 +157,9 @@ class VocabularyShards:
 
 
 def this_host() -> int:
-    """Return a 32-bit hash that is equal for processes that may reach each other's memory, and hardly ever for others.
+    """Return a 32-bit hash that is equal for processes of one host or container, which may share memory.
 
-    It combines boot id and host name. Several hosts may have one name, and several containers share one kernel.
+    It combines boot id and host name: several hosts may have the same name, and several containers share a kernel.
     """
     boot_id = BOOT_ID.read_bytes() if BOOT_ID.exists() else b""
     return zlib.crc32(boot_id + socket.gethostname().encode())

@@ -49,7 +49,7 @@ class TPLayout(ABC):
 
     @abstractmethod
     def gather(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return `norm(x)` of all T tokens, for layers that are no single GEMM."""
+        """Return `norm(x)` of all T tokens, for a mixture of experts."""
 
     @abstractmethod
     def add(self, part_TN: Tensor, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class SequenceParallelLayout(TPLayout):
     """
 
     def pad(self, token_T: Tensor) -> Tensor:
-        return functional.pad(token_T, (0, self._own() * self.tensor.ranks - self.tokens))
+        return functional.pad(token_T, (0, self._rows_per_rank() * self.tensor.ranks - self.tokens))
 
     def begin(self, x_TN: Tensor) -> Tensor:
         return self.tensor.scatter_sum(x_TN)
@@ -134,7 +134,7 @@ class SequenceParallelLayout(TPLayout):
         own = (local >= 0) & (local < len(x))
         return self.tensor.sum(x[torch.where(own, local, 0)].masked_fill_(~own.unsqueeze(1), 0))
 
-    def _own(self) -> int:
+    def _rows_per_rank(self) -> int:
         return -(-self.tokens // self.tensor.ranks)
 
     @staticmethod
@@ -146,7 +146,7 @@ class SequenceParallelLayout(TPLayout):
 
 
 class OverlappedLayout(SequenceParallelLayout):
-    """Sequence-parallel layout with every GEMM split by rows: one part is computed while another is transferred.
+    """Sequence-parallel layout with every GEMM split by rows; one part is computed while another is transferred.
 
     See Wang et al. 2023, "Overlap communication with dependent computation via decomposition".
     """

@@ -18,7 +18,7 @@ from tok_core.errors import EngineError
 from tok_core.messages import Failed, ProcessLaunch, encode
 from tok_core.replicas.ray_cluster import await_placement, kind_of_bundle, node_capacity, remove_placement, side_by_side
 from tok_core.replicas.ray_member import ActorLocation, RayManager, RayWorker
-from tok_core.runtime import is_json
+from tok_core.runtime import logs_json
 
 log = logging.getLogger("tok_core")
 
@@ -135,7 +135,7 @@ class RayActors:
         return ProcessLaunch(
             role=role,
             log_level=log.getEffectiveLevel(),
-            json_log=is_json(),
+            json_log=logs_json(),
             config=self._config,
             replica=replica,
             coordinates=coordinates,

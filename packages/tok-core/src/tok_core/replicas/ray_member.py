@@ -20,7 +20,7 @@ from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, ToManager, ToWorker, decoder
 from tok_core.model_config import resolve, resolve_tokenizer
 from tok_core.replicas.processes import start_beating
-from tok_core.runtime import HEARTBEAT, set_format
+from tok_core.runtime import HEARTBEAT, configure_logging
 
 log = logging.getLogger("tok_core")
 
@@ -55,7 +55,7 @@ class _Member(ABC):
         visible  ids of the GPUs to make visible to CUDA
         """
         launch: ProcessLaunch = decoder(ProcessLaunch).decode(data)
-        set_format(launch.role, launch.log_level, json=launch.json_log)
+        configure_logging(launch.role, launch.log_level, json=launch.json_log)
         take_usual_priority()
         if visible:  # must precede the first use of CUDA
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)

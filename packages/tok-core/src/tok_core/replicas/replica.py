@@ -31,7 +31,7 @@ from tok_core.messages import (
 from tok_core.replicas.liveness import Liveness
 from tok_core.replicas.local_ports import Closed, LocalPorts
 from tok_core.replicas.processes import FAULTY, write_launch
-from tok_core.runtime import ScratchDirectory, close_in_forks, is_json
+from tok_core.runtime import ScratchDirectory, close_in_forks, logs_json
 
 log = logging.getLogger("tok_core")
 
@@ -206,7 +206,7 @@ class ProcessReplica:
         return ProcessLaunch(
             role=role,
             log_level=logging.getLogger("tok_core").getEffectiveLevel(),
-            json_log=is_json(),
+            json_log=logs_json(),
             config=self._config,
             replica=self._index,
             coordinates=coordinates,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 
-ALLOCATIONS, GENERATIONS = 5_000, 20  # for gc.set_threshold: net allocations, and collections of the generation below
+ALLOCATIONS, COLLECTIONS = (
+    5_000,
+    20,
+)  # for gc.set_threshold: net allocations; collections of the next younger generation
 
 
-def settle() -> None:
+def freeze_gc_heap() -> None:
     """Freeze all current objects and make collections rarer. Call this once everything is loaded.
 
     Objects that exist by then live as long as the process, so scanning them is wasted time. Reference counting alone
@@ -15,4 +18,4 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(ALLOCATIONS, GENERATIONS, GENERATIONS)
+    gc.set_threshold(ALLOCATIONS, COLLECTIONS, COLLECTIONS)

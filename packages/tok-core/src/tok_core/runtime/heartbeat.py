@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TURN = 1.0  # seconds that an idle main loop waits at most before its next turn
+MAX_TURN_SECONDS = 1.0  # maximum wait of an idle main loop before its next turn
 
 
 class Heartbeat:
@@ -20,14 +20,14 @@ class Heartbeat:
         self._coarse = False
 
     def turned(self) -> None:
-        """Count a turn of the main loop, or one completed part of a start."""
+        """Count a turn of the main loop, or a completed part of the startup."""
         self._turns += 1
 
     @contextmanager
     def coarse(self) -> Iterator[None]:
-        """Count every heartbeat sent as progress within this context.
+        """Count every heartbeat as progress within this context, since it cannot call `turned`.
 
-        For parts of a start that take minutes and report nothing, such as compilers and downloads.
+        For operations that take long and report nothing, such as compilers and downloads.
         """
         self._coarse = True
         try:

@@ -43,11 +43,11 @@ def _free_in_group(folder: Path, limit: str, used: str, caches: tuple[str, ...])
 
 
 def memory_of_siblings() -> int:
-    """Return the private bytes that processes of the same parent hold, each beyond the bytes that this one holds."""
+    """Return the sum, over processes of the same parent, of the private bytes that each holds beyond this process's."""
     own = psutil.Process()
     parent = own.parent()
     siblings = [] if parent is None else parent.children()
-    return sum(max(0, _private_bytes(one) - _private_bytes(own)) for one in siblings)
+    return sum(max(0, _private_bytes(sibling) - _private_bytes(own)) for sibling in siblings)
 
 
 def _private_bytes(process: psutil.Process) -> int:

@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 
 import msgspec
 
-TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FIELDS = "fields"
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+EXTRA_FIELDS = "fields"
 """Name of the attribute of a log record that holds extra fields, as a dict."""
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter of records as `{"time": …, "level": …, "logger": …, "message": …}` plus the record's `FIELDS`.
+    """Formatter of records as `{"time": …, "level": …, "logger": …, "message": …}` plus the record's `EXTRA_FIELDS`.
 
     role  role of the process, added as "process"; None: not added
     """
@@ -27,34 +27,34 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line; JSON escapes line breaks within it."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": time,
             "level": record.levelname.lower(),
             "logger": record.name,
             **self._own,
             "message": record.getMessage(),
-            **getattr(record, FIELDS, {}),
+            **getattr(record, EXTRA_FIELDS, {}),
         }
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return _encode(_valid(found)).decode()
+            fields["exception"] = self.formatException(record.exc_info)
+        return _encode(_escaped(fields)).decode()
 
 
-def set_format(role: str, level: int, *, json: bool) -> None:
+def configure_logging(role: str, level: int, *, json: bool) -> None:
     """Configure logging of a process that an engine has started."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(role) if json else logging.Formatter(TEXT.replace("%(name)s", role)))
+    handler.setFormatter(JsonFormatter(role) if json else logging.Formatter(TEXT_FORMAT.replace("%(name)s", role)))
     logging.basicConfig(level=level, handlers=[handler], force=True)  # Ray has handlers of its own
 
 
-def is_json() -> bool:
+def logs_json() -> bool:
     """Return whether this process logs as JSON, so that processes it starts do the same."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
-def _valid(found: dict[str, object]) -> dict[str, object]:
+def _escaped(fields: dict[str, object]) -> dict[str, object]:
     """Escape lone surrogates, which JSON cannot hold."""
     return {
         name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
-        for name, value in found.items()
+        for name, value in fields.items()
     }

@@ -10,14 +10,12 @@ from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 def trace_file(file: Path, coordinates: RankCoordinates) -> Path:
     """Return `file` for the worker that returns tokens, else a file beside it named for the worker's coordinates.
 
-    >>> [str(trace_file(Path("a/steps.json"), place)) for place in all_coordinates(1, 2)]
+    >>> [str(trace_file(Path("a/steps.json"), coordinates)) for coordinates in all_coordinates(1, 2)]
     ['a/steps.json', 'a/steps.stage0.rank1.json']
     """
-    return (
-        file
-        if coordinates.returns
-        else file.with_name(f"{file.stem}.stage{coordinates.stage}.rank{coordinates.rank}{file.suffix}")
-    )
+    if coordinates.returns:
+        return file
+    return file.with_name(f"{file.stem}.stage{coordinates.stage}.rank{coordinates.rank}{file.suffix}")
 
 
 def trace_files(config: EngineConfig) -> dict[RankCoordinates, Path]:

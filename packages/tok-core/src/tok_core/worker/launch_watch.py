@@ -1,4 +1,4 @@
-"""Log steps whose launch takes the host ten times as long as usual, with what is known of the cause."""
+"""Log steps whose launch takes the host ten times as long as usual, with hints at the cause."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 
 log = logging.getLogger("tok_core")
 
-SLOW_FACTOR = 10  # times the usual seconds of a launch of the same kind
-MIN_SLOW_SECONDS = 0.02  # the steps in flight hide shorter launches
-MIN_LAUNCHES = 20  # of a kind, before its usual seconds are known
-AVERAGE_WEIGHT = 0.05  # of the newest launch in the moving average, which counts it as at most twice the average
-LOG_INTERVAL = 60.0  # seconds between two lines, at least
+SLOW_FACTOR = 10  # a slow launch takes at least this multiple of the usual time of its kind
+MIN_SLOW_SECONDS = 0.02  # shorter launches are hidden by the steps in flight
+MIN_LAUNCHES = 20  # launches of a kind before its usual time is known
+AVERAGE_WEIGHT = 0.05  # weight of the newest launch in the moving average; its time is capped at twice the average
+MIN_LOG_INTERVAL = 60.0  # seconds between two lines
 
 
 class LaunchWatch:
-    """Watch of the launches of one thread; `begin` and `end` enclose each of them.
+    """Monitor of one thread's launches: call `begin` before each and `end` after it.
 
-    Launches that replay a CUDA graph and launches of single kernels take different times, and so have averages of
-    their own. `builds` lists the kernels that this process has built; others append to it.
+    Launches that replay a CUDA graph and launches of single kernels have separate averages. `builds` lists the kernels
+    that this process has compiled or loaded; `tok_kernels.compilation` appends to it.
     """
 
     def __init__(self, builds: Sequence[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,11 +36,11 @@ class LaunchWatch:
         self._usual = {True: 0.0, False: 0.0}
 
     def begin(self) -> None:
-        """Note what the thread has used before a launch."""
+        """Record the thread's CPU time, preemptions and kernel builds before a launch."""
         self._cpu, self._preempted, self._built = time.thread_time(), _preemptions(), len(self._builds)
 
     def end(self, step: int, seconds: float, *, graph: bool) -> None:
-        """Take note of a launch that took `seconds`; `graph`: it replayed a CUDA graph."""
+        """Add a launch that took `seconds` to the average, and log it if it was slow. `graph`: it replayed a graph."""
         usual = self._usual[graph]
         if self._launches[graph] >= MIN_LAUNCHES and seconds >= max(SLOW_FACTOR * usual, MIN_SLOW_SECONDS):
             self._log(step, seconds, usual)
@@ -61,9 +61,9 @@ class LaunchWatch:
             *(step, seconds * 1e3, usual * 1e3, cpu * 1e3, preempted, built),
             f"; {self._unlogged} more slow launches since the last such line" if self._unlogged else "",
         )
-        self._next_line, self._unlogged = now + LOG_INTERVAL, 0
+        self._next_line, self._unlogged = now + MIN_LOG_INTERVAL, 0
 
 
 def _preemptions() -> int:
-    """Return how often the system has taken the CPU away from this thread."""
+    """Return this thread's involuntary context switches so far."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw

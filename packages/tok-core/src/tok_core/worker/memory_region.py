@@ -54,12 +54,12 @@ class MemoryRegion:
         """Return a new tensor. It must not be used while the region is released."""
         count = math.prod(shape) * dtype.itemsize
         if count >= GRANULE:
-            found = self._add_block(count)
+            block = self._add_block(count)
         else:
             if count > len(self._rest):
                 self._rest = self._add_block(GRANULE)
-            found, self._rest = self._rest, self._rest[-(-count // ALIGNMENT) * ALIGNMENT :]
-        return found[:count].view(dtype).view(shape)
+            block, self._rest = self._rest, self._rest[-(-count // ALIGNMENT) * ALIGNMENT :]
+        return block[:count].view(dtype).view(shape)
 
     def _add_block(self, count: int) -> Tensor:
         block = DeviceBlock(count, self._device) if self._device.type == "cuda" else HostBlock(count)
@@ -68,10 +68,10 @@ class MemoryRegion:
         return block.bytes
 
     def release(self, *, keep: bool) -> None:
-        """Give the memory back to the system. Nothing on the device may use it, or will until `restore`.
+        """Give the memory back to the system. Nothing on the device may use it until `restore`.
 
-        keep  copy the contents to the host's memory before, or leave them there on a CPU; without effect for contents
-              that are released already, while `keep=False` drops what was kept of these
+        keep  True: copy the contents to host memory first; on a CPU nothing is released. False: drop the contents, and
+              the copy of a region that is released already
 
         Raises EngineError if there is no host memory for the copy. That memory stays reserved for the next time.
         """
@@ -91,7 +91,7 @@ class MemoryRegion:
         self.released, self._kept = True, keep
 
     def restore(self) -> None:
-        """Take memory again, with the contents if they were kept, else zero; without effect if it was not released.
+        """Allocate the memory again, with the contents that were kept, else zeros. No effect unless it was released.
 
         Raises EngineError if no memory is left, with nothing changed.
         """
@@ -210,10 +210,9 @@ def _free(driver: Any, device: torch.device, address: int, size: int, handles: l
 
 
 class HostMemory:
-    """Page-locked memory of the host, `bytes`, from and to which a GPU copies directly.
+    """Page-locked host memory, `bytes`, for direct copies to and from a GPU.
 
-    Unlike `torch.empty(…, pin_memory=True)` it takes no more than `count` bytes, where PyTorch rounds them up to a
-    power of two, and all threads fill its pages.
+    `torch.empty(…, pin_memory=True)` would round the size up to a power of two, and fill its pages in one thread.
     """
 
     def __init__(self, count: int) -> None:

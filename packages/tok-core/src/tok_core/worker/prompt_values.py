@@ -17,8 +17,8 @@ from tok_core.messages import EMPTY, Int32, RequestedPromptOutputs, StepInput, a
 from tok_core.models import CausalLM
 from tok_kernels import log_sum_exp, top_values
 
-MAX_SCORED_ROWS = 256  # scored at once: bounds the memory of their logits in fp32
-MAX_POOLED_ROWS = 512  # normed and summed at once, in fp32
+MAX_SCORED_ROWS = 256  # rows scored at once; bounds the memory of their logits in fp32
+MAX_POOLED_ROWS = 512  # rows normed and summed at once, in fp32
 
 
 class PromptOutputs(NamedTuple):
@@ -102,13 +102,13 @@ def _slices(rows: int) -> list[slice]:
 def _parts(count_E: Int32) -> list[_PooledRows]:
     """Return the pooled rows in parts of at most MAX_POOLED_ROWS."""
     end = np.cumsum(count_E)
-    rows, found = int(end[-1]) if len(end) else 0, []
+    rows, parts = int(end[-1]) if len(end) else 0, []
     for first in range(0, rows, MAX_POOLED_ROWS):
         last = min(first + MAX_POOLED_ROWS, rows)
         low, high = np.searchsorted(end, first, "right"), np.searchsorted(end, last) + 1
         inside = np.clip(end[low:high], first, last) - np.clip(end[low:high] - count_E[low:high], first, last)
-        found.append(_PooledRows(slice(first, last), slice(int(low), int(high)), array(inside)))
-    return found
+        parts.append(_PooledRows(slice(first, last), slice(int(low), int(high)), array(inside)))
+    return parts
 
 
 def _ranges(start: np.ndarray, count: Int32) -> Int32:

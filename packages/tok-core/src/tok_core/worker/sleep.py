@@ -1,4 +1,4 @@
-"""SleepingMemory: memory of a worker that is released while the engine sleeps."""
+"""SleepingMemory: the memory of a worker that is released while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tok_core.worker.memory_region import MemoryRegion
 
 
 class SleepingMemory:
-    """Weights and KV cache of a worker, and with the cache what PyTorch's allocator keeps for activations.
+    """Weights and KV cache of a worker. The tag "kv_cache" includes PyTorch's allocator cache for activations.
 
-    Memory of the CUDA graphs, of communicators and of tables per slot stays.
+    CUDA graphs, communicators and per-slot tables keep their memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,10 +26,10 @@ class SleepingMemory:
     def execute(self, task: MemoryTask, graphs: DecodeGraphs) -> TaskResult:
         """Release or restore memory while no step is in flight.
 
-        After an error some of the tags may be done: the engine then takes the whole operation back, at all workers.
+        After an error some of the tags may have been released or restored: the engine undoes the operation everywhere.
         """
         try:
-            with HEARTBEAT.coarse():  # to lock host memory takes seconds
+            with HEARTBEAT.coarse():  # page-locking host memory takes seconds
                 if task.action == "sleep":
                     self._release(task)
                 else:
@@ -56,7 +56,7 @@ class SleepingMemory:
                 torch.empty(self._step_bytes, dtype=torch.uint8, device=self._device)
 
     def _empty_cache(self) -> int:
-        """Return unused memory of PyTorch's allocator to the driver; return how many bytes."""
+        """Release the unused memory of PyTorch's allocator to the driver, and return its bytes."""
         if self._device.type != "cuda":
             return 0
         before = torch.cuda.memory_reserved(self._device)

@@ -1,7 +1,7 @@
 """Hold the state that the device keeps between steps: per-slot columns, page tables and the KV cache.
 
-Legend: S slots, P pages a slot may hold, E bias entries a slot, the first F of which may hold after a prefix only, of
-up to K tokens.
+Legend: S slots, P pages per slot, E bias entries per slot. The first F bias entries may depend on a prefix of up to K
+generated tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tok_core.sampling_params import DEVICE_COLUMNS
 from tok_core.worker.memory_region import MemoryRegion
 from tok_kernels import LayerCache, SlotColumns, kv_position_bytes
 
-MAX_COPY_BYTES = 32 << 20  # gathered at once to copy pages, but at least one position of each page
+MAX_COPY_BYTES = 32 << 20  # bytes gathered at once to copy pages; at least one position of each page
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -65,9 +65,13 @@ class WorkerState:
         self.token_scales = None
         if dtype == torch.int8:
             self.token_scales = self._cache((*layers, heads, page_size), torch.float32, memory)
-        none = [(None, None)] * model.num_layers
-        of_heads, of_tokens = (none if one is None else one for one in (scales, self.token_scales))
-        self.caches = [LayerCache(*kv, *h, *t) for kv, h, t in zip(self.kv, of_heads, of_tokens, strict=True)]
+        unscaled = [(None, None)] * model.num_layers
+        head_scales = unscaled if scales is None else scales
+        token_scales = unscaled if self.token_scales is None else self.token_scales
+        self.caches = [
+            LayerCache(*kv, *of_heads, *of_tokens)
+            for kv, of_heads, of_tokens in zip(self.kv, head_scales, token_scales, strict=True)
+        ]
         self.columns = SlotColumns(
             last_token=self._column(torch.int64),
             length=self._column(torch.int64),
@@ -105,8 +109,8 @@ class WorkerState:
         """Apply the step's changes; `put` holds the arrays of `changes(step)` on the device."""
         if step.new is not None:
             self._set_slots(step.new, put)
-        for i, one in enumerate(step.shared):
-            self.columns.page_table[put[f"shared_slot_{i}"].long(), : len(one.page)] = put[f"shared_page_{i}"]
+        for i, shared in enumerate(step.shared):
+            self.columns.page_table[put[f"shared_slot_{i}"].long(), : len(shared.page)] = put[f"shared_page_{i}"]
         if len(step.page_slot):
             slot, index = put["page_slot"].long(), put["page_index"].long()
             self.columns.page_table[slot, index] = put["page_id"]
@@ -122,12 +126,12 @@ class WorkerState:
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy the last, partly filled page of a prompt to the samples that fork from it."""
         kv = self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv  # not all operations support 8-bit floats
-        # Gather a few positions at a time to keep the temporary small, but of all pages at once: a page may be one
-        # copy's source and another's target.
-        together = max(1, MAX_COPY_BYTES // (kv[0, :, 0, 0].nbytes * len(source)))
+        # Gather a few positions at a time to keep the temporary small, but of all pages at once: a page may be the
+        # source of one copy and the target of another.
+        count = max(1, MAX_COPY_BYTES // (kv[0, :, 0, 0].nbytes * len(source)))
         for layer in kv:
-            for start in range(0, self.page_size, together):
-                positions = slice(start, start + together)
+            for start in range(0, self.page_size, count):
+                positions = slice(start, start + count)
                 layer[:, target, positions] = layer[:, source, positions]
         for scales in () if self.token_scales is None else self.token_scales:
             scales[:, target] = scales[:, source]
@@ -197,8 +201,8 @@ _COLUMNS = (
 def changes(step: StepInput) -> dict[str, np.ndarray]:
     """Return the arrays that `apply` needs, by name; only non-empty ones."""
     arrays = {name: getattr(step, name) for name in ("page_slot", "page_index", "page_id", "copy_src", "copy_dst")}
-    for i, one in enumerate(step.shared):
-        arrays |= {f"shared_slot_{i}": one.slot, f"shared_page_{i}": one.page}
+    for i, shared in enumerate(step.shared):
+        arrays |= {f"shared_slot_{i}": shared.slot, f"shared_page_{i}": shared.page}
     if step.new is not None:
         bias = ("bias_slot", "bias_token", "bias_value", "bias_until")
         arrays |= {f"new_{name}": getattr(step.new, name) for name in ("slot", *_COLUMNS, *bias)}

@@ -113,7 +113,7 @@ class HostLengthTracker:
 
 def host_lengths(step: StepInput, kv_len: NDArray[np.int32]) -> HostLengths:
     """Return the lengths of the step's sequences as the host knows them."""
-    levels = tuple(HostLevel(one.start, one.count, one.kv_start, one.kv_end) for one in step.levels)
+    levels = tuple(HostLevel(level.start, level.count, level.kv_start, level.kv_end) for level in step.levels)
     decode, count = np.ones(len(step.decode_slot), np.int32), step.prefill_count
     kv_start = np.concatenate((own_start(step), np.zeros(len(count), np.int32)))
     return HostLengths(np.concatenate((decode, count)), kv_len, kv_start, levels)

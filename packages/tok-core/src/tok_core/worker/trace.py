@@ -14,11 +14,10 @@ from tok_core.runtime import trace_files
 
 
 class Tracer:
-    """Tracer of `steps` steps, from `first` on, into `file`.
+    """Tracer of `steps` steps, from step number `first` on, into `file`.
 
-    On a GPU the trace has kernels and the calls that launched them, on a CPU the operators. The file appears, complete,
-    after the traced steps; the step after them waits for that. Raises InvalidField if the file's directory does not
-    exist.
+    On a GPU the trace has kernels and the calls that launched them, on a CPU the operators. The file is written before
+    the first step after the traced ones, and renamed when complete. Raises InvalidField if its directory is missing.
     """
 
     def __init__(self, file: Path, first: int, steps: int, device: torch.device) -> None:

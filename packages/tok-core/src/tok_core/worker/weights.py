@@ -37,8 +37,8 @@ def change_weights(
 ) -> TaskResult:
     """Execute the task. All workers of the replica call this, while no step is in flight.
 
-    Weights that cannot be loaded are the result's error when they are checked or received. When they are written, an
-    error is raised, and the model's weights are undefined.
+    If checking or receiving weights fails, the result has the error. If writing them fails, an exception is raised, and
+    the model's weights are undefined.
     """
     match task:
         case WeightsTask(write=True):
@@ -79,9 +79,10 @@ def _load(task: WeightsTask, model: CausalLM, start_weights: FillModel) -> None:
 
 
 def _write(write: Callable[[], None], model: CausalLM, graphs: DecodeGraphs) -> None:
+    """Call `write`, and capture the CUDA graphs again if parameters have moved."""
     before = [parameter.data_ptr() for parameter in model.parameters()]
     write()
-    if [parameter.data_ptr() for parameter in model.parameters()] != before:  # a projection left float16's range
+    if [parameter.data_ptr() for parameter in model.parameters()] != before:  # `recast_overflowing_qkv` moved some
         with HEARTBEAT.coarse():
             graphs.capture_again()
     device = model.cos_sin_LD.device

@@ -9,7 +9,7 @@ import logging
 import sys
 
 from tok_core import AsyncEngine
-from tok_core.runtime import TEXT, JsonFormatter
+from tok_core.runtime import TEXT_FORMAT, JsonFormatter
 from tok_server.flags import engine_config, server_settings
 from tok_server.http import run
 from tok_server.serve import ServeError, serve
@@ -71,7 +71,7 @@ def _reachable(host: str) -> str:
 def log_to_stderr(level: str, log_format: str) -> None:
     """Send the log of this process, and of the processes it starts, to standard error, as "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(handlers=[handler])
     for name in ("tok", "tok_core", "tok_server"):
         logging.getLogger(name).setLevel(level.upper())

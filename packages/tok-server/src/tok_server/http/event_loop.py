@@ -7,7 +7,7 @@ import sys
 from collections.abc import Coroutine
 from typing import TypeVar
 
-from tok_core.runtime import settle
+from tok_core.runtime import freeze_gc_heap
 
 T = TypeVar("T")
 SWITCH_INTERVAL_SECONDS = 0.001  # seconds for which a thread may hold the GIL while others want it
@@ -37,5 +37,5 @@ def shorten_pauses() -> None:
 
     Call this once everything is loaded.
     """
-    settle()
+    freeze_gc_heap()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)

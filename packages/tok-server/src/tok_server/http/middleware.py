@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from tok_core.runtime import FIELDS
+from tok_core.runtime import EXTRA_FIELDS
 from tok_server.http.body import check_encoding
 from tok_server.http.connections import Connection
 from tok_server.http.context import CONTEXT, Context
@@ -123,7 +123,7 @@ def _record(context: Context, request: web.Request, counts: RequestCounts, statu
         path,
         status,
         seconds,
-        extra={FIELDS: _log_fields(request, counts, status, seconds, path)},
+        extra={EXTRA_FIELDS: _log_fields(request, counts, status, seconds, path)},
     )
 
 

@@ -20,7 +20,7 @@ import zmq
 from tok_core.errors import TokError
 from tok_core.messages import Beat, FromWorker, ProcessLaunch, Receiver, Sender, ToManager, ToWorker, decoder, encode
 from tok_core.replicas.processes.failure_report import report_failure
-from tok_core.runtime import HEARTBEAT, set_format
+from tok_core.runtime import HEARTBEAT, configure_logging
 
 log = logging.getLogger("tok_core")
 
@@ -57,7 +57,7 @@ def run_child(work: Work | None = None) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     launch = read_launch(sys.stdin.buffer)
-    set_format(launch.role, launch.log_level, json=launch.json_log)
+    configure_logging(launch.role, launch.log_level, json=launch.json_log)
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     start_beating(launch)
     try:

@@ -25,7 +25,7 @@ from tok_core.messages import (
     WorkerTask,
     encode,
 )
-from tok_core.runtime import settle
+from tok_core.runtime import freeze_gc_heap
 from tok_core.text import Tokenizer
 
 
@@ -119,6 +119,6 @@ def run_manager(
     workers = WorkerProcesses(GrammarLimits(words, info.vocab_size, info.eos_token_ids))
     ports.watch(workers.fileno())
     manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers, command_ports=ports)
-    settle()
+    freeze_gc_heap()
     ports.announce(info)
     manager.run()

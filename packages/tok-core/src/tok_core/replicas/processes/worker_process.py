@@ -14,7 +14,7 @@ import zmq
 from tok_core.config import RankCoordinates
 from tok_core.messages import ProcessLaunch, Receiver, Sender, StepInput, ToWorker
 from tok_core.replicas.processes.failure_report import report_failure
-from tok_core.runtime import HEARTBEAT, TURN, settle
+from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS, freeze_gc_heap
 from tok_core.worker import Launched, set_up
 
 
@@ -29,7 +29,7 @@ def run_worker(
         torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.workers_on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
     runner, info = set_up(launch.config, launch.replica, coordinates, rendezvous, launch.device, launch.workers_on_host)
-    settle()
+    freeze_gc_heap()
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs) if coordinates.returns else None
     results = Sender(context, launch.outputs)
@@ -38,7 +38,7 @@ def run_worker(
     threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()
     while True:
         HEARTBEAT.turned()
-        step = steps.wait(TURN)
+        step = steps.wait(MAX_TURN_SECONDS)
         if isinstance(step, StepInput):
             launched.put(runner.launch(step))
         elif step is not None:

@@ -12,7 +12,7 @@ from tok_core.model_config import ModelConfig
 from tok_core.quantization import QuantizationConfig
 from tok_kernels import AttentionShape, Backend, choose
 
-FLOAT8_CAPABILITY = (8, 9)  # of GPUs, from which they convert and multiply float8 numbers
+FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability with float8 conversion and GEMMs
 
 
 def choose_device(
@@ -21,19 +21,19 @@ def choose_device(
     """Return the requested device of the worker at `coordinates`; `auto` is a GPU if there is one.
 
     `index` is the GPU assigned to the worker; None: derive it from replica and coordinates. Raises InvalidField if
-    there is no such device, or not one for each worker.
+    there is no such device, or too few for all workers.
     """
-    requested, found = config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if requested == "cuda" and not found:
+    requested, gpus = config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested == "cuda" and not gpus:
         raise InvalidField("device", requested, "cpu (no CUDA device is available here)")
-    if requested == "cpu" or not found:
+    if requested == "cpu" or not gpus:
         return torch.device("cpu")
     if index is not None:
         return torch.device("cuda", index)
-    if found < config.dp * coordinates.workers:
+    if gpus < config.dp * coordinates.workers:
         field = next(name for name in ("tp", "pp", "dp") if getattr(config, name) > 1)
         degrees = f"{config.dp} × {coordinates.stages} × {coordinates.ranks}"
-        raise InvalidField(field, getattr(config, field), f"dp × pp × tp at most {found}, the GPUs here ({degrees})")
+        raise InvalidField(field, getattr(config, field), f"dp × pp × tp at most {gpus}, the GPUs here ({degrees})")
     return torch.device("cuda", replica * coordinates.workers + coordinates.number)
 
 
@@ -72,17 +72,17 @@ def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cach
 
 
 def choose_backend(
-    config: EngineConfig, device: torch.device, shape: AttentionShape, choices: Path | None = None
+    config: EngineConfig, device: torch.device, shape: AttentionShape, calibration_directory: Path | None = None
 ) -> Backend:
     """Return the requested backend; `auto` on a GPU is the fastest one, measured the first time.
 
-    `choices` is the directory of such measurements; None: the user's cache directory.
+    `calibration_directory` stores the measurements; None: the user's cache directory.
 
     Raises InvalidField, with the reason, if it cannot compute the shape on the device.
     """
     requested = config.backend
     try:
-        return choose(device, requested, shape, choices, batch_invariant=config.batch_invariant)
+        return choose(device, requested, shape, calibration_directory, batch_invariant=config.batch_invariant)
     except ValueError as error:
         raise InvalidField(
             "backend", requested, str(error).partition("allowed")[2].lstrip(": ") or str(error)

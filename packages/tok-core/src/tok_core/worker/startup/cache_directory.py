@@ -1,8 +1,8 @@
-"""Keep compiled kernels and measured choices of kernels in the directory `EngineConfig.cache_dir`.
+"""Keep compiled kernels and the calibration of attention kernels in the directory `EngineConfig.cache_dir`.
 
-A directory has a part for each combination of GPU, driver and package versions, so that what was compiled for another
-one is never read. A part holds Triton's cache, FlashInfer's modules, the choices of attention kernels, and, once an
-engine was ready, a manifest.
+The directory has a subdirectory for each combination of GPU, driver and package versions, so that kernels compiled for
+another combination are never read. It holds Triton's cache, FlashInfer's modules, the calibration of attention kernels
+and, once an engine has started, a manifest.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger("tok_core")
 MANIFEST = "manifest.json"
 KERNEL_CACHE = "tok_kernels.movable_cache:MovableCache"
 
-_copies: list[ScratchDirectory] = []  # kept for as long as the process
+_copies: list[ScratchDirectory] = []  # removed when the process ends
 
 
 class CacheDirectory:
-    """Part of a cache directory for one device, its driver and the installed packages.
+    """Subdirectory of `cache_dir` for one device, its driver and the installed packages.
 
-    path  the part; None: nothing was configured, or it cannot be used, and every library has its own directory
+    path  the subdirectory; None: `cache_dir` is not set or cannot be used, and each library uses its default directory
     """
 
     def __init__(self, directory: Path | None, key: Mapping[str, str]) -> None:
@@ -42,35 +42,35 @@ class CacheDirectory:
         self._key = dict(key)
         if directory is None:
             return
-        part = directory / hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
+        path = directory / hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
         try:
-            if not part.exists():
-                self._log_others(directory)
-            self.path = self._writable(part)
+            if not path.exists():
+                self._log_mismatch(directory)
+            self.path = self._writable(path)
         except (OSError, ValueError) as error:  # a manifest may be no JSON
             log.warning("cache_dir is ignored: %s", error)
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> CacheDirectory:
-        """Return the part of `config.cache_dir` for the device, and let this process use it.
+        """Return the subdirectory of `config.cache_dir` for the device, and let this process use it.
 
-        Raises InvalidField for a device for which nothing is compiled.
+        Raises InvalidField for a CPU, for which no kernel is compiled.
         """
         if config.cache_dir is None:
             return cls(None, {})
         if device.type != "cuda":
             raise InvalidField("cache_dir", config.cache_dir, f"only on a GPU (no kernel is compiled on {device.type})")
-        found = cls(Path(config.cache_dir).expanduser().absolute(), key_of(device))
-        found.use()
-        return found
+        cache = cls(Path(config.cache_dir).expanduser().absolute(), cache_key(device))
+        cache.use()
+        return cache
 
     @property
-    def choices(self) -> Path | None:
-        """Return the directory of the choices of attention kernels; None: the default."""
+    def calibration(self) -> Path | None:
+        """Return the directory that stores which attention kernels are fastest; None: the default."""
         return None if self.path is None else self.path / "kernels"
 
     def use(self) -> None:
-        """Let Triton and FlashInfer use the part in this process, and in those that it starts."""
+        """Let Triton and FlashInfer use the subdirectory, in this process and its children."""
         if self.path is None:
             return
         os.environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
@@ -81,25 +81,25 @@ class CacheDirectory:
 
             load_built_modules()
 
-    def complete(self) -> None:
-        """Write the manifest, once the engine is ready and has compiled everything."""
+    def write_manifest(self) -> None:
+        """Write the manifest. Call this once the engine is ready and has compiled everything."""
         if self.path is None:
             return
         unfinished = self.path / f"{MANIFEST}.{os.getpid()}"
         unfinished.write_text(json.dumps(self._key, indent=1), encoding="utf-8")
         unfinished.replace(self.path / MANIFEST)
 
-    def _writable(self, part: Path) -> Path:
-        """Return the part, or a copy of it if it cannot be written to."""
-        if part.exists() and not os.access(part, os.W_OK):
+    def _writable(self, path: Path) -> Path:
+        """Return the directory `path`, or a copy of it if it is read-only."""
+        if path.exists() and not os.access(path, os.W_OK):
             copy = ScratchDirectory("kernels")
             _copies.append(copy)
-            return Path(shutil.copytree(part, Path(copy.name) / part.name))
-        part.mkdir(parents=True, exist_ok=True)
-        return part
+            return Path(shutil.copytree(path, Path(copy.name) / path.name))
+        path.mkdir(parents=True, exist_ok=True)
+        return path
 
-    def _log_others(self, directory: Path) -> None:
-        """Log how this device and software differ from those for which the directory has kernels, if any."""
+    def _log_mismatch(self, directory: Path) -> None:
+        """Log how this device and its software differ from those of the kernels in the directory, if it has any."""
         for file in sorted(directory.glob(f"*/{MANIFEST}")):
             other = json.loads(file.read_text(encoding="utf-8"))
             differences = [
@@ -109,8 +109,8 @@ class CacheDirectory:
             return
 
 
-def key_of(device: torch.device) -> dict[str, str]:
-    """Return what compiled kernels and measured choices depend on, by name."""
+def cache_key(device: torch.device) -> dict[str, str]:
+    """Return the versions and device properties that compiled kernels and their calibration depend on, by name."""
     from tok_kernels.calibration.store import versions
 
     return {

@@ -1,6 +1,6 @@
-"""Build and run dummy steps of a given shape, which belong to no request, to measure and warm up the device.
+"""Build and run dummy steps of a given shape, to measure and warm up the device. They belong to no request.
 
-Their sequences all use the cache's first page, which has no owner yet; `WorkerState.reset` removes the sequences.
+Their sequences all use the first page of the KV cache; `WorkerState.reset` removes the sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_dummy_step(runner: Runner, step: StepInput) -> StepOutput:
-    """Run a dummy step on empty slots, after resetting the runner."""
+    """Reset the runner, and run a dummy step."""
     runner.reset()
     return runner.launch(step).output()
 
@@ -56,9 +56,11 @@ def dummy_step(
     count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
     members = np.diff(np.linspace(0, decode, groups + 1).astype(np.int32)).astype(np.int32)
     first = (np.cumsum(members) - members).astype(np.int32)
-    each = prefix // levels
-    inner = each * (levels - 1)
-    outer_levels = [_level(array([0]), array([decode]), start, start + each) for start in range(0, inner, each or 1)]
+    length = prefix // levels  # positions per level
+    inner = length * (levels - 1)
+    outer_levels = [
+        _level(array([0]), array([decode]), start, start + length) for start in range(0, inner, length or 1)
+    ]
     rows = np.arange(len(slot) if sampling_rows is None else sampling_rows, dtype=np.int32) % len(slot)
     return StepInput(
         step=0,

@@ -1,9 +1,9 @@
 """Load the GEMM kernels of a pipeline for each number of rows before the first request.
 
-cuBLAS chooses a kernel by the number of rows: by about how many tiles they make, and by whether it is a multiple of
-eight. A kernel is loaded when it is first used, and loading waits until the device is idle. In a pipeline, transfers
-on the device wait for other stages, so that the device is idle only once those have sent their results. Stages would
-then compute one after the other, and lose about a second for each new kernel.
+cuBLAS chooses a kernel by the number of rows: by their number of tiles, and by whether it is a multiple of eight. A
+kernel is loaded when it is first used, and loading waits until the device is idle. In a pipeline, transfers on the
+device wait for other stages, so that the device is idle only once those have sent their results. Stages would then
+compute one after the other, and lose about a second for each new kernel.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from tok_core.models import CausalLM, DecoderLayer, Linear
 from tok_core.parallel import choose_layout
 
-MAX_CONSECUTIVE_ROWS = 1024  # every number of rows up to this is warmed up. Above it:
-LAYER_ROW_STEP = 16  # multiples of this, for layers
-HEAD_ROW_STEP = 64  # multiples of this, for the LM head, which has few kernels
-ODD_ROW_STEP = 64  # one odd number in each range of so many
+MAX_CONSECUTIVE_ROWS = 1024  # every number of rows up to this is warmed up
+LAYER_ROW_STEP = 16  # above it, multiples of this for layers,
+HEAD_ROW_STEP = 64  # multiples of this for the LM head, which has few kernels,
+ODD_ROW_STEP = 64  # and one odd number in each range of this length
 
 
 @torch.inference_mode()
@@ -41,9 +41,9 @@ def warm_up_gemms(model: CausalLM, max_tokens: int, max_rows: int) -> None:
 
 
 def different_layers(model: CausalLM) -> list[int]:
-    """Return the numbers of a stage's layers, one of those that run the same kernels.
+    """Return the numbers of a stage's layers that run different kernels: the first layer of each kind.
 
-    Such layers agree in the methods and dtypes of their linear layers, in their second half and in their window.
+    Layers of one kind agree in the methods and dtypes of their linear layers, in MLP or experts, and in their window.
     """
     different: dict[object, int] = {}
     for layer in cast("Iterable[DecoderLayer]", model.model.layers.values()):

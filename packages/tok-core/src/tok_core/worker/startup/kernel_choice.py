@@ -35,8 +35,8 @@ class PhaseReport:
     fastest    chosen kernel of each phase
     known      the results were read from `directory`; nothing was measured
     measured   all measurements
-    left_out   why kernels were not candidates
-    launches   launch configurations found by search
+    left_out   kernels that were not candidates, and why
+    launches   tuned launch configurations
     """
 
     device: str
@@ -56,7 +56,7 @@ class KernelsMeasured:
 
     bandwidth  TB/s of a copy
     rate       TFLOP/s of GEMMs
-    fp8_rate   TFLOP/s of GEMMs of float8 numbers; 0: the device has none
+    fp8_rate   TFLOP/s of float8 GEMMs; 0: the device has none
     kernels    kernels and their times, each measured when it is requested
     """
 
@@ -71,24 +71,25 @@ class KernelsMeasured:
 
 @dataclass(frozen=True, slots=True)
 class StepFloor:
-    """Least time of a decode step: the bytes that rank 0 of each stage reads, at the bandwidth of a copy.
+    """Lower bound on the time of a decode step: the bytes that rank 0 of each stage reads, at the bandwidth of a copy.
 
     bandwidth    bytes per second, reads and writes added
     weights      bytes of weights that every step reads
-    experts      bytes of all experts; `chosen_share` of them are chosen for a token
-    per_position bytes of a cached position, keys and values of all layers
+    experts      bytes of all experts
+    chosen_share share of the experts that a token chooses
+    kv_bytes     bytes of keys and values of a cached position, all layers together
     """
 
     bandwidth: float
     weights: int
     experts: int
     chosen_share: float
-    per_position: int
+    kv_bytes: int
 
     def milliseconds(self, rows: int, positions: int) -> float:
         """Return the floor of a step of `rows` that read `positions` each, if tokens choose experts evenly."""
         experts = self.experts * (1 - (1 - self.chosen_share) ** rows)
-        return (self.weights + experts + rows * positions * self.per_position) / self.bandwidth * 1e3
+        return (self.weights + experts + rows * positions * self.kv_bytes) / self.bandwidth * 1e3
 
 
 def step_floor(config: EngineConfig) -> StepFloor | None:
@@ -110,14 +111,14 @@ def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
     )
     dtype = choose_dtype(config.dtype, choose_device(config, 0, RankCoordinates()))
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    weights = experts = per_position = 0
+    weights = experts = kv_bytes = 0
     for stage in range(config.pp):
         worker = RankCoordinates(stage, config.pp, 0, config.tp, config.ep)
-        always, some = weight_reads(model, dtype, worker, quantization)
-        weights, experts = weights + always, experts + some
-        per_position += kv_bytes_per_token(ShardPlan.of(model, worker).local(model), cache_dtype)
-    chosen = 0.0 if model.moe is None else model.moe.experts_per_token / model.moe.experts
-    return StepFloor(bandwidth, weights, experts, chosen, per_position)
+        stage_weights, stage_experts = weight_reads(model, dtype, worker, quantization)
+        weights, experts = weights + stage_weights, experts + stage_experts
+        kv_bytes += kv_bytes_per_token(ShardPlan.of(model, worker).local(model), cache_dtype)
+    chosen_share = 0.0 if model.moe is None else model.moe.experts_per_token / model.moe.experts
+    return StepFloor(bandwidth, weights, experts, chosen_share, kv_bytes)
 
 
 def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:

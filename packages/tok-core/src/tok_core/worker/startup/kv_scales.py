@@ -23,20 +23,20 @@ from tok_kernels import Backend
 
 log = logging.getLogger("tok_core")
 
-MAX_SCORED_TOKENS = 256  # enough for a mean, in milliseconds on a GPU
+MAX_SCORED_TOKENS = 256  # enough for a mean error, and takes milliseconds on a GPU
 MAX_CALIBRATION_TOKENS = 512
 FLOAT8_MAX = 448.0
-# Least factor between the largest number that calibration meets and the largest that the cache holds. On texts of the
-# demo model, numbers are up to 2.2 times as large as on random tokens. Factors from 2 to 16 had nearly the same error
-# there: float8 rounds relative to a number's size, so headroom costs only the smallest numbers.
+# Minimum ratio of the largest value that the cache can hold to the largest value of the calibration. On texts of the
+# demo model, values are up to 2.2 times as large as on random tokens. Factors from 2 to 16 had nearly the same error
+# there: float8 rounds relative to a value's size, so headroom costs only the smallest values.
 HEADROOM = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTrial:
-    """Runner of single prompts of random tokens over caches of any dtype; all workers of a replica call it together.
+    """Trial of single prompts of random tokens on a KV cache of any dtype; all workers of a replica call it together.
 
-    max_tokens  maximum tokens of a step. Longer prompts take several steps, so that scales do not depend on it
+    max_tokens  maximum tokens of a step; longer prompts are prefilled in several steps
     """
 
     model: CausalLM
@@ -45,18 +45,18 @@ class CacheTrial:
     page_size: int
     max_tokens: int
 
-    def tokens(self, most: int, seed: int) -> np.ndarray:
-        """Return random tokens of a prompt: `most`, or as many as the model has positions for."""
+    def random_tokens(self, max_tokens: int, seed: int) -> np.ndarray:
+        """Return a prompt of `max_tokens` random tokens, or of the model's maximum length if that is less."""
         config = self.model.config
-        count = min(most, config.max_positions)
+        count = min(max_tokens, config.max_positions)
         return np.random.default_rng(seed).integers(0, config.vocab_size, count).astype(np.int32)
 
     def run(
         self, tokens: np.ndarray, dtype: torch.dtype, scales: Tensor | None = None
     ) -> tuple[WorkerState, list[PromptValues]]:
-        """Prefill the tokens; return the state, and in parts the log-probability of each token but the first.
+        """Prefill the tokens; return the state, and for each step the log-probabilities of its tokens but the first.
 
-        Stages without logits return no parts.
+        Stages without logits return no log-probabilities.
         """
         pages = -(-len(tokens) // self.page_size)
         state = WorkerState(
@@ -69,9 +69,9 @@ class CacheTrial:
         )
         runner = Runner(self.model, self.backend, state, pipeline=self.pipeline)
         starts = range(0, len(tokens), self.max_tokens)
-        found = [run_dummy_step(runner, self._step(tokens, start, pages)).prompts for start in starts]
+        scores = [run_dummy_step(runner, self._step(tokens, start, pages)).prompts for start in starts]
         runner.reset()
-        return state, [part for part in found if part is not None]
+        return state, [score for score in scores if score is not None]
 
     def _step(self, tokens: np.ndarray, start: int, pages: int) -> StepInput:
         """Return the step that prefills the tokens from `start` on, and scores the tokens after them."""
@@ -90,10 +90,10 @@ class CacheTrial:
 
 
 def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, str]:
-    """Return the scales of an 8-bit cache, float32 `[layers, 2, K]`, and in words where they come from.
+    """Return the scales of an 8-bit cache, float32 `[layers, 2, K]`, and a description of their origin.
 
-    They are the checkpoint's, if it has any, else calibrated on the model. None if `requested` rules them out, or if
-    scales are found for each token.
+    They are the checkpoint's, if it has any, else calibrated on the model. None if `requested` rules them out, or for
+    int8, whose scales are computed for each token.
     """
     if requested == "int8":
         return None, "with a scale for each token and head"
@@ -102,21 +102,23 @@ def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, 
     stored = trial.model.kv_scales()
     if stored is not None:
         return stored, "with the checkpoint's scales"
-    tokens = trial.tokens(MAX_CALIBRATION_TOKENS, seed=1)
+    tokens = trial.random_tokens(MAX_CALIBRATION_TOKENS, seed=1)
     state, _ = trial.run(tokens, trial.model.dtype)
-    return calibrated(state.kv[:, :, : state.num_pages]), f"with scales calibrated on {len(tokens)} random tokens"
+    return calibrated_scales(
+        state.kv[:, :, : state.num_pages]
+    ), f"with scales calibrated on {len(tokens)} random tokens"
 
 
-def calibrated(kv: Tensor) -> Tensor:
+def calibrated_scales(kv: Tensor) -> Tensor:
     """Return scales, `[layers, 2, pages, page_size, K, D] -> [layers, 2, K]`, from the keys and values of a cache.
 
-    Scales are powers of two. They change no number's mantissa, so that numbers within the range of float8 are rounded
-    as without a scale, and ranks and replicas agree although their sums differ in the last bits. A head with zeros
-    only, or with numbers that are not finite, gets the scale 1.
+    Scales are powers of two, which leave mantissas unchanged. Values within the range of float8 are thus rounded as
+    without a scale, and ranks and replicas agree although their sums differ in the last bits. A head with only zeros,
+    or with values that are not finite, gets the scale 1.
     """
-    least = kv.abs().amax((2, 3, 5)).float().cpu() * (HEADROOM / FLOAT8_MAX)
-    scales = torch.ldexp(torch.ones_like(least), torch.frexp(least).exponent)
-    usable = (least > 0) & scales.isfinite() & scales.reciprocal().isfinite()
+    min_scale = kv.abs().amax((2, 3, 5)).float().cpu() * (HEADROOM / FLOAT8_MAX)
+    scales = torch.ldexp(torch.ones_like(min_scale), torch.frexp(min_scale).exponent)
+    usable = (min_scale > 0) & scales.isfinite() & scales.reciprocal().isfinite()
     return torch.where(usable, scales, 1.0).to(kv.device)
 
 
@@ -125,22 +127,22 @@ def report_cache_error(trial: CacheTrial, cache_dtype: torch.dtype, scales: Tens
 
     A float8 cache without scales gets a warning. Rank 0 of the last stage logs.
     """
-    tokens, exact_dtype = trial.tokens(MAX_SCORED_TOKENS, seed=0), trial.model.dtype
-    (_, exact), (_, found) = trial.run(tokens, exact_dtype), trial.run(tokens, cache_dtype, scales)
+    tokens, exact_dtype = trial.random_tokens(MAX_SCORED_TOKENS, seed=0), trial.model.dtype
+    (_, exact), (_, quantised) = trial.run(tokens, exact_dtype), trial.run(tokens, cache_dtype, scales)
     if not exact or trial.pipeline.coordinates.rank:
         return
-    error = np.abs(_joined(found, "logprob") - _joined(exact, "logprob"))
+    error = np.abs(_concatenated(quantised, "logprob") - _concatenated(exact, "logprob"))
     log.log(
         logging.WARNING if scales is None and cache_dtype.is_floating_point else logging.INFO,
         "the KV cache holds %s %s: log-probabilities of %d random tokens differ by %.2g on average, and by %.2g at "
         "most, from those with a cache of %s; another token is the most likely one in %.1f %% of positions",
         *(_name(cache_dtype), origin, len(error), error.mean(), error.max(), _name(exact_dtype)),
-        100 * float((_joined(found, "top_token") != _joined(exact, "top_token")).mean()),
+        100 * float((_concatenated(quantised, "top_token") != _concatenated(exact, "top_token")).mean()),
     )
 
 
-def _joined(parts: list[PromptValues], name: str) -> np.ndarray:
-    return np.concatenate([getattr(part, name) for part in parts])
+def _concatenated(scores: list[PromptValues], name: str) -> np.ndarray:
+    return np.concatenate([getattr(score, name) for score in scores])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,11 +18,11 @@ from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 
 CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
 MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
-MIN_CACHE_PAGES = 2  # of the KV cache: one for a sequence, and the page that no sequence owns
+MIN_CACHE_PAGES = 2  # pages of the KV cache: one for a sequence, and the page that no sequence owns
 CHUNK_TOKENS = 512  # length of the prefill chunks in the largest step
 GRAPHS_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
 GRAPH_TRIALS = 3  # steps of each size that are timed to choose the sizes of CUDA graphs
-SLACK = 1.1  # factor on the measured activations, for the allocator's losses between blocks
+SLACK = 1.1  # factor on the measured activations, for the allocator's fragmentation
 
 log = logging.getLogger("tok_core")
 
@@ -69,7 +69,7 @@ def _kept_bytes(runner: Runner, rows: int) -> int:
 
 
 def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepInput:
-    """Return the step that needs most memory: as many prefill tokens and sampled rows as possible, with all options.
+    """Return the step with the largest memory: the maximum of prefill tokens and sampled rows, with all options.
 
     No sequence is longer than `max_len`: the step has fewer than `tokens` if `slots` sequences hold fewer. `words`:
     words of the grammar mask that every sampled row has; 0: there is no guided decoding.
@@ -102,21 +102,21 @@ def _peak(runner: Runner, step: StepInput) -> int:
 def graph_rows(runner: Runner) -> int:
     """Return the largest graph size whose decode step takes the device less than twice the host's launch time.
 
-    Both times are those of the same launches. Launched kernel by kernel, a small step takes the device as long as the
-    host: beside launch times of another moment, a host that has become slower would seem to be a slow device, and all
-    but the smallest steps would have no graph. Worker 0's times decide; all workers of a replica run the same steps.
+    Both times are measured in the same launches. Launched kernel by kernel, a small step takes the device as long as
+    the host. Compared with launch times of another moment, a host that has become slower would look like a slow device,
+    and only the smallest steps would get graphs. Worker 0's times decide; all workers of a replica run the same steps.
     """
-    found = graph_sizes(runner.state.slots)
-    low, high = 0, len(found) - 1
+    sizes = graph_sizes(runner.state.slots)
+    low, high = 0, len(sizes) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        step = dummy_step(decode=found[middle])
+        step = dummy_step(decode=sizes[middle])
         outputs = [run_dummy_step(runner, step) for _ in range(GRAPH_TRIALS)]
         ratio = median(output.device_seconds / max(output.launch_seconds, 1e-9) for output in outputs)
         launch_bound = runner.pipeline.peers.broadcast_from_first(ratio < 2)
         low, high = (middle, high) if launch_bound else (low, middle - 1)
-    log.debug("start: decode steps of up to %d rows replay CUDA graphs", found[low])
-    return found[low]
+    log.debug("start: decode steps of up to %d rows replay CUDA graphs", sizes[low])
+    return sizes[low]
 
 
 def cache_tokens(

@@ -1,4 +1,4 @@
-"""Refuse a model that does not fit into the memory, before anything of it is loaded."""
+"""Refuse a model that does not fit into memory, before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def require_memory(
     """Raise an error if weights and KV cache do not fit into the free memory; allocate nothing.
 
     On a CPU, the needs of all workers on this host count together. All workers of a replica call this at the same
-    point, before they load; workers of other replicas may have loaded by then, and what they hold counts as free.
+    point, before they load. Memory held by workers of other replicas, which may have loaded by then, counts as free.
     Raises EngineError if the model does not fit, and InvalidField if `kv_cache_tokens` or `max_model_len` do not fit
     beside it.
     """
@@ -73,7 +73,7 @@ def require_memory(
         free, place = available_memory(), "of this host's memory are free"
         if workers_on_host > workers:
             free += memory_of_siblings()
-        # Waits for the other workers of the replica: each has read what is free before one of them loads.
+        # This waits for the replica's other workers, so that each reads the free memory before any of them loads.
         sums = peers.all_reduce_sum(needs.weights, needs.per_token, needs.cache)
         needs = MemoryNeeds(*(total * workers_on_host // workers for total in sums))
         subject = "it needs" if workers_on_host == 1 else f"{workers_on_host} workers on this host need"
@@ -94,13 +94,13 @@ def _remedies(
 ) -> Iterator[str]:
     """Yield the flags that would make the model fit, each by itself."""
     own = MemoryNeeds.of(config, model, dtype, peers.coordinates).total
-    smaller: dict[str, tuple[EngineConfig, torch.dtype]] = {}
+    alternatives: dict[str, tuple[EngineConfig, torch.dtype]] = {}
     if dtype == torch.float32:
-        smaller["--dtype bfloat16"] = config, torch.bfloat16
+        alternatives["--dtype bfloat16"] = config, torch.bfloat16
     if read_quantization(Path(config.model), config.quantization) == QuantizationConfig():
-        smaller["--quantization fp8"] = structs.replace(config, quantization="fp8"), dtype
-    for flag, (other, short) in smaller.items():
-        total = MemoryNeeds.of(other, model, short, peers.coordinates).total
+        alternatives["--quantization fp8"] = structs.replace(config, quantization="fp8"), dtype
+    for flag, (smaller_config, smaller_dtype) in alternatives.items():
+        total = MemoryNeeds.of(smaller_config, model, smaller_dtype, peers.coordinates).total
         if needs.total * total <= free * own:  # of all workers on this host
             yield flag
     if peers.device.type == "cpu":

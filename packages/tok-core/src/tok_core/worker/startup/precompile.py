@@ -1,9 +1,9 @@
-"""Compile the Triton kernels of a start in parallel processes, before the start launches them one after the other.
+"""Compile the Triton kernels that a worker's startup launches, in parallel processes, before it launches them.
 
-The worker starts one more process. That process builds the model on the device "meta", launches the steps of the start
-on it, which computes nothing and records the variants of kernels, and compiles these in processes of its own. The
-worker then loads them from Triton's cache. A marker in the cache says that a start of these sizes has all its kernels,
-so that later starts skip this. Kernels that are missing in spite of it are compiled at their first launch.
+The worker starts a compiling process. That process builds the model on the device "meta" and launches all steps of the
+startup on it, which computes nothing but records the variants of kernels. It compiles them in a pool of processes. The
+worker then loads them from Triton's cache. A marker file in the cache says that it has all kernels of a startup of this
+configuration, so that later startups skip this. Kernels that are missing nevertheless are compiled at first launch.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ log = logging.getLogger("tok_core")
 
 HOPPER = 9  # major compute capability of the GPUs that meta tensors stand for
 MAX_PROCESSES = 16
-MAX_FEW_ROWS = 64  # among few rows, the kernels of mixtures of experts change most often
-MAX_SECONDS = 300.0  # until the worker compiles by itself
-# Fields of EngineConfig that decide which kernels a start launches, beside the model's own files.
-FIELDS = (
+MAX_DECODE_ROWS = 64  # every number of decode rows up to this is launched: kernels for experts change most often there
+MAX_WAIT_SECONDS = 300.0  # until the worker compiles by itself
+# Fields of EngineConfig that decide, with the model's own files, which kernels a startup launches.
+KERNEL_FIELDS = (
     *("dtype", "backend", "quantization", "logprobs_mode", "kv_cache_dtype", "page_size", "max_running"),
     *("max_step_tokens", "max_model_len", "cuda_graphs", "prefix_groups", "batch_invariant", "load_format"),
 )
 
 
 class CompileRequest(msgspec.Struct, frozen=True):
-    """Message to the compiling process: compile what a start of `config` launches, and then write `marker`."""
+    """Message to the compiling process: compile the kernels of a startup with `config`, then write `marker`."""
 
     config: EngineConfig
     capability: int
@@ -73,16 +73,17 @@ class CompileReport(msgspec.Struct, frozen=True):
 
 
 class Precompilation:
-    """Compiling process of one worker; it does nothing if the cache has all kernels, or if they are not known ahead.
+    """Compiling process of one worker.
 
-    Only the kernels of replicas with a single worker on a Hopper GPU are known ahead.
+    None is started if the cache has all kernels, or if they cannot be predicted: that is implemented for replicas with
+    a single worker on a Hopper GPU.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device, workers: int) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         if device.type != "cuda" or config.backend == "reference" or find_spec("triton") is None:
             return
-        kernel_builds()  # lists what is built from now on
+        kernel_builds()  # starts to list the kernels that are built
         hash_kernels()
         major, minor = torch.cuda.get_device_capability(device)
         if workers > 1 or major != HOPPER:
@@ -109,7 +110,7 @@ class Precompilation:
         if find_spec("flashinfer") is not None:
             _import_flashinfer()
         try:
-            output, _ = self._process.communicate(timeout=MAX_SECONDS)
+            output, _ = self._process.communicate(timeout=MAX_WAIT_SECONDS)
             report = msgspec.json.decode(output.rpartition(b"\n")[2], type=CompileReport)
         except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
             self._process.kill()
@@ -123,7 +124,7 @@ class Precompilation:
 
 
 def _import_flashinfer() -> None:
-    """Import FlashInfer, which calibration needs, while this process is idle; calibration reports what is wrong."""
+    """Import FlashInfer, which calibration needs, while this process is idle. Calibration reports a failed import."""
     from tok_kernels.attention.flashinfer.wrappers import flashinfer
 
     with suppress(Exception):
@@ -137,14 +138,14 @@ def log_compiled() -> None:
 
 
 def marker_of(config: EngineConfig, capability: int) -> Path:
-    """Return the file in Triton's cache that says that a start of this configuration has all its kernels."""
+    """Return the marker file in Triton's cache for a startup of this configuration."""
     from triton import knobs  # type: ignore[import-untyped]
 
     from tok_kernels.calibration.store import sources_digest, versions
 
     path = Path(config.model)
     key = {
-        "fields": {name: getattr(config, name) for name in FIELDS},
+        "fields": {name: getattr(config, name) for name in KERNEL_FIELDS},
         "model": (path / "config.json").read_text(encoding="utf-8"),
         "guided": (path / "tokenizer.json").is_file(),
         "capability": capability,
@@ -162,7 +163,7 @@ def main() -> None:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileRequest)
     try:
         report = _compile(request, began)
-    # Whatever is wrong with the configuration, the worker finds it, too, and says so.
+    # The worker meets the same error of the configuration and reports it.
     except Exception as error:
         report = CompileReport(0, time.monotonic() - began, [f"{type(error).__name__}: {error}"])
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(report))  # libraries may have printed something before
@@ -172,7 +173,7 @@ def _compile(request: CompileRequest, began: float) -> CompileReport:
     variants = start_variants(request.config, request.capability)
     marker = Path(request.marker)
     marker.parent.mkdir(parents=True, exist_ok=True)
-    # Replicas that start together must not compile the same kernels: the first one does, the others wait for it.
+    # Of replicas that start at the same time, the first one compiles, and the others wait for it.
     with open(marker.parent / "tok-start.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         errors = []
@@ -184,19 +185,19 @@ def _compile(request: CompileRequest, began: float) -> CompileReport:
 
 
 def start_variants(config: EngineConfig, capability: int) -> list[Variant]:
-    """Return the variants of kernels that a start launches on a GPU, those with the longest source first."""
+    """Return the variants of kernels that a startup launches on a GPU, those with the longest source first."""
     with record(capability) as variants:
         launch_start(config)
     return sorted(variants.values(), key=lambda variant: -len(variant.kernel.src))
 
 
 def launch_start(config: EngineConfig) -> None:
-    """Launch on the device "meta" the steps that a start launches on a GPU, and those of each small number of rows."""
+    """Launch on the device "meta" the steps of a startup, and decode steps of up to MAX_DECODE_ROWS rows."""
     runner, path = meta_runner(config), Path(config.model)
     max_running, max_step_tokens = resolve_step_sizes(config, "cuda")
     words = mask_words(runner.model.config, path)
     steps = steps_of(runner, max_step_tokens, words)
-    steps += [dummy_step(decode=rows) for rows in range(1, min(max_running, MAX_FEW_ROWS) + 1)]
+    steps += [dummy_step(decode=rows) for rows in range(1, min(max_running, MAX_DECODE_ROWS) + 1)]
     for step in steps:
         runner.reset()
         runner.launch(step)
@@ -207,8 +208,8 @@ def launch_start(config: EngineConfig) -> None:
 def meta_runner(config: EngineConfig) -> Runner:
     """Return a runner on the device "meta", whose launches compute nothing.
 
-    Of layers that launch the same kernels, it has only one. The page table has as many positions as the model, unless
-    `max_model_len` limits them; the size of the KV cache changes no kernel.
+    It has only one layer of each kind (`different_layers`). The page table covers `max_model_len`, or the model's
+    maximum length. The size of the KV cache changes no kernel.
     """
     path, meta = Path(config.model), torch.device("meta")
     model_config = resolve_model_config(config, path)
@@ -237,7 +238,7 @@ def meta_runner(config: EngineConfig) -> Runner:
 
 
 def _backend(config: EngineConfig) -> Backend:
-    """Return a backend whose attention is Triton's; calibration measures it whatever it chooses then."""
+    """Return the Triton backend, whose kernels calibration measures whichever it chooses."""
     from tok_kernels.backends.triton import InvariantTritonBackend, TritonBackend
 
     return InvariantTritonBackend() if config.batch_invariant else TritonBackend()

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tok_core")
 
-A_DAY = 86_400.0  # seconds that a rank's kernels wait for another rank's, at most
+MAX_PATIENCE = 86_400.0  # maximum seconds that a rank's kernels wait for those of another rank
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 
 
@@ -62,11 +62,11 @@ def set_up(
     gpu: int | None = None,
     workers_on_host: int | None = None,
 ) -> tuple[Runner, EngineInfo]:
-    """Return a worker's runner, and the sizes and settings it resolved, once all workers of `replica` are ready.
+    """Return a worker's runner and the sizes and settings that it resolved. Waits for the replica's other workers.
 
     config           `config.model` is a local directory
     coordinates      None: the replica has a single worker
-    rendezvous       where the workers of `replica` meet
+    rendezvous       file or address through which the workers of `replica` find each other
     gpu              see `choose_device`
     workers_on_host  number of workers that share this host's memory; None: all workers of all replicas
 
@@ -95,7 +95,7 @@ def set_up(
     with HEARTBEAT.coarse():  # compilers may run for minutes
         precompilation.wait()
         clock.done("kernels compiled ahead")
-        backend = choose_backend(config, device, shape, cache.choices)
+        backend = choose_backend(config, device, shape, cache.calibration)
     clock.done("choice of kernels")
     memory = sleeping_memory(device) if config.enable_sleep_mode else None
     model = _load_model(config, path, model_config, backend, peers, dtype, quantization, memory)
@@ -138,7 +138,7 @@ def set_up(
         log_compiled()
     peers.all_reduce_min(0)  # waits for the others
     clock.done("graphs and warm-up")
-    cache.complete()
+    cache.write_manifest()
     info = EngineInfo(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -167,7 +167,7 @@ def set_up(
 def _require_invariant(
     config: EngineConfig, model_config: ModelConfig, quantization: QuantizationConfig, device: torch.device
 ) -> None:
-    """Raise InvalidField for what `batch_invariant` has not been shown to hold for on a GPU."""
+    """Raise InvalidField for a configuration that `batch_invariant` does not support on a GPU."""
     if model_config.moe is not None:
         raise InvalidField("batch_invariant", True, f"false on {device.type} for mixtures of experts")
     if replace(quantization, kv_scales=None) != QuantizationConfig():
@@ -201,7 +201,7 @@ def _load_model(
     tensor = None
     if peers.tensor is not None:
         tensor = TensorParallel(
-            peers.tensor, peers.device, min(config.step_timeout, A_DAY), ordered=config.batch_invariant
+            peers.tensor, peers.device, min(config.step_timeout, MAX_PATIENCE), ordered=config.batch_invariant
         )
     if peers.coordinates.number == 0 and replace(quantization, kv_scales=None) != QuantizationConfig():
         log.info("linear layers are %s", quantization)
@@ -231,7 +231,7 @@ def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
 
 
 def report_missing_float8(quantization: QuantizationConfig, device: torch.device) -> None:
-    """Log what happens to float8 weights on a GPU without float8 arithmetic."""
+    """Warn if the GPU has no float8 GEMMs for the model's float8 weights."""
     methods = quantization.method, *(method for _, method in quantization.overrides)
     float8 = any(isinstance(method, ScaledMethod) and method.dtype.is_floating_point for method in methods)
     if device.type != "cuda" or not float8:
@@ -246,7 +246,7 @@ def report_missing_float8(quantization: QuantizationConfig, device: torch.device
 
 
 def _thresholds(model: CausalLM, coordinates: RankCoordinates) -> tuple[int | None, int | None]:
-    """Return the token thresholds of the model's TensorParallel, None without one. Worker 0 logs them."""
+    """Return the token thresholds of the model's TensorParallel, or None without it. Worker 0 logs them."""
     tensor = model.tensor
     if tensor is None:
         return None, None
@@ -270,7 +270,7 @@ def _measure(
     max_step_tokens: int,
     words: int,
 ) -> StepMemory:
-    """Measure the memory of steps, on a state whose sequences all share one page."""
+    """Measure the memory of steps, on a temporary state whose sequences all share one page."""
     length = measured_len(model.config.max_positions, max_running, max_step_tokens)
     state = WorkerState(
         model.local,
@@ -367,24 +367,24 @@ def sampling_defaults(path: Path) -> dict[str, int | float]:
     if not file.is_file():
         return {}
     fields = Fields.of_file(file)
-    found = {name: fields.values[name] for name in SAMPLING_DEFAULTS if name in fields}
+    defaults = {name: fields.values[name] for name in SAMPLING_DEFAULTS if name in fields}
     try:
-        checked = SamplingParams(**found)  # type: ignore[arg-type]
+        params = SamplingParams(**defaults)  # type: ignore[arg-type]
     except InvalidField as error:
         allowed = f"{error.allowed}; --generation-config none leaves the file out"
         raise fields.wrong(error.field, error.value, allowed) from None
-    return {name: getattr(checked, name) for name in found}
+    return {name: getattr(params, name) for name in defaults}
 
 
 class StartupTimer:
-    """Timer of consecutive parts of the startup, logged at level debug."""
+    """Timer of consecutive phases of the startup, logged at level debug."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
-    def done(self, part: str) -> None:
-        """Log the time since the last call, or since construction, as that of `part`."""
+    def done(self, phase: str) -> None:
+        """Log the time since the last call, or since construction, as that of `phase`."""
         HEARTBEAT.turned()
         now = time.monotonic()
-        log.debug("start: %s: %.1f s", part, now - self._began)
+        log.debug("start: %s: %.1f s", phase, now - self._began)
         self._began = now

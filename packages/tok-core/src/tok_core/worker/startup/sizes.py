@@ -1,4 +1,4 @@
-"""Resolve the model and the sizes of steps that an EngineConfig leaves open, before anything is on a device."""
+"""Resolve the model's configuration and the step sizes that an EngineConfig leaves open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ log = logging.getLogger("tok_core")
 
 
 def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
-    """Return the directory's config, untied if its checkpoint is, without windows of `max_model_len` or longer."""
+    """Return the model's config, with tied embeddings as in the checkpoint.
+
+    Sliding windows that are not shorter than `max_model_len` are dropped.
+    """
     model = read_config(path, config.ignore_config_keys or ())
     if config.load_format != "dummy" and model.tied:
         model = resolve_tied_embeddings(model, path)
@@ -24,7 +27,8 @@ def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
                 "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding and is used", path
             )
     longest = config.max_model_len or model.max_positions
-    return replace(model, windows=tuple(None if one is None or one >= longest else one for one in model.windows))
+    windows = tuple(None if window is None or window >= longest else window for window in model.windows)
+    return replace(model, windows=windows)
 
 
 def resolve_step_sizes(config: EngineConfig, device_type: str) -> tuple[int, int]:
@@ -38,5 +42,5 @@ def resolve_step_sizes(config: EngineConfig, device_type: str) -> tuple[int, int
 
 
 def mask_words(model: ModelConfig, path: Path) -> int:
-    """Return the words of a grammar mask; 0 without a tokenizer, and hence without guided decoding."""
+    """Return the 32-bit words of a grammar mask; 0 without a tokenizer, and hence without guided decoding."""
     return -(-model.vocab_size // 32) if (path / "tokenizer.json").is_file() else 0

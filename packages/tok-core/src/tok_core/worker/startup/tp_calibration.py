@@ -1,4 +1,4 @@
-"""Measure for each size which all-reduce and which tensor-parallel layout is fastest, and set the thresholds."""
+"""Measure which all-reduce and which tensor-parallel layout is fastest at each size, and set the thresholds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tok_kernels.collectives.exchange import SUM_BYTES
 
 log = logging.getLogger("tok_core")
 
-RUNS = 5  # timed; the fastest counts
+RUNS = 5  # timed runs; the fastest counts
 NO_OVERLAP_TOKENS = 1 << 62  # stands for None where workers agree on an integer
 MAX_OVERLAP_RATIO = 0.98  # of overlapped time to other layouts' time: overlapping costs host time, too
 MAX_CAPTURED_TOKENS = 256  # most steps up to this size run in CUDA graphs and are timed so; they never overlap
-ITERATIONS = 4  # per run, so that the host can launch ahead of the device
+ITERATIONS = 4  # iterations per run, so that the host can launch ahead of the device
 
 
 def calibrate(model: CausalLM, peers: ProcessGroups, max_tokens: int, async_from: int | None = None) -> None:
@@ -59,7 +59,7 @@ def calibrate(model: CausalLM, peers: ProcessGroups, max_tokens: int, async_from
     measured = _measure(model, max_tokens, may_overlap=symmetric and async_from is None)
     if peers.coordinates.number == 0:
         log.debug("%s", format_times(*measured))
-    all_reduce_tokens, overlap_tokens = map(peers.broadcast_from_first, choose(*measured))
+    all_reduce_tokens, overlap_tokens = map(peers.broadcast_from_first, choose_thresholds(*measured))
     overlap_tokens = async_from or overlap_tokens
     tensor.max_all_reduce_tokens = all_reduce_tokens
     tensor.min_overlap_tokens = None if overlap_tokens == NO_OVERLAP_TOKENS else overlap_tokens
@@ -70,9 +70,9 @@ def _exchanged_bytes(tensor: TensorParallel) -> int:
     if tensor.exchange is None:
         return 0
     sizes = [1 << bit for bit in range(12, 40) if 1 << bit <= SUM_BYTES]
-    exchanged = [_sum_seconds(tensor, size, SUM_BYTES) for size in sizes]
-    collected = [_sum_seconds(tensor, size, 0) for size in sizes]
-    return last_ahead(sizes, exchanged, collected)
+    exchange = [_sum_seconds(tensor, size, SUM_BYTES) for size in sizes]
+    collective = [_sum_seconds(tensor, size, 0) for size in sizes]
+    return crossover(sizes, exchange, collective)
 
 
 def _sum_seconds(tensor: TensorParallel, size: int, max_exchange_bytes: int) -> float:
@@ -83,27 +83,27 @@ def _sum_seconds(tensor: TensorParallel, size: int, max_exchange_bytes: int) -> 
 
 
 class LayoutTimings(NamedTuple):
-    """Seconds per layer at ascending token counts: all-reduce, sequence-parallel, overlapped; inf: not measured."""
+    """Seconds per layer in each layout, at ascending token counts `sizes`; inf: not measured."""
 
     sizes: list[int]
-    whole: list[float]
-    sharded: list[float]
+    all_reduce: list[float]
+    sequence_parallel: list[float]
     overlapped: list[float]
 
 
 def _measure(model: CausalLM, max_tokens: int, *, may_overlap: bool) -> LayoutTimings:
     """Time one layer at all sizes in all layouts.
 
-    No time decides what is measured next: ranks see different times and must launch the same collectives.
+    The measurements do not depend on earlier times: ranks see different times, and must launch the same collectives.
     """
     sizes = _sizes(max_tokens)
-    sharded = [layer_seconds(model, SequenceParallelLayout, tokens) for tokens in sizes]
-    whole = [layer_seconds(model, AllReduceLayout, tokens) for tokens in sizes]
+    sequence_parallel = [layer_seconds(model, SequenceParallelLayout, tokens) for tokens in sizes]
+    all_reduce = [layer_seconds(model, AllReduceLayout, tokens) for tokens in sizes]
     overlapped = [
         layer_seconds(model, OverlappedLayout, tokens) if may_overlap and tokens > MAX_CAPTURED_TOKENS else math.inf
         for tokens in sizes
     ]
-    return LayoutTimings(sizes, whole, sharded, overlapped)
+    return LayoutTimings(sizes, all_reduce, sequence_parallel, overlapped)
 
 
 def format_times(sizes: Sequence[int], *layouts: Sequence[float]) -> str:
@@ -113,42 +113,45 @@ def format_times(sizes: Sequence[int], *layouts: Sequence[float]) -> str:
     'ms per layer, all-reduce/sequence-parallel/overlapped: 256 tokens 1.000/2.000/-, 512 tokens 2.000/1.500/1.000'
     """
     rows = (
-        f"{size} tokens " + "/".join("-" if one == math.inf else f"{one * 1e3:.3f}" for one in seconds)
-        for size, *seconds in zip(sizes, *layouts, strict=True)
+        f"{size} tokens " + "/".join("-" if seconds == math.inf else f"{seconds * 1e3:.3f}" for seconds in times)
+        for size, *times in zip(sizes, *layouts, strict=True)
     )
     return f"ms per layer, all-reduce/sequence-parallel/overlapped: {', '.join(rows)}"
 
 
-def choose(
-    sizes: Sequence[int], whole: Sequence[float], sharded: Sequence[float], overlapped: Sequence[float]
+def choose_thresholds(
+    sizes: Sequence[int],
+    all_reduce: Sequence[float],
+    sequence_parallel: Sequence[float],
+    overlapped: Sequence[float],
 ) -> tuple[int, int]:
     """Return `max_all_reduce_tokens`, and `min_overlap_tokens` or NO_OVERLAP_TOKENS, by the layouts' seconds.
 
     `sizes` ascend. `max_all_reduce_tokens` ignores the overlapped layout, which takes precedence wherever it is chosen.
 
-    >>> choose([16, 32, 64, 128], [1, 2, 4, 9], [2, 2, 3, 6], [9, 9, 2, 4])
+    >>> choose_thresholds([16, 32, 64, 128], [1, 2, 4, 9], [2, 2, 3, 6], [9, 9, 2, 4])
     (32, 64)
     """
     overlap_from = NO_OVERLAP_TOKENS
-    for tokens, one, *others in reversed(list(zip(sizes, overlapped, whole, sharded, strict=True))):
-        if one > MAX_OVERLAP_RATIO * min(others):
+    for tokens, seconds, *others in reversed(list(zip(sizes, overlapped, all_reduce, sequence_parallel, strict=True))):
+        if seconds > MAX_OVERLAP_RATIO * min(others):
             break
         overlap_from = tokens
-    return last_ahead(sizes, whole, sharded), overlap_from
+    return crossover(sizes, all_reduce, sequence_parallel), overlap_from
 
 
-def last_ahead(sizes: Sequence[int], ones: Sequence[float], others: Sequence[float]) -> int:
-    """Return the size up to which `ones` are no slower than `others`; 0 if they are slower at the first size.
+def crossover(sizes: Sequence[int], times: Sequence[float], other_times: Sequence[float]) -> int:
+    """Return the largest size up to which `times` do not exceed `other_times`; 0 if they do at the first size.
 
-    >>> last_ahead([16, 32, 64], [1, 2, 4], [2, 2, 3])
+    >>> crossover([16, 32, 64], [1, 2, 4], [2, 2, 3])
     32
     """
-    last = 0
-    for size, one, other in zip(sizes, ones, others, strict=True):
-        if one > other:
+    largest = 0
+    for size, time_, other_time in zip(sizes, times, other_times, strict=True):
+        if time_ > other_time:
             break
-        last = size
-    return last
+        largest = size
+    return largest
 
 
 def _sizes(max_tokens: int) -> list[int]:
@@ -182,18 +185,18 @@ def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool)
     launch()  # compiles and allocates
     if captured:
         launch = _graph(launch, device)
-    found = []
-    for _ in range(RUNS + 1):  # the first one warms up
+    seconds = []
+    for _ in range(RUNS + 1):  # the first run warms up
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         launch()
         torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - began) / ITERATIONS)
-    return min(found[1:])
+        seconds.append((time.perf_counter() - began) / ITERATIONS)
+    return min(seconds[1:])
 
 
 def _graph(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture `launch` as a CUDA graph; thread-local mode tolerates what the collectives' own threads do meanwhile."""
+    """Capture `launch` as a CUDA graph; thread-local mode tolerates CUDA calls of the collectives' threads."""
     torch.cuda.synchronize(device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -16,9 +16,9 @@ from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.startup.gemm_warmup import warm_up_gemms
 from tok_core.worker.startup.memory import SLACK, StepMemory, largest_step
 
-LONG_CONTEXT_TOKENS = 4096
+LONG_CONTEXT_TOKENS = 4096  # contexts of this length use the kernels for long ones
 SHORT_PREFIX_TOKENS = 1024
-MAX_ROW_POSITIONS = 1 << 25  # rows × shared positions of a step: bounds its time
+MAX_ROW_POSITIONS = 1 << 25  # rows × shared positions of a step; bounds its time
 
 log = logging.getLogger("tok_core")
 
@@ -36,54 +36,54 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: i
     for step in steps_of(runner, max_step_tokens, words):
         run_dummy_step(runner, step)
     runner.reset()
-    for length in (1, 2):  # the step after records the sampled tokens of another stage
+    for length in (1, 2):  # the second step records the tokens that another stage sampled in the first
         runner.launch(structs.replace(dummy_step(decode=1), max_kv=length)).output()
     runner.reset()
     torch.cuda.synchronize(state.device)
 
 
 def steps_of(runner: Runner, max_step_tokens: int, words: int) -> list[StepInput]:
-    """Return the steps of `warm_up_steps` that the runner's engine may have."""
+    """Return the steps of `warm_up_steps`, without those with prefix groups if the engine has none."""
     state = runner.state
     steps = warm_up_steps(state.slots, max_step_tokens, runner.max_len, state.page_size, words)
     return [step for step in steps if runner.prefix_groups or not step.levels]
 
 
 def warm_up_steps(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0) -> list[StepInput]:
-    """Return a step for each case in which other kernels are chosen.
+    """Return a step for each case that launches other kernels.
 
     The cases are few and many decode rows; no, flat and nested prefix groups; prefill alone and beside decode rows;
     short and long contexts; every sampling option. `words`: words of a grammar mask; 0: no masks.
     """
-    pages, most = max_len // 2 // page_size, min(slots, tokens)
+    pages, max_rows = max_len // 2 // page_size, min(slots, tokens)
     prefix = pages * page_size
-    found = [largest_step(slots, tokens, max_len, words)]
-    for rows in {1, min(16, most), min(300, most), most}:
-        found.append(dummy_step(decode=rows))
+    steps = [largest_step(slots, tokens, max_len, words)]
+    for rows in {1, min(16, max_rows), min(300, max_rows), max_rows}:
+        steps.append(dummy_step(decode=rows))
         # Long enough to count as a long context, but not so long that many rows take seconds to read it.
         shared = min(pages, max(LONG_CONTEXT_TOKENS, MAX_ROW_POSITIONS // rows) // page_size)
         if rows > 1 and shared:
             prefixes = [(levels, shared // levels * levels * page_size) for levels in range(1, MAX_CASCADE_LEVELS + 1)]
             if rows > 3:
-                found.append(dummy_step(decode=rows, groups=1, prefix=shared * page_size))
+                steps.append(dummy_step(decode=rows, groups=1, prefix=shared * page_size))
                 # A short prefix of many rows is split, although the rows' own keys are not.
                 short = min(pages, SHORT_PREFIX_TOKENS // page_size) * page_size
-                found.append(dummy_step(decode=rows - 1, groups=1, prefix=short, chunks=1, tokens=1))
-            found += [dummy_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in prefixes if end]
+                steps.append(dummy_step(decode=rows - 1, groups=1, prefix=short, chunks=1, tokens=1))
+            steps += [dummy_step(decode=rows, groups=rows // 2, prefix=end, levels=n) for n, end in prefixes if end]
     few = min(8, slots - 1, tokens - 1)
     if few > 0:
         long = min(max_len - few, tokens - few)
         for decode in (0, few):
-            found += [dummy_step(decode=decode, chunks=1, tokens=count) for count in {1, long} if count > 0]
+            steps += [dummy_step(decode=decode, chunks=1, tokens=count) for count in {1, long} if count > 0]
             cached = max(0, max_len - 2 * few)
             chunks = min(few, slots - decode, tokens - decode)
-            found.append(dummy_step(decode=decode, chunks=chunks, tokens=min(few, tokens - decode), cached=cached))
-            found.append(dummy_step(decode=decode, chunks=1, tokens=1, greedy=True))  # sampled without a graph
-            found.append(dummy_step(decode=decode, chunks=1, tokens=1, prompt_outputs=True))
+            steps.append(dummy_step(decode=decode, chunks=chunks, tokens=min(few, tokens - decode), cached=cached))
+            steps.append(dummy_step(decode=decode, chunks=1, tokens=1, greedy=True))  # sampled without a graph
+            steps.append(dummy_step(decode=decode, chunks=1, tokens=1, prompt_outputs=True))
         if few > 1 and prefix:
-            found.append(dummy_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
-    for rows in {1, min(most, MAX_GATHERED_ROWS + 1)}:
-        found += [
+            steps.append(dummy_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
+    for rows in {1, min(max_rows, MAX_GATHERED_ROWS + 1)}:
+        steps += [
             dummy_step(decode=rows, greedy=True),
             dummy_step(decode=rows, top_logprobs=1),
             dummy_step(decode=rows, top_logprobs=20),
@@ -94,5 +94,5 @@ def warm_up_steps(slots: int, tokens: int, max_len: int, page_size: int, words: 
             dummy_step(decode=rows, penalised=rows, filtered=rows),
         ]
         if words:
-            found += [dummy_step(decode=rows, masked=masked, words=words) for masked in {1, rows}]
-    return found
+            steps += [dummy_step(decode=rows, masked=masked, words=words) for masked in {1, rows}]
+    return steps

@@ -1,4 +1,4 @@
-"""Receive weights from a trainer: by broadcasts in a group, or from its memory on the same GPU."""
+"""Receive weights from a trainer: by broadcasts in a process group, or from its memory on the same GPU (CUDA IPC)."""
 
 from __future__ import annotations
 

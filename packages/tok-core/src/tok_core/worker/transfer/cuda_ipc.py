@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-HANDLE_BYTES = 64
-LAZY_PEER_ACCESS = 1
+HANDLE_BYTES = 64  # size of CUipcMemHandle
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class _Handle(ctypes.Structure):
@@ -44,7 +44,7 @@ def export_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, obj
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the identity of a GPU, which all processes see alike."""
+    """Return the UUID of a GPU, which is the same in all processes."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -52,8 +52,8 @@ def gpu_uuid(device: torch.device) -> str:
 def mapped(device: torch.device) -> Iterator[Callable[[bytes, int, int], Tensor]]:
     """Yield a function that maps `size` bytes at `offset` of another process's allocation, as a uint8 tensor.
 
-    The tensors end with the context. Raises RuntimeError for handles that cannot be opened, and for bytes outside of
-    their allocation.
+    The tensors are valid until the context ends. Raises RuntimeError for handles that cannot be opened, and for bytes
+    outside of their allocation.
     """
     opened: dict[bytes, tuple[int, int]] = {}
     torch.cuda.set_device(device)

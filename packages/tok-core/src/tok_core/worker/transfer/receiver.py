@@ -1,4 +1,4 @@
-"""Execute the tasks of a transfer: join and leave groups, receive tensors, write them into the model."""
+"""Execute the tasks of a weight transfer: join and leave groups, receive tensors, write them into the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tok_core.worker.transfer.trainer_group import TrainerGroup
 
 
 class WeightReceiver:
-    """The groups of one worker, and the tensors that it has staged. `number`: of the worker in its replica."""
+    """Receiver of a trainer's tensors in one worker: its groups, and the tensors that it has staged.
+
+    number  the worker's number in its replica
+    """
 
     def __init__(self, model: CausalLM, number: int) -> None:
         self._model = model
@@ -40,10 +43,9 @@ class WeightReceiver:
             group.close()
 
     def receive(self, task: ReceiveTensors) -> None:
-        """Receive and stage tensors. Raise ModelError, and drop all that is staged, if any of them does not fit.
+        """Receive and stage tensors. If any does not fit, drop all staged tensors and raise ModelError.
 
-        Tensors of a group that do not fit are received nevertheless, so that the trainer's broadcasts end and the next
-        ones match.
+        Broadcasts of tensors that do not fit are received nevertheless: else the trainer's collective would hang.
         """
         try:
             if task.handles is None:
@@ -56,21 +58,21 @@ class WeightReceiver:
             raise ModelError(str(error)) from error
 
     def check(self, *, complete: bool) -> None:
-        """Raise ModelError if what is staged cannot be applied: see `IncomingWeights`."""
+        """Raise ModelError if the staged tensors cannot be applied; see `IncomingWeights.check`."""
         for name in self._used:
             if name in self._groups and not self._groups[name].is_open:
                 raise ModelError(f"the trainer of group {name!r} has ended")
         self._incoming.check(complete=complete)
 
     def apply(self) -> None:
-        """Write what is staged into the model."""
+        """Write the staged tensors into the model, and drop them."""
         self._incoming.apply()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.drop()
 
     def drop(self) -> None:
-        """Drop what is staged, and give its device memory back."""
+        """Drop the staged tensors, and release their device memory."""
         self._staging = None
         self._used.clear()
         self._mapping.close()
@@ -98,7 +100,7 @@ class WeightReceiver:
 
         def work() -> None:
             for bucket in buckets(task):
-                for name, tensor in self._broadcast(group, bucket, joined=task.bucket_bytes > 0):
+                for name, tensor in self._broadcast(group, bucket, packed=task.bucket_bytes > 0):
                     if errors:
                         break
                     try:
@@ -113,29 +115,29 @@ class WeightReceiver:
             raise errors[0]
 
     def _broadcast(
-        self, group: TrainerGroup, bucket: list[tuple[str, torch.dtype, list[int]]], *, joined: bool
+        self, group: TrainerGroup, bucket: list[tuple[str, torch.dtype, list[int]]], *, packed: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Receive one broadcast, and yield its tensors."""
-        if not joined:
+        """Receive one broadcast, and yield its tensors. `packed`: they are concatenated as bytes."""
+        if not packed:
             (name, dtype, shape) = bucket[0]
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
             group.broadcast(tensor)
             yield name, tensor
             return
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in bucket]
-        joint = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        group.broadcast(joint)
-        for (name, dtype, shape), data in zip(bucket, torch.split(joint, sizes), strict=True):
+        joined = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        group.broadcast(joined)
+        for (name, dtype, shape), data in zip(bucket, torch.split(joined, sizes), strict=True):
             yield name, as_tensor(data, dtype, shape)
 
     def _map(self, task: ReceiveTensors) -> None:
-        """Stage tensors in another process's memory on this GPU."""
+        """Stage tensors from another process's memory on this GPU."""
         if self._device.type != "cuda":
             raise ModelError("this engine runs on a CPU; CUDA IPC handles need a GPU")
         assert task.handles is not None
         uuid = gpu_uuid(self._device)
         with ExitStack() as mapping:
-            opened = mapping.enter_context(mapped(self._device))
+            map_bytes = mapping.enter_context(mapped(self._device))
             for name, dtype_name, shape, handles in zip(
                 task.names, task.dtypes, task.shapes, task.handles, strict=True
             ):
@@ -143,7 +145,7 @@ class WeightReceiver:
                 if uuid not in handles:
                     raise ModelError(f"tensor {name} has no handle for GPU {uuid}")
                 dtype, handle = getattr(torch, dtype_name), handles[uuid]
-                data = opened(handle.handle, handle.offset, math.prod(shape) * dtype.itemsize)
+                data = map_bytes(handle.handle, handle.offset, math.prod(shape) * dtype.itemsize)
                 self._incoming.stage(name, as_tensor(data, dtype, shape), copy=not task.map_only)
             if task.map_only:
                 self._mapping = mapping.pop_all()
@@ -165,7 +167,5 @@ def buckets(task: ReceiveTensors) -> Iterator[list[tuple[str, torch.dtype, list[
 
 def as_tensor(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     """Return bytes as a tensor, copied if they are not aligned."""
-    data = (
-        data if data.data_ptr() % dtype.itemsize == 0 and data.storage_offset() % dtype.itemsize == 0 else data.clone()
-    )
-    return data.view(dtype).view(shape)
+    aligned = data.data_ptr() % dtype.itemsize == 0 and data.storage_offset() % dtype.itemsize == 0
+    return (data if aligned else data.clone()).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Join the group of a trainer, and receive what it broadcasts; notice when the trainer has ended."""
+"""Join a trainer's process group, receive its broadcasts, and detect its end."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from tok_core.errors import ModelError
 from tok_core.messages import JoinGroup
 from tok_core.runtime import HEARTBEAT
 
-TIMEOUT = timedelta(minutes=5)  # without progress: of the join, and of each broadcast
-LOOK = 1.0  # seconds between checks whether the trainer lives
-POLL = 0.05  # seconds between turns of the main loop while it waits
-UNIQUE_ID = "broadcast_from/0/0"  # vLLM's key of NCCL's id
+TIMEOUT = timedelta(minutes=5)  # without progress, for the join and for each broadcast
+TRAINER_CHECK_SECONDS = 1.0  # between checks whether the trainer lives
+POLL_SECONDS = 0.05  # between turns of the main loop while it waits
+UNIQUE_ID_KEY = "broadcast_from/0/0"  # key of vLLM's store that holds NCCL's id
 UNIQUE_ID_BYTES = 128
-NCCL_KEY = "0"  # under which ProcessGroupNCCL looks for the id of its first communicator
+NCCL_KEY = "0"  # key under which ProcessGroupNCCL looks for the id of its first communicator
 
 
 class TrainerGroup:
-    """A worker's place in a group in which the trainer is rank 0. `number`: of the worker in its replica.
+    """A worker's membership in a process group in which the trainer is rank 0.
 
     A group whose trainer has ended, or in which a broadcast failed, is closed and can only be left.
+
+    number  the worker's number in its replica
     """
 
     def __init__(self, task: JoinGroup, number: int, device: torch.device) -> None:
@@ -49,7 +51,7 @@ class TrainerGroup:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the group can be used: it was not closed, and its trainer lives."""
+        """Return whether the group is not closed and its trainer lives."""
         return self._backend is not None and not self.lost.is_set()
 
     def run(self, work: Callable[[], None]) -> None:
@@ -68,10 +70,10 @@ class TrainerGroup:
         thread = threading.Thread(target=body, name="trainer-group", daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(POLL)
+            thread.join(POLL_SECONDS)
             HEARTBEAT.turned()
-            late = time.monotonic() - self._progress > TIMEOUT.total_seconds()
-            if thread.is_alive() and (late or self.lost.is_set()):
+            stuck = time.monotonic() - self._progress > TIMEOUT.total_seconds()
+            if thread.is_alive() and (stuck or self.lost.is_set()):
                 self.close()
                 raise ModelError("the trainer has ended" if self.lost.is_set() else f"no progress within {TIMEOUT}")
         if errors:
@@ -107,10 +109,10 @@ class TrainerGroup:
             options._timeout = TIMEOUT
             self._backend = dist.ProcessGroupGloo(keys, rank, task.world_size, options)
         elif task.protocol == "vllm":
-            known = HashStore()
-            known.set(NCCL_KEY, read_unique_id(store.get(UNIQUE_ID)))  # type: ignore[arg-type]
-            self._store = store  # the trainer's server counts it
-            self._backend = _nccl(known, rank, task.world_size)
+            id_store = HashStore()
+            id_store.set(NCCL_KEY, read_unique_id(store.get(UNIQUE_ID_KEY)))  # type: ignore[arg-type]
+            self._store = store  # kept open: the trainer's server counts its clients
+            self._backend = _nccl(id_store, rank, task.world_size)
             self._wait(self._backend.allreduce([torch.zeros(1, device=self.device)]))
         else:
             keys = PrefixStore("cuda/", PrefixStore(f"{task.name}/", PrefixStore(task.name, store)))
@@ -152,7 +154,7 @@ def _own_address(address: str, port: int) -> str:
 
 def _watch(store: Store, lost: threading.Event) -> None:
     """Set `lost` once the trainer's store does not answer."""
-    while not lost.wait(LOOK):
+    while not lost.wait(TRAINER_CHECK_SECONDS):
         try:
             store.check(["alive"])
         except RuntimeError:
@@ -173,11 +175,11 @@ class _UniqueIdUnpickler(pickle.Unpickler):
 def read_unique_id(data: bytes) -> bytes:
     """Return NCCL's id from vLLM's pickle of it. Raise UnpicklingError for any other pickle."""
     try:
-        found = _UniqueIdUnpickler(io.BytesIO(data)).load()
+        unique_id = _UniqueIdUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # malformed pickles raise anything
         raise pickle.UnpicklingError(f"not NCCL's id: {error!r}") from error
-    if not isinstance(found, bytes) or len(found) != UNIQUE_ID_BYTES:
+    if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_BYTES:
         raise pickle.UnpicklingError(f"not NCCL's id of {UNIQUE_ID_BYTES} bytes")
-    return found
+    return unique_id

@@ -13,7 +13,7 @@ from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
 from tok_core.messages import EngineInfo, Int64, ProcessLaunch, Receiver, Sender, StepInput, ToWorker
 from tok_core.replicas import Death, MakeReplica, ProcessReplica, Replica, Report, run_child
-from tok_core.runtime import HEARTBEAT, TURN
+from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS
 from tok_core.text import Tokenizer
 from tok_server.bench.manager.simulation import SimulatedWorker
 
@@ -88,7 +88,7 @@ def _run_worker(
     over = time.monotonic()
     while True:
         HEARTBEAT.turned()
-        step = steps.wait(TURN)
+        step = steps.wait(MAX_TURN_SECONDS)
         if isinstance(step, StepInput):
             over = max(over, time.monotonic()) + step_seconds
             output = worker.run(step, step_seconds)
