@@ -301,7 +301,7 @@ def test_counters_do_not_decrease_when_a_replica_restarts() -> None:
 
 def test_restart_pause_doubles_with_each_replica_death_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     core = simulated_core(engine_info(), dp=2, max_restarts=3)
-    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.25)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE_SECONDS", 0.25)
     pauses, pause = list[float](), ReplicaRecord.pause
 
     def noted(life: ReplicaRecord) -> float:

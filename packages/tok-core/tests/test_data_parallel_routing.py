@@ -13,7 +13,14 @@ from tok_core import SamplingParams
 from tok_core.messages import Finished
 from tok_core.replicas.prefix_affinity import PrefixAffinity
 from tok_core.replicas.replica_load import OutputLengths, ReplicaLoad
-from tok_core.replicas.router import BOUND, MIN_SPLIT_SAMPLES, SPARE, Assignment, Router, spread
+from tok_core.replicas.router import (
+    LOAD_PER_CACHED_TOKEN,
+    MAX_LOAD_RATIO,
+    MIN_SPLIT_SAMPLES,
+    Assignment,
+    Router,
+    split_samples,
+)
 
 PAGE = 16
 ROOM = 1000
@@ -26,7 +33,7 @@ def tokens(count: int, seed: int = 0) -> np.ndarray:
 
 def place(router: Router, rid: int, prompt: np.ndarray, params: SamplingParams = FIXED) -> list[Assignment]:
     ready = range(len(router.loads))
-    return router.assign(router.ask(rid, prompt, params, ROOM), range(params.n), ready, split=True)
+    return router.assign(router.routing_request(rid, prompt, params, ROOM), range(params.n), ready, split=True)
 
 
 def replicas(shares: list[Assignment]) -> list[int]:
@@ -61,9 +68,9 @@ def test_router_follows_a_cached_prefix_until_the_replica_is_overloaded() -> Non
     while replicas(place(router, rid, tokens(400))) == replicas(first):
         rid += 1
     full, other = router.loads[first[0].replica].tokens, router.loads[1 - first[0].replica].tokens
-    most = SPARE * 384  # 384 of the 400 prompt tokens are a known prefix
-    assert full - 500 <= BOUND * (full - 500) / 2 + most
-    assert full > BOUND * full / 2 + most
+    most = LOAD_PER_CACHED_TOKEN * 384  # 384 of the 400 prompt tokens are a known prefix
+    assert full - 500 <= MAX_LOAD_RATIO * (full - 500) / 2 + most
+    assert full > MAX_LOAD_RATIO * full / 2 + most
     assert other == 500
     # Now both replicas cache the prompt, and the other one has less load.
     assert replicas(place(router, rid + 1, tokens(400))) != replicas(first)
@@ -73,7 +80,7 @@ def test_router_prefers_the_replica_with_the_longest_cached_prefix() -> None:
     router = Router(2, PAGE)
     short = place(router, 0, tokens(64))[0].replica
     longer = np.concatenate([tokens(64), tokens(448, seed=1)])
-    router.assign(router.ask(1, longer, FIXED, ROOM), range(1), [1 - short], split=False)
+    router.assign(router.routing_request(1, longer, FIXED, ROOM), range(1), [1 - short], split=False)
     assert router.loads[1 - short].tokens > router.loads[short].tokens
     assert replicas(place(router, 2, longer)) == [1 - short]
 
@@ -109,7 +116,7 @@ def test_prefix_affinity_finds_two_thirds_of_the_common_prefix(common: int, more
 
 
 def test_prefix_affinity_evicts_least_recently_used_prefixes() -> None:
-    affinity = PrefixAffinity(PAGE, most=100)
+    affinity = PrefixAffinity(PAGE, max_prefixes=100)
     kept = affinity.prefixes(tokens(64))
     for seed in range(200):
         affinity.add(kept, 1)
@@ -140,7 +147,7 @@ def test_router_splits_many_samples_that_would_overload_one_replica() -> None:
 def test_spread_assigns_each_sample_once_and_levels_the_loads(
     count: int, each: int, prompt: int, loads: list[int]
 ) -> None:
-    shares = spread(range(count), each, prompt, dict(enumerate(loads)))
+    shares = split_samples(range(count), each, prompt, dict(enumerate(loads)))
     assert [sample for share in shares for sample in share.samples] == list(range(count))
     assert len(set(replicas(shares))) == len(shares)
     if len(shares) > 1:

@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):
         for request in self.open:
             lost = hit.get(request.rid, [])
             told = any(sample in self.told.get(request.rid, ()) for part in lost for sample in part.samples)
-            if lost and (told or not others or any(part.again for part in lost)):
+            if lost and (told or not others or any(part.redispatched for part in lost)):
                 with pytest.raises(EngineDead, match=f"killed by signal 9 .replica {number}."):
                     raise request.error or AssertionError("it goes on")
             elif lost:
@@ -135,6 +135,6 @@ class Machine(RuleBasedStateMachine):
 def test_every_request_ends_and_leaves_no_load_when_replicas_die(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE_SECONDS", 0.0)
     caplog.set_level(logging.CRITICAL, "tok_core")
     run_state_machine_as_test(Machine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None))

@@ -230,7 +230,7 @@ def test_failed_grammar_check_fails_its_request(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_request_waiting_for_a_restart_fails_with_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE_SECONDS", 0.0)
     core, request = one_replica_and_a_grammar_being_checked(monkeypatch)
     core._replica_set.records[0].drain()
     checked(core).set_result("")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tok_core.engine.token_store import BLOCK, TokenStore
+from tok_core.engine.token_store import BLOCK_TOKENS, TokenStore
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -36,7 +36,7 @@ class Model(RuleBasedStateMachine):
         self.open[self.next_rid] = {sample: [] for sample in range(samples)}
         self.next_rid += 1
 
-    @rule(seed=SEEDS, steps=st.integers(1, 2 * BLOCK))
+    @rule(seed=SEEDS, steps=st.integers(1, 2 * BLOCK_TOKENS))
     def appends(self, seed: int, steps: int) -> None:
         rng = np.random.default_rng(seed)
         rows = [(rid, sample) for rid, samples in self.open.items() for sample in samples if rng.random() < 0.5]
@@ -91,7 +91,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def holds_no_more_than_it_must(self) -> None:
         tokens = [len(tokens) for samples in self.open.values() for tokens in samples.values()]
-        assert self.ledger.blocks_used == sum(-(-count // BLOCK) for count in tokens)
+        assert self.ledger.blocks_used == sum(-(-count // BLOCK_TOKENS) for count in tokens)
 
 
 TestModel = Model.TestCase

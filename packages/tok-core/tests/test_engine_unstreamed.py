@@ -20,7 +20,7 @@ from support.tiny_models import make_model
 from tok_core import AsyncEngine, Completion, Delta, EngineClosed, EngineConfig, SamplingParams
 from tok_core.engine.generation_requests import StreamedRequest
 from tok_core.engine.open_requests import OpenRequest, StreamedTokens
-from tok_core.engine.request_stream import WOKEN, Mailbox, RequestStream
+from tok_core.engine.request_stream import MAX_WOKEN_STREAMS, Mailbox, RequestStream
 from tok_core.manager.output_processor import EMPTY_REPORT
 from tok_core.messages import Finished, Progress, Stats, Submit, ToEngine, ToManager
 from tok_core.replicas.replica import Death, Report, ThreadReplica
@@ -205,7 +205,8 @@ async def test_mailbox_wakes_a_few_streams_per_event_loop_turn(engine: AsyncEngi
     loop, params = asyncio.get_running_loop(), SamplingParams()
     mailbox = Mailbox(loop, engine._core)
     requests = [
-        StreamedRequest(rid, str(rid), [1], params, mailbox.notify_owners, None) for rid in range(2 * WOKEN + 5)
+        StreamedRequest(rid, str(rid), [1], params, mailbox.notify_owners, None)
+        for rid in range(2 * MAX_WOKEN_STREAMS + 5)
     ]
     mailbox.streams = {one.rid: RequestStream(engine._core, one, mailbox.loop) for one in requests}
     mailbox.notify_owners(requests)
@@ -214,7 +215,7 @@ async def test_mailbox_wakes_a_few_streams_per_event_loop_turn(engine: AsyncEngi
         while not woken or woken[-1] < len(requests):
             await asyncio.sleep(0)
             woken.append(sum(not stream._queued for stream in mailbox.streams.values()))
-    assert sorted({0, *woken}) == [0, WOKEN, 2 * WOKEN, len(requests)]
+    assert sorted({0, *woken}) == [0, MAX_WOKEN_STREAMS, 2 * MAX_WOKEN_STREAMS, len(requests)]
 
 
 async def test_event_loop_is_woken_at_most_once_per_report(

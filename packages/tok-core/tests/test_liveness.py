@@ -224,7 +224,7 @@ async def test_stopped_process_fails_open_requests_and_is_replaced(path: Path) -
 async def test_an_unresponsive_replica_is_restarted_without_a_drain(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_core.replicas.liveness.SILENT", 4.0)
+    monkeypatch.setattr("tok_core.replicas.liveness.MAX_SILENT_SECONDS", 4.0)
     engine = AsyncEngine(process_config(path, step_timeout=600.0))  # its detection as hung would take ten minutes
     await engine.start()
     try:

@@ -36,7 +36,7 @@ from tok_core.errors import from_wire, to_wire
 from tok_core.messages import Failed, ToEngine
 from tok_core.replicas.ray_actors import RayActors
 from tok_core.replicas.ray_cluster import join_cluster, remove_placement
-from tok_core.replicas.ray_member import NICENESS, ActorLocation, take_usual_priority
+from tok_core.replicas.ray_member import NICENESS, ActorLocation, reset_niceness
 from tok_core.replicas.ray_replica import RayReplica
 
 PROMPTS = random_prompts((3, 17, 40, 65))
@@ -243,7 +243,7 @@ def test_ray_member_resets_its_niceness_unless_the_user_set_one(
 
     def niceness() -> int:
         os.setpriority(os.PRIO_PROCESS, 0, 15)  # of this thread alone
-        take_usual_priority()
+        reset_niceness()
         return os.getpriority(os.PRIO_PROCESS, 0)
 
     with ThreadPoolExecutor(1) as thread:

@@ -223,7 +223,7 @@ def test_a_request_that_cannot_be_sent_fails_alone() -> None:
 
 
 def test_replica_deaths_caused_by_requests_do_not_use_up_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tok_core.replicas.replica_record.FIRST_PAUSE_SECONDS", 0.0)
     core = simulated_core(engine_info(), dp=1, max_restarts=1)
     for _ in range(5):
         replica_of(core, 0).be_ready()

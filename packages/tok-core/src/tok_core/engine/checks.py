@@ -16,24 +16,24 @@ from tok_core.sampling_params import SamplingParams
 from tok_core.text import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams]
-MAX_BAD_WORD_TOKENS = 16  # tokens of a bad word: its row of the device's table of prefixes is as wide
+MAX_BAD_WORD_TOKENS = 16  # tokens of a bad word; also the width of the device's table of bias prefixes
 MAX_CACHE_SALT = 4096  # characters
 MAX_TENANT = 256  # characters of a caller's name; longer than any hash
-MIN_NUMPY_COUNT = 64  # token ids; up to this number Python's min and max are faster than NumPy's
+MIN_NUMPY_COUNT = 64  # up to this number of token ids, Python's min and max are faster than NumPy's
 
 
 def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, has_tokenizer: bool) -> Int32:
     """Return the prompt's token ids as an array. Raise InvalidField for a request that cannot be served."""
     if not ids:
         raise InvalidField("prompt", ids, "at least one token")
-    room = info.max_model_len - len(ids)
-    if room < least_room(params):
-        most, why = info.max_model_len - least_room(params), ", so that one can follow" * least_room(params)
-        raise ContextLengthExceeded("prompt", Amount(f"{len(ids)} tokens"), f"at most {most}{why}", info.max_model_len)
+    max_output, min_output = info.max_model_len - len(ids), min_output_tokens(params)
+    if max_output < min_output:
+        allowed = f"at most {info.max_model_len - min_output}" + ", so that one can follow" * min_output
+        raise ContextLengthExceeded("prompt", Amount(f"{len(ids)} tokens"), allowed, info.max_model_len)
     tokens = _tokens(ids, info.vocab_size)
     for field, count in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
-        if count is not None and count > room:
-            raise ContextLengthExceeded(field, count, f"at most {room} after this prompt", info.max_model_len)
+        if count is not None and count > max_output:
+            raise ContextLengthExceeded(field, count, f"at most {max_output} after this prompt", info.max_model_len)
     if params.grammar is not None and not has_tokenizer:
         raise InvalidField("grammar", params.grammar.kind, "none, because the model has no tokenizer")
     if params.grammar is not None and not any(token < info.vocab_size for token in info.eos_token_ids):
@@ -54,36 +54,36 @@ def check_request(ids: list[int], params: SamplingParams, info: EngineInfo, *, h
 
 
 def banned_sequences(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> TokenSequences:
-    """Return the token sequences that `bad_words` bans: those of each word, and of the word after a space.
+    """Return the token sequences that `bad_words` bans: each word with and without a space before it.
 
     Raise InvalidField if they cannot be banned, or if they and the other parameters might leave no token to sample.
     """
-    found: TokenSequences = ()
+    banned: TokenSequences = ()
     if params.bad_words:
         if tokenizer is None:
             raise InvalidField("bad_words", params.bad_words, "none, because the model has no tokenizer")
-        found = _sequences(tuple(params.bad_words), tokenizer, info.vocab_size)
-    if found or params.allowed_token_ids is not None:
-        _check_some_token_left(params, found, info)
-    return found
+        banned = _sequences(tuple(params.bad_words), tokenizer, info.vocab_size)
+    if banned or params.allowed_token_ids is not None:
+        _require_allowed_token(params, banned, info)
+    return banned
 
 
 @lru_cache(maxsize=64)  # many requests have the same words
 def _sequences(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> TokenSequences:
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         text = word.lstrip()
-        for written in (text, f" {text}") if text else (word,):
-            sequence = tuple(tokenizer.encode(written, add_special_tokens=False))
+        for variant in (text, f" {text}") if text else (word,):
+            sequence = tuple(tokenizer.encode(variant, add_special_tokens=False))
             if len(sequence) > MAX_BAD_WORD_TOKENS:
                 raise InvalidField("bad_words", word, f"words of at most {MAX_BAD_WORD_TOKENS} tokens")
-            if sequence and max(sequence) < vocab_size:  # ids beyond are never sampled
-                found[sequence] = None
-    return tuple(found)
+            if sequence and max(sequence) < vocab_size:  # larger ids are never sampled
+                sequences[sequence] = None
+    return tuple(sequences)
 
 
-def _check_some_token_left(params: SamplingParams, banned: TokenSequences, info: EngineInfo) -> None:
-    """Raise InvalidField unless a token stays that may be sampled after any others."""
+def _require_allowed_token(params: SamplingParams, banned: TokenSequences, info: EngineInfo) -> None:
+    """Raise InvalidField unless some token may be sampled after every context."""
     never = {sequence[-1] for sequence in banned}
     if params.min_tokens:
         never |= {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
@@ -111,8 +111,8 @@ def check_tenant(tenant: str) -> None:
         raise InvalidField("tenant", tenant, f"a string of at most {MAX_TENANT} characters")
 
 
-def least_room(params: SamplingParams) -> int:
-    """Return how many positions must be free after the prompt."""
+def min_output_tokens(params: SamplingParams) -> int:
+    """Return how many tokens must fit after the prompt."""
     return 0 if params.max_tokens == 0 else 1
 
 
@@ -129,13 +129,16 @@ def _tokens(ids: list[int], vocab_size: int) -> Int32:
     raise InvalidField("prompt", bad, f"token ids from 0 to {vocab_size - 1}")
 
 
-def one_each(params: Params | None, count: int) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts. Raise InvalidField for other than one, or one for each."""
+def params_per_prompt(params: Params | None, count: int) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts. `params`: one for all prompts, or a list with one for each.
+
+    Raises InvalidField for anything else.
+    """
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+    if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
         raise InvalidField("params", params, "SamplingParams, or a list of them")
     if len(params) != count:
         raise InvalidField("params", Amount(f"{len(params)} entries"), f"one for each of {count} prompts")

@@ -1,4 +1,4 @@
-"""Pause and resume all replicas, change their weights and release their memory together: all of them, or none."""
+"""Pause, resume, update the weights and release the memory of all replicas together: in all of them, or in none."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from tok_core.replicas import ReplicaSet
 PauseMode = Literal["keep", "wait", "abort", "retract"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
-DRAIN_LOOK = 0.02  # seconds between checks whether requests still run
+DRAIN_POLL_SECONDS = 0.02  # seconds between checks whether requests still run
 
 
 @dataclass(slots=True)
-class _Round:
-    """One command, sent to several replicas: the numbers of those that have not answered, and errors of the others.
+class _PendingCommand:
+    """A command that was sent to several replicas.
 
-    failure  class of the errors that replicas answer with
+    error_type  class of the errors that replicas answer with
+    waiting     replicas that have not answered
+    errors      errors of the replicas that have answered or died
     """
 
     number: int
-    failure: type[TokError]
+    error_type: type[TokError]
     waiting: set[int]
     errors: list[TokError] = field(default_factory=list)
 
@@ -39,14 +41,16 @@ class _Round:
 class EngineControl:
     """Thread-safe control of all replicas. Operations run one after another, and each blocks until it is done.
 
-    A replica that starts while the engine is paused or sleeps, or after an update, first gets the commands that the
-    others got.
+    A replica that starts while the engine is paused or sleeps, or after an update, first gets the commands that bring
+    it into the same state.
 
     changed     the engine's lock, notified of every change here
     abort       aborts requests by their numbers
     sleep_mode  whether the engine may sleep
 
-    asleep: tags of the memory that is released.
+    asleep      tags of the memory that is released
+    updates     number of weight updates so far
+    deaths      number of replica deaths so far
     """
 
     def __init__(
@@ -66,16 +70,16 @@ class EngineControl:
         self._abort = abort
         self.operation = threading.RLock()  # taken before the engine's lock
         self._numbers = itertools.count(1)
-        self._round: _Round | None = None
-        self._weights: str | None = None
-        self._sent = False  # the weights came as tensors: a replica that restarts cannot get them again
-        self._stale: set[int] = set()  # replicas that have restarted since
+        self._pending: _PendingCommand | None = None
+        self._weights: str | None = None  # directory of the weights in use; None: the initial weights
+        self._from_trainer = False  # the weights came as tensors, which a restarted replica cannot get again
+        self._stale_replicas: set[int] = set()  # replicas that have restarted since a trainer's update
         self._sleep_mode = sleep_mode
-        self._weights_kept = True  # else they have to be loaded after a sleep
+        self._weights_kept = True  # False: a sleep has dropped the weights
         self.paused = False
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.updates = 0
-        self.deaths = 0  # of replicas
+        self.deaths = 0
         self.transfer = WeightTransfer(self)
 
     @property
@@ -89,26 +93,26 @@ class EngineControl:
             raise InvalidField("mode", mode, ", ".join(get_args(PauseMode)))
         with self.operation:
             self._dispatcher.require_ready()
-            before = [request.rid for request in self._requests.all()]
+            open_before = [request.rid for request in self._requests.all()]
             if mode == "wait" and not (self.paused or self.asleep):
                 self._await_running()
             try:
                 with self._changed:
                     self.paused = True
-                    self._greet()
+                    self._set_first_messages()
                 self._command("pause")  # a replica that ends meanwhile is paused when it starts again
             finally:
                 self._dispatcher.release()
             if mode == "abort":
-                self._abort(before)
+                self._abort(open_before)
             if mode == "retract":
                 self._command("retract")
 
     def resume(self) -> None:
         """Let all replicas compute again; without effect if they are not paused.
 
-        Replicas that have lost tensors of a trainer stay paused. Raises ModelError if held tensors cannot be applied;
-        the engine resumes with the old weights.
+        Replicas that have restarted since a trainer's update stay paused. Raises ModelError if held tensors cannot be
+        applied; the engine then resumes with the old weights.
         """
         with self.operation:
             try:
@@ -116,11 +120,14 @@ class EngineControl:
             finally:
                 with self._changed:
                     self.paused = False
-                    self._greet()
-                    self._send("resume", [one for one in self._replica_set.running() if one not in self._stale])
+                    self._set_first_messages()
+                    self._send(
+                        "resume",
+                        [replica for replica in self._replica_set.running() if replica not in self._stale_replicas],
+                    )
 
     def clear_cache(self) -> None:
-        """Let no request that starts from now on share pages that are cached now."""
+        """Let requests that start from now on share no page that is cached now."""
         with self.operation:
             self._dispatcher.require_ready()
             self._command("clear_cache")  # a replica that ends meanwhile has no cache
@@ -135,13 +142,14 @@ class EngineControl:
                 for error in self._command("check_weights", weights):
                     raise error
                 self._load(weights)
-                return self._updated(version)
+                return self._set_version(version)
 
     def apply_staged(self, version: str | None, deaths: int) -> str:
         """Let all replicas write the tensors that they have staged, and return the version of the weights.
 
-        deaths  of replicas before they began to stage. Raises ModelError if one has died since, or is starting, and
-                InvalidField while the weights sleep
+        deaths  the value of `self.deaths` before the replicas began to stage
+
+        Raises ModelError if a replica has died since or is starting, and InvalidField while the weights sleep.
         """
         with self.operation:
             if "weights" in self.asleep:
@@ -149,17 +157,17 @@ class EngineControl:
             with self._paused("keep"):
                 with self._changed:
                     if self.deaths != deaths or any(
-                        one.state in ("starting", "restarting") for one in self._replica_set.records
+                        record.state in ("starting", "restarting") for record in self._replica_set.records
                     ):
                         raise ModelError("a replica has restarted during the update; the weights are the old ones")
-                    self._weights, self._sent, self._weights_kept = None, True, True
-                    self._stale.clear()
-                    self._greet()
+                    self._weights, self._from_trainer, self._weights_kept = None, True, True
+                    self._stale_replicas.clear()
+                    self._set_first_messages()
                 errors = self.execute(lambda _: ApplyStaged())
-                found = self._updated(version)
+                version = self._set_version(version)
                 for error in errors:
                     raise error
-                return found
+                return version
 
     def execute(self, task: TaskOf) -> list[TokError]:
         """Let all workers of all replicas execute a task, and return the replicas' errors."""
@@ -174,10 +182,11 @@ class EngineControl:
 
     @property
     def needs_all_tensors(self) -> bool:
-        """Return whether some replica has lost its weights: by a restart after a trainer's update, or by a sleep."""
-        return bool(self._stale) or not self._weights_kept
+        """Return whether a replica has lost its weights, by a restart after a trainer's update or by a sleep."""
+        return bool(self._stale_replicas) or not self._weights_kept
 
-    def _updated(self, version: str | None) -> str:
+    def _set_version(self, version: str | None) -> str:
+        """Count an update, and return the version of its weights; None: the number of the update."""
         self.updates += 1
         version = str(self.updates) if version is None else version
         self._requests.change_weights(version)
@@ -185,7 +194,7 @@ class EngineControl:
 
     @contextmanager
     def _paused(self, mode: PauseMode) -> Iterator[None]:
-        """Pause, unless the engine is paused already, and resume after."""
+        """Pause the engine within the context, unless it is paused already."""
         pausing = not self.paused
         if pausing or mode != "keep":
             self.pause(mode)
@@ -222,7 +231,7 @@ class EngineControl:
                 return
             before, left = self.asleep, self.asleep.difference(old)
             reload = not (left or self._weights_kept)
-            if reload and self._sent:
+            if reload and self._from_trainer:
                 allowed = '["weights"], then an update: a trainer sent the weights, and they were dropped'
                 raise InvalidField("tags", list(chosen), allowed)
             with self._paused("keep"):
@@ -238,7 +247,7 @@ class EngineControl:
                     self._load(self._weights)
 
     def _checked_tags(self, tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
-        """Return the tags without repetition; None: all. Raise InvalidField for others, and without sleep mode."""
+        """Return the tags without repetition; None: all. Raise InvalidField for unknown tags or without sleep mode."""
         if not self._sleep_mode:
             raise InvalidField("enable_sleep_mode", False, "true from the engine's start, for sleep and wake_up")
         for tag in tags or ():
@@ -247,10 +256,10 @@ class EngineControl:
         return tuple(tag for tag in MEMORY_TAGS if tags is None or tag in tags)
 
     def _set_asleep(self, tags: frozenset[MemoryTag]) -> None:
-        """Set what sleeps, before the replicas are commanded: one that becomes ready meanwhile has to agree."""
+        """Set the released tags. Call this before commanding the replicas, for replicas that become ready meanwhile."""
         with self._changed:
             self.asleep = tags
-            self._greet()
+            self._set_first_messages()
 
     def _memory(
         self, action: Literal["sleep", "wake_up"], tags: tuple[MemoryTag, ...], *, keep: bool = True
@@ -258,58 +267,60 @@ class EngineControl:
         return self._command(action, task=lambda _: MemoryTask(action, tags, keep))
 
     def _load(self, weights: str | None) -> None:
-        """Load the weights in all replicas; if one cannot, load those in use again in the others.
+        """Load the weights in all replicas. If a replica fails, reload the old weights in the others.
 
-        Weights in use that a trainer sent cannot be loaded again: then the others keep the new ones.
+        Old weights that a trainer sent cannot be reloaded: the other replicas then keep the new weights.
         """
-        old, sent = self._weights, self._sent
+        old, sent = self._weights, self._from_trainer
         with self._changed:
-            self._weights, self._sent = weights, False
-            self._stale.clear()
-            self._greet()
+            self._weights, self._from_trainer = weights, False
+            self._stale_replicas.clear()
+            self._set_first_messages()
         errors = self._command("load_weights", weights)
         if not errors:
             self._weights_kept = True
             return
         if sent:
-            self._updated(None)
+            self._set_version(None)
             raise errors[0]
         with self._changed:
             self._weights = old
-            self._greet()
+            self._set_first_messages()
         self._command("load_weights", old)
         raise errors[0]
 
-    def take(self, replica: int, result: CommandResult) -> None:
-        """Take the answer of a replica."""
+    def receive_answer(self, replica: int, result: CommandResult) -> None:
+        """Record the answer of a replica to a command."""
         with self._changed:
-            self._settle(replica, result.error, result.number)
+            self._record_answer(replica, result.error, result.number)
 
     def replica_lost(self, replica: int, reason: str) -> None:
-        """Take note that a replica has died: it does not answer any more."""
+        """Record that a replica has died, as an error of the pending command."""
         with self._changed:
             self.deaths += 1
-            if self._sent:
-                self._stale.add(replica)
-            self._settle(replica, EngineDead(f"replica {replica} has ended: {reason}"))
+            if self._from_trainer:
+                self._stale_replicas.add(replica)
+            self._record_answer(replica, EngineDead(f"replica {replica} has ended: {reason}"))
 
-    def _settle(self, replica: int, error: TokError | str, number: int | None = None) -> None:
-        current = self._round
+    def _record_answer(self, replica: int, error: TokError | str, number: int | None = None) -> None:
+        current = self._pending
         if current is None or replica not in current.waiting or number not in (None, current.number):
             return
         current.waiting.remove(replica)
         if error:
-            current.errors.append(current.failure(error) if isinstance(error, str) else error)
+            current.errors.append(current.error_type(error) if isinstance(error, str) else error)
         self._changed.notify_all()
 
     def _await_running(self) -> None:
-        """Hold new requests, and wait until all others have ended."""
+        """Hold new requests, and wait until all dispatched requests have ended."""
         self._dispatcher.holding = True
         try:
             while self._dispatcher.any_dispatched():
                 if self._replica_set.closed:
                     raise EngineClosed("the engine was closed")
-                time.sleep(DRAIN_LOOK)  # polls, since with many open requests a condition would wake all the time
+                time.sleep(
+                    DRAIN_POLL_SECONDS
+                )  # polls, since with many open requests a condition would wake all the time
         except BaseException:
             self._dispatcher.release()
             raise
@@ -318,10 +329,11 @@ class EngineControl:
         """Send a command to all replicas that run, and wait for their answers; return their errors."""
         with self._changed:
             replicas = self._replica_set.running()
-            failure = EngineError if action in ("sleep", "wake_up") else ModelError
-            current = self._round = _Round(self._send(action, replicas, weights, task), failure, set(replicas))
+            error_type = EngineError if action in ("sleep", "wake_up") else ModelError
+            number = self._send(action, replicas, weights, task)
+            current = self._pending = _PendingCommand(number, error_type, set(replicas))
             self._changed.wait_for(lambda: not current.waiting or self._replica_set.closed)
-            self._round = None
+            self._pending = None
             if self._replica_set.closed:
                 raise EngineClosed("the engine was closed")
             return current.errors
@@ -329,15 +341,16 @@ class EngineControl:
     def _send(
         self, action: CommandAction, replicas: list[int], weights: str | None = None, task: TaskOf | None = None
     ) -> int:
+        """Send a command to the replicas, and return its number."""
         number = next(self._numbers)
         for replica in replicas:
-            own = None if task is None else task(replica)
-            self._replica_set.send(replica, EngineCommand(number, action, weights, own))
+            replica_task = None if task is None else task(replica)
+            self._replica_set.send(replica, EngineCommand(number, action, weights, replica_task))
         return number
 
-    def _greet(self) -> None:
-        """Set the commands that a replica gets first when it starts."""
-        commands = [EngineCommand(next(self._numbers), "pause")] if self.paused or self._sent else []
+    def _set_first_messages(self) -> None:
+        """Set the commands that bring a starting replica into the state of the others."""
+        commands = [EngineCommand(next(self._numbers), "pause")] if self.paused or self._from_trainer else []
         if self._weights is not None:
             commands.append(EngineCommand(next(self._numbers), "load_weights", self._weights))
         if self.asleep:

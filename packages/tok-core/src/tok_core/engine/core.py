@@ -37,13 +37,13 @@ from tok_core.text import ChatTemplate, Tokenizer, load_text
 
 log = logging.getLogger("tok_core")
 
-DRAIN_LOOK = 0.1  # seconds between checks whether a draining replica still computes
+DRAIN_POLL_SECONDS = 0.1  # seconds between checks whether a draining replica still computes
 _FORKED = "the engine belongs to process {}, and a process forked from that cannot use it; start another one here"
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaEvents:
-    """Receiver of replica events that passes them to the parts of the engine that act on them."""
+    """`ReplicaEvents` that passes each event to dispatcher, output router and control."""
 
     dispatcher: Dispatcher
     output_router: OutputRouter
@@ -53,7 +53,7 @@ class _ReplicaEvents:
         self.output_router.deliver(replica, progress)
 
     def answered(self, replica: int, result: CommandResult) -> None:
-        self.control.take(replica, result)
+        self.control.receive_answer(replica, result)
 
     def lost(self, replica: int, reason: str) -> None:
         self.dispatcher.replica_lost(replica, reason)
@@ -111,7 +111,7 @@ class EngineCore:
 
     @property
     def control(self) -> EngineControl:
-        """Return what pauses the engine and changes its weights."""
+        """Return the control, which pauses the engine and changes its weights."""
         self._require_own_process()
         return self._control
 
@@ -125,21 +125,21 @@ class EngineCore:
         # A thread that still computes at the interpreter's exit would abort the process.
         atexit.register(self.close)
         config = self._config
-        path = words = resolve(config.model, config.data_dir, config.revision)
-        found = {"model": str(path)}
+        model_path = tokenizer_path = resolve(config.model, config.data_dir, config.revision)
+        paths = {"model": str(model_path)}
         if config.tokenizer is not None:
-            words = resolve_tokenizer(config.tokenizer, config.data_dir)
-            if config.ray is None:  # else each host finds it itself
-                found["tokenizer"] = str(words)
-        self._output_router.tokenizer, self.chat_template = load_text(words, config.chat_template)
+            tokenizer_path = resolve_tokenizer(config.tokenizer, config.data_dir)
+            if config.ray is None:  # else each host resolves it
+                paths["tokenizer"] = str(tokenizer_path)
+        self._output_router.tokenizer, self.chat_template = load_text(tokenizer_path, config.chat_template)
         self._replica_set.start(
-            msgspec.structs.replace(config, **found),
+            msgspec.structs.replace(config, **paths),
             _model_id(self._config.model),
             self._events,
         )
         self._replica_set.await_start()
-        task = GrammarLimits(str(words), self.info.vocab_size, self.info.eos_token_ids)
-        self._checker = Checker(LocalExaminer(task)) if self._in_process else process_checker(task)
+        limits = GrammarLimits(str(tokenizer_path), self.info.vocab_size, self.info.eos_token_ids)
+        self._checker = Checker(LocalExaminer(limits)) if self._in_process else process_checker(limits)
 
     def close(self, drain: float = 0.0) -> None:
         """Wait up to `drain` seconds for open requests, end the others with EngineClosed, then end the replicas.
@@ -227,7 +227,7 @@ class EngineCore:
         return request
 
     def verdict(self, grammar: Grammar, most: int | None = None, tenant: str = "") -> Future[str]:
-        """Start a check of the grammar. The result is "", or what is allowed instead; see `Checker.begin`."""
+        """Start a check of the grammar. Its result is "", or the allowed values; see `Checker.begin`."""
         self._require_own_process()
         if self._checker is None:
             raise EngineClosed("the engine has not been started")
@@ -288,7 +288,7 @@ class EngineCore:
             self._replica_set.flush()
 
     def encode(self, prompt: str | list[int], params: SamplingParams | None = None) -> list[int]:
-        """Return the token ids of a prompt, those that `params` keeps.
+        """Return the token ids of a prompt, truncated as `params` requests.
 
         Raise InvalidField for text if the model has no tokenizer.
         """
@@ -314,7 +314,7 @@ class EngineCore:
             self._abort(request)
 
     def abort_all(self, rids: Iterable[int], reason: Ending = "abort") -> None:
-        """Abort those of the requests that are still open; their samples finish with `reason`."""
+        """Abort the requests that are still open; their samples finish with `reason`."""
         for request in self._open.some(rids) if self._in_own_process() else ():
             self._abort(request, reason)
 
@@ -347,7 +347,7 @@ class EngineCore:
         replica = self._replica_set.drain(number)
         deadline = time.monotonic() + drain
         while time.monotonic() < deadline and not self._replica_set.closed and self._dispatcher.computes(number):
-            time.sleep(DRAIN_LOOK)  # polls, since with many open requests a condition would wake all the time
+            time.sleep(DRAIN_POLL_SECONDS)  # polls: with many open requests a condition would wake all the time
         self._replica_set.renew(number, replica)
 
     def health(self) -> Health:

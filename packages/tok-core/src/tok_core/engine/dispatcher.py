@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from tok_core.engine.checks import least_room
+from tok_core.engine.checks import min_output_tokens
 from tok_core.engine.open_requests import OpenRequest, OpenRequests, RequestPart, notify, reported_error
 from tok_core.errors import EngineClosed, EngineDead
 from tok_core.messages import Cancel, EngineInfo, Int32, Progress, Submit, array
@@ -52,9 +52,9 @@ class Dispatcher:
             raise EngineDead(f"the engine is {state}" + (f": {detail}" if detail else ""))
 
     def routing_request(self, request: OpenRequest, tokens: Int32) -> RoutingRequest:
-        """Return what the router needs to place the request. `tokens`: its prompt."""
-        room = self.info.max_model_len - len(tokens)
-        return self._router.ask(request.rid, tokens, request.params, room, request.salt)
+        """Return the properties by which the router chooses replicas. `tokens`: the request's prompt."""
+        max_output = self.info.max_model_len - len(tokens)
+        return self._router.routing_request(request.rid, tokens, request.params, max_output, request.salt)
 
     def open(self, request: OpenRequest, routing: RoutingRequest | None, *, later: bool = False) -> None:
         """Register the request and dispatch it to replicas; if `routing` is None, a later call dispatches it.
@@ -99,7 +99,7 @@ class Dispatcher:
             notify([request])
 
     def release(self) -> None:
-        """Hold no new requests any more, and dispatch those held."""
+        """Stop holding new requests, and dispatch the held ones."""
         self.holding = False
         self.dispatch_held()
 
@@ -127,9 +127,9 @@ class Dispatcher:
     def computes(self, replica: int) -> bool:
         """Return whether the replica has any sample left to compute."""
         with self._lock:
-            every = self._requests.by_rid.values()
-            here = ((one, part) for one in every for part in one.parts if part.replica == replica)
-            return any(one.error is None and one.runs(part.samples) for one, part in here)
+            requests = self._requests.by_rid.values()
+            parts = ((request, part) for request in requests for part in request.parts if part.replica == replica)
+            return any(request.error is None and request.runs(part.samples) for request, part in parts)
 
     def replica_lost(self, replica: int, reason: str) -> None:
         """Dispatch the open requests of a dead replica again, or fail them with EngineDead.
@@ -139,11 +139,11 @@ class Dispatcher:
         """
         with self._lock:
             self._router.remove_replica(replica)
-            hit = self._requests.of_replica(replica)
-            first = min((one.params.priority for one in hit if one.error is None), default=None)
+            requests = self._requests.of_replica(replica)
+            priority = min((request.params.priority for request in requests if request.error is None), default=None)
         which = f" (replica {replica})" if self._router.several else ""
-        error = f"the request was open when {reason}{which}"
-        notify([request for request in hit if not self._redispatch_or_fail(request, replica, EngineDead(error, first))])
+        error = EngineDead(f"the request was open when {reason}{which}", priority)
+        notify([request for request in requests if not self._redispatch_or_fail(request, replica, error)])
 
     def _dispatch(self, request: OpenRequest, routing: RoutingRequest, *, later: bool = False) -> None:
         split = request.params.prompt_logprobs is None  # else each replica would compute the prompt's log-probabilities
@@ -168,7 +168,7 @@ class Dispatcher:
                 if request.ended() or self._redispatch(request, replica):
                     return True
             except Exception:
-                log.exception("request %s cannot be computed anew", request.request_id)
+                log.exception("request %s cannot be dispatched again", request.request_id)
             self.withdraw(request)
             request.fail(
                 EngineDead(str(error), error.min_open_priority)
@@ -179,14 +179,14 @@ class Dispatcher:
         """Dispatch the request's parts of a dead replica to others, each part at most once; False if not possible."""
         with self._lock:
             ready = self._replica_set.ready()
-            every = enumerate(request.parts)
-            indices = [index for index, part in every if part.replica == lost and request.runs(part.samples)]
+            parts = enumerate(request.parts)
+            indices = [index for index, part in parts if part.replica == lost and request.runs(part.samples)]
             if not indices:
                 return True  # its samples on that replica had all ended
             if (
                 not ready
-                or self.info.max_model_len - len(request.prompt) < least_room(request.params)
-                or any(request.parts[index].again for index in indices)
+                or self.info.max_model_len - len(request.prompt) < min_output_tokens(request.params)
+                or any(request.parts[index].redispatched for index in indices)
             ):
                 return False
             if not all(request.restart(request.parts[index].samples) for index in indices):
@@ -195,7 +195,7 @@ class Dispatcher:
             routing = self.routing_request(request, array(request.prompt))
             for index in indices:
                 (share,) = self._router.assign(routing, request.parts[index].samples, ready, split=False)
-                request.parts[index] = RequestPart(*share, again=True)
+                request.parts[index] = RequestPart(*share, redispatched=True)
                 self._send(request, index, routing.tokens)
             return True
 
@@ -214,10 +214,10 @@ def part_number(rid: int, index: int) -> int:
 
 def number_by_request(progress: Progress) -> Progress:
     """Return a manager's report with the numbers of parts replaced by those of their requests."""
-    for one in (*progress.finished, *progress.prompt_outputs()):
-        one.rid &= REQUEST_MASK
+    for entry in (*progress.finished, *progress.prompt_outputs()):
+        entry.rid &= REQUEST_MASK
     failed = [(rid & REQUEST_MASK, reason) for rid, reason in progress.failed]
     refused = [(rid & REQUEST_MASK, allowed) for rid, allowed in progress.refused]
-    started = [one for one in progress.started if one[0] <= REQUEST_MASK]  # only that of part 0
+    started = [entry for entry in progress.started if entry[0] <= REQUEST_MASK]  # of part 0 only
     rids = progress.rid & np.int64(REQUEST_MASK)
     return msgspec.structs.replace(progress, rid=rids, started=started, failed=failed, refused=refused)

@@ -62,15 +62,15 @@ class EmbedRequest(OpenRequest):
     def embedding(self, *, normalize: bool, dimensions: int | None) -> EmbeddingOutput:
         """Return the embedding. The request must have ended without error."""
         assert self._vector is not None, "an embedding comes no later than the end of its request"
-        return EmbeddingOutput(self.prompt, cut(self._vector, normalize, dimensions), self.cached_tokens)
+        return EmbeddingOutput(self.prompt, truncated(self._vector, normalize, dimensions), self.cached_tokens)
 
 
-def cut(vector: Float32, normalize: bool, dimensions: int | None) -> Float32:
+def truncated(vector: Float32, normalize: bool, dimensions: int | None) -> Float32:
     """Return the first `dimensions` of the vector, scaled to length 1 if `normalize`; zeros stay zeros."""
     part = vector[:dimensions].astype(np.float32)
     length = float(np.linalg.norm(part.astype(np.float64)))
-    found: Float32 = (part / length).astype(np.float32) if normalize and length > 0 else part
-    return found
+    result: Float32 = (part / length).astype(np.float32) if normalize and length > 0 else part
+    return result
 
 
 def check_embedding(pooling: str, dimensions: int | None, hidden_size: int) -> Pooling:
@@ -82,11 +82,11 @@ def check_embedding(pooling: str, dimensions: int | None, hidden_size: int) -> P
     return pooling
 
 
-BATCH = 64  # prompts submitted before other tasks of the event loop get a turn
+PROMPTS_PER_TURN = 64  # prompts submitted before other tasks of the event loop get a turn
 
 
 class Embedder:
-    """The prompts and options of one call. The constructor raises InvalidField before any request is submitted."""
+    """Embedder of the prompts of one call. The constructor raises InvalidField before any request is submitted."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Embedder:
         with self._aborting():
             for index, (ids, tokens) in enumerate(self._prompts):
                 self._add(self._core.embed(ids, self._params, self._pooling, notify_loop, tokens, *self._caller))
-                if index % BATCH == BATCH - 1:
+                if index % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
                     await asyncio.sleep(0)
             while self._left:
                 self._note(await arrived.get())
@@ -166,4 +166,4 @@ class Embedder:
             self._core.abort_all(self._left)
 
     def _outputs(self) -> list[EmbeddingOutput]:
-        return [one.embedding(normalize=self._normalize, dimensions=self._dimensions) for one in self._requests]
+        return [request.embedding(normalize=self._normalize, dimensions=self._dimensions) for request in self._requests]

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from tok_core.config import EngineConfig
-from tok_core.engine.checks import Params, one_each, salt_of
+from tok_core.engine.checks import Params, params_per_prompt, salt_of
 from tok_core.engine.control import PauseMode
 from tok_core.engine.core import EngineCore
 from tok_core.engine.embedding import Embedder
@@ -28,7 +28,7 @@ from tok_core.text import ChatTemplate, Tokenizer
 
 Prompt = str | list[int]
 MemoryTags = Sequence[MemoryTag]
-SENT = 64  # prompts of a list that are sent together
+PROMPTS_PER_SEND = 64  # prompts of a list that are sent in one message
 
 
 class _Base:
@@ -83,7 +83,7 @@ class _Base:
 
     @property
     def weight_transfer(self) -> WeightTransfer:
-        """Return what updates the weights by a trainer's tensors; its methods block."""
+        """Return the `WeightTransfer`, which updates the weights by a trainer's tensors; its methods block."""
         return self._core.control.transfer
 
     def health(self) -> Health:
@@ -194,8 +194,8 @@ class Engine(_Base):
         version    name of the weights in outputs; None: "1" for the first update, then "2", …
 
         The engine is paused in mode "keep" meanwhile, unless it is paused already. Prefixes cached before are not used
-        again. Samples that run keep the KV cache of the old weights; all others compute all their tokens anew.
-        All workers check the files first; ModelError names a tensor that does not fit, and nothing has changed.
+        again. Running samples keep the KV cache of the old weights; all others compute their tokens with the new ones.
+        All workers check the files first. ModelError names a tensor that does not fit; then nothing has changed.
         """
         return self._core.control.update_weights(directory, version)
 
@@ -240,20 +240,20 @@ class Engine(_Base):
         salt_of(cache_salt)  # raises for an invalid salt before anything runs
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
-        each = one_each(params, len(prompts))
-        ids = [self._core.encode(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        for prompt, one in zip(ids, each, strict=True):
-            self._core.check(prompt, one)
-        for grammar in {one.grammar for one in each if one.grammar is not None}:
+        all_params = params_per_prompt(params, len(prompts))
+        ids = [self._core.encode(prompt, sampling) for prompt, sampling in zip(prompts, all_params, strict=True)]
+        for prompt, sampling in zip(ids, all_params, strict=True):
+            self._core.check(prompt, sampling)
+        for grammar in {sampling.grammar for sampling in all_params if sampling.grammar is not None}:
             refuse(grammar, self._core.verdict(grammar).result())
         arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
-        with progress_bar(progress, sum(one.n for one in each)) as advance_bar:
+        with progress_bar(progress, sum(sampling.n for sampling in all_params)) as advance_bar:
             index: dict[int, int] = {}
             try:
-                for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-                    later = i % SENT != SENT - 1 and i != len(ids) - 1
+                for i, (prompt, sampling) in enumerate(zip(ids, all_params, strict=True)):
+                    later = i % PROMPTS_PER_SEND != PROMPTS_PER_SEND - 1 and i != len(ids) - 1
                     request = self._core.submit(
-                        prompt, one, None, arrived.put, stream=False, later=later, cache_salt=cache_salt
+                        prompt, sampling, None, arrived.put, stream=False, later=later, cache_salt=cache_salt
                     )
                     index[request.rid] = i
                 yield from self._collect(index, arrived, advance_bar)

@@ -16,8 +16,8 @@ from tok_core.text import Detokeniser, Tokenizer
 
 log = logging.getLogger("tok_core")
 NO_ROWS = (0, 0)
-# Memory of an untaken token, in bytes: its id in a list, its log-probability, and each of its most likely tokens.
-TOKEN_BYTES, LOGPROB_BYTES, LIKELY_BYTES = 40, 180, 150
+# Bytes of an untaken token: its id in a list, its log-probability, and each of its top log-probabilities.
+TOKEN_BYTES, LOGPROB_BYTES, TOP_LOGPROB_BYTES = 40, 180, 150
 
 
 class _Sample:
@@ -64,15 +64,15 @@ class StreamedRequest(OpenRequest):
         ]
         self._keeps = True
         self._taken = 0  # tokens taken
-        self._most_unread: int | None = None  # maximum number of untaken tokens
+        self._max_untaken: int | None = None  # tokens
         self._changed: dict[int, None] = {}  # samples with something to take, in order of arrival
 
-    def bound(self, most: int) -> None:
-        """Keep no tokens that were taken, and set `flooded` while untaken tokens need more than `most` bytes."""
+    def bound(self, max_bytes: int) -> None:
+        """Keep no tokens that were taken, and set `flooded` while untaken tokens need more than `max_bytes`."""
         logprobs = self.params.logprobs
-        each = TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES + logprobs * LIKELY_BYTES)
+        token_bytes = TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES + logprobs * TOP_LOGPROB_BYTES)
         with self.lock:
-            self._keeps, self._most_unread = False, most // each
+            self._keeps, self._max_untaken = False, max_bytes // token_bytes
 
     def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         first, end = streamed.bounds.get(self.rid, NO_ROWS)
@@ -86,9 +86,9 @@ class StreamedRequest(OpenRequest):
             self._changed[index] = None
             if sample.logprobs is not None:
                 sample.logprobs.append(token_logprob(self.params, token, streamed.rows[i], progress))
-        for index, how in ends.items():
-            self._end(index, how)
-        if self._most_unread is not None and self.output_tokens - self._taken > self._most_unread:
+        for index, end_of_sample in ends.items():
+            self._end(index, end_of_sample)
+        if self._max_untaken is not None and self.output_tokens - self._taken > self._max_untaken:
             self.flooded = True
 
     def take(self) -> list[Delta]:
@@ -179,7 +179,7 @@ def _completion(
     )
 
 
-FREED = 4096  # log-probabilities freed at a time; each may have 20 most likely tokens
+LOGPROBS_FREED_AT_ONCE = 4096  # each with up to 20 top log-probabilities
 
 
 class UnstreamedRequest(OpenRequest):
@@ -212,8 +212,8 @@ class UnstreamedRequest(OpenRequest):
     def advance(self, streamed: StreamedTokens, ends: Mapping[int, Finished], progress: Progress) -> None:
         if self._logprobs is not None:
             for i in range(*streamed.bounds.get(self.rid, NO_ROWS)):
-                one = token_logprob(self.params, streamed.tokens[i], streamed.rows[i], progress)
-                self._logprobs[streamed.samples[i]].append(one)
+                logprob = token_logprob(self.params, streamed.tokens[i], streamed.rows[i], progress)
+                self._logprobs[streamed.samples[i]].append(logprob)
         if not ends:
             return
         if len(ends) < self._left:  # else the caller closes the whole request in the store
@@ -250,7 +250,7 @@ class UnstreamedRequest(OpenRequest):
     def free(self) -> None:
         for logprobs in self._logprobs or ():
             while logprobs:  # freeing millions at once would hold the GIL for long
-                del logprobs[-FREED:]
+                del logprobs[-LOGPROBS_FREED_AT_ONCE:]
 
     def fail(self, error: TokError) -> None:
         super().fail(error)

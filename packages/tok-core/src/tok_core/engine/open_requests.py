@@ -31,11 +31,11 @@ from tok_core.sampling_params import SamplingParams
 
 
 class RequestPart(NamedTuple):
-    """Samples of a request that one replica computes. `again`: they were dispatched again after a replica died."""
+    """Samples of a request that one replica computes. `redispatched`: they were lost with another replica before."""
 
     replica: int
     samples: range
-    again: bool = False
+    redispatched: bool = False
 
 
 TokenSequences = tuple[tuple[int, ...], ...]
@@ -67,8 +67,8 @@ class PromptLogprobs:
         self._rank: Int32 = np.zeros(len(prompt), np.int32)
         self._top_token: Int32 = np.zeros((len(prompt), top), np.int32)
         self._top_logprob: Float32 = np.zeros((len(prompt), top), np.float32)
-        self._there: NDArray[np.bool_] = np.zeros(len(prompt), np.bool_)
-        self._there[0] = True  # the first token has no log-probability, since no token precedes it
+        self._known: NDArray[np.bool_] = np.zeros(len(prompt), np.bool_)
+        self._known[0] = True  # the first token has no log-probability, since no token precedes it
         self._whole: list[TokenLogprob | None] | None = None
 
     def take(self, scores: Scores) -> None:
@@ -77,15 +77,15 @@ class PromptLogprobs:
         self._logprob[at], self._rank[at] = scores.logprob, scores.rank
         self._top_token[at] = scores.top_token[:, :top]
         self._top_logprob[at] = scores.top_logprob[:, :top]
-        self._there[at] = True
+        self._known[at] = True
 
     def whole(self) -> list[TokenLogprob | None] | None:
-        """Return one entry per token, the first being None; return None while any is missing. The list is cached."""
-        if self._whole is None and self._there.all():
+        """Return an entry for each token, None for the first; return None while any is missing. The list is cached."""
+        if self._whole is None and self._known.all():
             tops = zip(self._top_token.tolist(), self._top_logprob.tolist(), strict=True)
             rows = zip(self._prompt, self._logprob.tolist(), tops, self._rank.tolist(), strict=True)
             self._whole = [
-                TokenLogprob(token, one, tuple(zip(*top, strict=True)), rank) for token, one, top, rank in rows
+                TokenLogprob(token, logprob, tuple(zip(*top, strict=True)), rank) for token, logprob, top, rank in rows
             ]
             self._whole[0] = None
         return self._whole
@@ -151,12 +151,12 @@ class OpenRequest(ABC):
             return deltas
 
     def start(self, cached_tokens: int, at: float) -> None:
-        """Note that its first sample got a slot at the time `at`, with so many prompt tokens found in the cache."""
+        """Record that the first sample got a slot at the time `at`, with this number of cached prompt tokens."""
         self.cached_tokens = cached_tokens
         self.timings.started = max(at, self.timings.submitted)  # earlier only if a clock has jumped
 
     def begin(self, now: float) -> None:
-        """Note the arrival of a first token."""
+        """Record the arrival of the first token."""
         if self.timings.first_token is None:
             self.timings.first_token = now
 
@@ -189,7 +189,7 @@ class OpenRequest(ABC):
         """End every sample that still runs, and release its withheld text."""
 
     def change_weights(self, version: str) -> None:
-        """Note that other weights compute all further tokens."""
+        """Record that weights of this version compute all further tokens."""
         for index in range(self.params.n):
             count = self.tokens_so_far(index)
             if count == 0:
@@ -215,7 +215,7 @@ class OpenRequest(ABC):
             return spans[-1][0], list(spans) if len(spans) > 1 else None
 
     def _forget_weights(self, samples: range) -> None:
-        """Note that samples are computed again."""
+        """Forget the weight versions of samples that are computed again."""
         for index in samples:
             self._weight_spans.pop(index, None)
 
@@ -223,7 +223,7 @@ class OpenRequest(ABC):
         """End the request with an error."""
         self.error = error
 
-    def free(self) -> None:  # noqa: B027  # most hold little
+    def free(self) -> None:  # noqa: B027  # requests without log-probabilities hold little
         """Free the log-probabilities of an aborted request in portions; run in a thread."""
 
     def output(self) -> RequestOutput:
@@ -243,7 +243,7 @@ class OpenRequest(ABC):
         """Return the samples, all of which have ended, in order of index."""
 
     def _count_end(self, tokens: int) -> None:
-        """Count the end of a sample of so many tokens."""
+        """Count the end of a sample of this number of tokens."""
         self.lengths.append(tokens)
         if self._left == 1:
             self.timings.finished = time.monotonic()
@@ -251,7 +251,7 @@ class OpenRequest(ABC):
 
 
 def token_logprob(params: SamplingParams, token: int, row: int, progress: Progress) -> TokenLogprob:
-    """Return the log-probability of the token in `row`, with as many most likely tokens as the request asks for.
+    """Return the log-probability of the token in `row`, with the top log-probabilities that the request asks for.
 
     Tokens that a grammar or `allowed_token_ids` rules out are left out, even if fewer remain.
     """
@@ -292,7 +292,7 @@ class OpenRequests:
     by_rid      requests by the engine's number; read it under the lock
     each_token  numbers of the requests that need every token: streamed ones, and those with log-probabilities
     weight_version  version of the weights in use
-    whole_text  parameters, by number, of the requests whose texts hold special tokens or what ended them
+    whole_text  parameters, by number, of the requests whose texts include special tokens or the stop string or id
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -331,7 +331,7 @@ class OpenRequests:
             return gone
 
     def change_weights(self, version: str) -> None:
-        """Note that other weights compute all further tokens. No replica computes any now."""
+        """Record that weights of this version compute all further tokens. No replica may be computing now."""
         with self._changed:
             self.weight_version, requests = version, list(self.by_rid.values())
         for request in requests:
@@ -356,5 +356,5 @@ class OpenRequests:
     def of_replica(self, replica: int) -> list[OpenRequest]:
         """Return the requests with a part assigned to the replica."""
         with self._changed:
-            every = self.by_rid.values()
-            return [one for one in every if any(part.replica == replica for part in one.parts)]
+            requests = self.by_rid.values()
+            return [request for request in requests if any(part.replica == replica for part in request.parts)]

@@ -86,11 +86,11 @@ def _grouped(rid: Int64) -> tuple[list[int], Int64]:
 
 
 def _streamed_tokens(progress: Progress, rids: list[int], which: Int64, each_token: Set[int]) -> StreamedTokens:
-    wanted = np.array([rid in each_token for rid in rids], np.bool_)
-    rows = np.flatnonzero(wanted[which])
+    is_streamed = np.array([rid in each_token for rid in rids], np.bool_)
+    rows = np.flatnonzero(is_streamed[which])
     rows = rows[np.argsort(which[rows], kind="stable")]
-    stops = np.searchsorted(which[rows], np.flatnonzero(wanted), side="right").tolist()
-    streamed = (rid for rid, one in zip(rids, wanted.tolist(), strict=True) if one)
+    stops = np.searchsorted(which[rows], np.flatnonzero(is_streamed), side="right").tolist()
+    streamed = (rid for rid in rids if rid in each_token)
     return StreamedTokens(
         progress.sample[rows].tolist(),
         progress.token[rows].tolist(),
@@ -134,12 +134,12 @@ class OutputRouter:
         delivery = group_by_request(
             progress, self._token_store, self._requests.each_token, self.tokenizer, self._requests.whole_text
         )
-        open_ones = self._requests.by_rid
+        by_rid = self._requests.by_rid
         with self._lock:
-            self._note_progress(replica, progress, delivery)
+            self._record_progress(replica, progress, delivery)
             begun = self._requests.some(delivery.begun)
             changed = self._requests.some(delivery.rids())
-            prompts = [(open_ones[one.rid], one) for one in progress.prompt_outputs() if one.rid in open_ones]
+            prompts = [(by_rid[output.rid], output) for output in progress.prompt_outputs() if output.rid in by_rid]
         faults: list[tuple[OpenRequest, Exception]] = []
         for request, output in prompts:
             with request.lock:
@@ -160,20 +160,20 @@ class OutputRouter:
         self._fail_faulty(faults)
         notify(self._advance(changed, delivery, progress))
 
-    def _note_progress(self, replica: int, progress: Progress, delivery: Delivery) -> None:
-        """Note which open requests have started, and update the router's loads."""
-        open_ones = self._requests.by_rid
+    def _record_progress(self, replica: int, progress: Progress, delivery: Delivery) -> None:
+        """Record which open requests have started, and update the router's loads."""
+        by_rid = self._requests.by_rid
         if progress.started:
             now = time.monotonic()
             for rid, cached, age in progress.started:
-                if rid in open_ones:
-                    open_ones[rid].start(cached, now - age)
+                if rid in by_rid:
+                    by_rid[rid].start(cached, now - age)
         if not self._router.several:
             return
         self._router.report(replica, *delivery.counted)
         for rid, ends in delivery.ends.items():
-            if rid in open_ones:
-                self._router.end(replica, rid, open_ones[rid].params, ends)
+            if rid in by_rid:
+                self._router.end(replica, rid, by_rid[rid].params, ends)
 
     def _advance(self, requests: list[OpenRequest], delivery: Delivery, progress: Progress) -> list[OpenRequest]:
         """Advance the requests by the report, and return those to notify. Fail requests that raise an error."""

@@ -13,7 +13,7 @@ from tok_core.engine.open_requests import OpenRequest
 from tok_core.outputs import Delta, Ending, RequestOutput, Timings, TokenLogprob
 from tok_core.sampling_params import SamplingParams
 
-WOKEN = 16  # streams whose readers are woken in one turn of the event loop
+MAX_WOKEN_STREAMS = 16  # per turn of the event loop
 
 
 class RequestStream:
@@ -83,14 +83,14 @@ class RequestStream:
         """Abort the request, if it is open: unfinished samples finish with `reason`."""
         self._core.abort_all([self._request.rid], reason)
 
-    def bound(self, most: int, flooded: Callable[[], None]) -> None:
+    def bound(self, max_bytes: int, flooded: Callable[[], None]) -> None:
         """Limit the memory of unread tokens, and keep no tokens that were read, so that `output` is unavailable.
 
-        most     approximate bytes of tokens and log-probabilities that may be unread
-        flooded  called on the event loop at each report while more is unread; it has to read the deltas or `abort`
+        max_bytes  approximate limit of unread tokens and log-probabilities
+        flooded    called on the event loop at each report while more is unread; it has to read the deltas or `abort`
         """
         assert isinstance(self._request, StreamedRequest), "only a request with stream=True has deltas to be read"
-        self._request.bound(most)
+        self._request.bound(max_bytes)
         self._flooded = flooded
 
     def free(self) -> None:
@@ -190,8 +190,8 @@ class Mailbox:
             self._sending = True
             self.loop.call_soon(self._send)
         # Notifications cannot arrive before the stream is registered: they run on the loop, which is busy here.
-        found = self.streams[request.rid] = RequestStream(self._core, request, self.loop)
-        return found
+        request_stream = self.streams[request.rid] = RequestStream(self._core, request, self.loop)
+        return request_stream
 
     def notify_owners(self, requests: Sequence[OpenRequest]) -> None:
         """Notify the loop that the requests have new deltas; from any thread."""
@@ -212,7 +212,7 @@ class Mailbox:
 
     def _wake(self) -> None:
         """Wake the readers of a few streams at a time: they all run in the loop's next turn, and delay other tasks."""
-        for _ in range(min(WOKEN, len(self._queue))):
+        for _ in range(min(MAX_WOKEN_STREAMS, len(self._queue))):
             self._queue.popleft().wake()
         self._waking = bool(self._queue)
         if self._waking:

@@ -14,8 +14,8 @@ from tok_core.messages import EMPTY, Finished, Int32, Int64
 from tok_core.sampling_params import SamplingParams
 from tok_core.text import Tokenizer
 
-BLOCK = 64  # tokens in a block
-ROWS = 64  # minimum number of rows allocated
+BLOCK_TOKENS = 64
+MIN_ROWS = 64  # allocated rows
 
 
 class TokenStore:
@@ -26,9 +26,9 @@ class TokenStore:
         self._opened: deque[tuple[int, int]] = deque()  # rid and number of samples of requests not yet in `_rows`
         self._rows: dict[int, range] = {}  # by rid
         self._next_row = 0
-        self._count: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens so far
-        self._block: Int64 = np.full(ROWS, -1, np.int64)  # [R] the last block; -1: none
-        self._tokens: Int32 = np.empty((0, BLOCK), np.int32)  # [K, BLOCK]
+        self._count: Int64 = np.zeros(MIN_ROWS, np.int64)  # [R] tokens so far
+        self._block: Int64 = np.full(MIN_ROWS, -1, np.int64)  # [R] the last block; -1: none
+        self._tokens: Int32 = np.empty((0, BLOCK_TOKENS), np.int32)  # [K, BLOCK_TOKENS]
         self._before: Int64 = np.empty(0, np.int64)  # [K] the row's block before this one; -1: none
         self._free: list[int] = []
 
@@ -39,7 +39,7 @@ class TokenStore:
     def append(self, rids: list[int], which: Int64, sample: Int32, token: Int32) -> list[int]:
         """Append `token[i]` to sample `sample[i]` of request `rids[which[i]]`; no sample may occur twice.
 
-        Tokens of requests that are not open are dropped. Returns the rids with a sample whose first token this is.
+        Tokens of requests that are not open are dropped. Returns the rids of samples that got their first token.
         """
         with self._lock:
             self._enter()
@@ -51,7 +51,7 @@ class TokenStore:
                 first, which, sample, token = first[kept], which[kept], sample[kept], token[kept]
             row = first + sample
             at = self._count[row]
-            within = at % BLOCK
+            within = at % BLOCK_TOKENS
             self._add_blocks(row[within == 0])
             self._tokens[self._block[row], within] = token
             self._count[row] = at + 1
@@ -75,7 +75,7 @@ class TokenStore:
     def read(self, rids: list[int], samples: list[int]) -> tuple[list[int], Int32, Int64]:
         """Return the tokens of sample `samples[u]` of request `rids[u]`, for each u whose request is open.
 
-        Returns these u; a copy of their tokens, concatenated; and the number of tokens of each.
+        Returns the list of these u, a copy of their tokens, concatenated, and the number of tokens of each u.
         """
         with self._lock:
             self._enter()
@@ -128,19 +128,19 @@ class TokenStore:
 
     def _gather(self, block: Int64, counts: Int64) -> Int32:
         """Return the concatenated tokens of rows, given each row's last block and number of tokens."""
-        blocks = -(-counts // BLOCK)
+        blocks = -(-counts // BLOCK_TOKENS)
         ends = np.cumsum(blocks)
         chain = np.empty(blocks.sum(), np.int64)  # the blocks of all rows, each row's in order
-        filled = np.full(len(chain), BLOCK)
+        filled = np.full(len(chain), BLOCK_TOKENS)
         here = blocks.nonzero()[0]
-        filled[ends[here] - 1] -= blocks[here] * BLOCK - counts[here]
+        filled[ends[here] - 1] -= blocks[here] * BLOCK_TOKENS - counts[here]
         back = 1  # blocks from a row's end
         while len(here):
             chain[ends[here] - back] = block[here]
             block[here] = self._before[block[here]]
             here = here[blocks[here] > back]
             back += 1
-        tokens: Int32 = self._tokens[chain][np.arange(BLOCK) < filled[:, None]]
+        tokens: Int32 = self._tokens[chain][np.arange(BLOCK_TOKENS) < filled[:, None]]
         return tokens
 
     def _give_back(self, row: int) -> list[int]:
@@ -176,14 +176,14 @@ class TokenStore:
     def _make_blocks(self, missing: int) -> None:
         old = len(self._before)
         more = max(missing, old)
-        self._tokens = np.concatenate([self._tokens, np.empty((more, BLOCK), np.int32)])
+        self._tokens = np.concatenate([self._tokens, np.empty((more, BLOCK_TOKENS), np.int32)])
         self._before = np.concatenate([self._before, np.empty(more, np.int64)])
         self._free += range(old, old + more)
 
     def _make_rows(self, samples: int) -> None:
         """Allocate twice the rows needed for open requests and `samples` more; drop the rows of closed requests."""
         old = np.fromiter(chain.from_iterable(self._rows.values()), np.int64)
-        size = max(ROWS, 2 * (len(old) + samples))
+        size = max(MIN_ROWS, 2 * (len(old) + samples))
         count, block = np.zeros(size, np.int64), np.full(size, -1, np.int64)
         count[: len(old)], block[: len(old)] = self._count[old], self._block[old]
         self._count, self._block, self._next_row = count, block, 0
@@ -221,19 +221,17 @@ def detokenise_finished(
     if tokenizer is not None:
         try:
             texts = _texts(ends, ids, tokens, bounds, tokenizer)
-        except Exception:  # one sample is at fault: detokenise each by itself
-            texts = [_text_or_error(end, one, tokenizer) for end, one in zip(ends, ids, strict=True)]
+        except Exception:  # a sample is at fault: detokenise each by itself
+            texts = [_text_or_error(end, token_ids, tokenizer) for end, token_ids in zip(ends, ids, strict=True)]
         for index, end in enumerate(ends if whole_text else ()):
             if end.rid in whole_text:
                 texts[index] = _whole_text_or_error(end, ids[index], tokenizer, whole_text[end.rid])
-    found: dict[int, FinishedTexts] = {}
-    for end, one, text in zip(ends, ids, texts, strict=True):
-        mine = found.get(end.rid)
-        if mine is None:
-            mine = found[end.rid] = FinishedTexts([], [])
-        mine.token_ids.append(one)
-        mine.texts.append(text)
-    return found
+    by_rid: dict[int, FinishedTexts] = {}
+    for end, token_ids, text in zip(ends, ids, texts, strict=True):
+        finished = by_rid.setdefault(end.rid, FinishedTexts([], []))
+        finished.token_ids.append(token_ids)
+        finished.texts.append(text)
+    return by_rid
 
 
 def _texts(
@@ -244,8 +242,8 @@ def _texts(
         # By default an end token is not shown, whether or not the tokenizer marks it as special.
         b"".join(pieces[first : last - (end.reason == "stop")]).decode(errors="replace")
         if end.cut is None
-        else tokenizer.continuation(np.array(one, np.int32), end.cut)
-        for end, one, (first, last) in zip(ends, ids, pairwise(bounds), strict=True)
+        else tokenizer.continuation(np.array(token_ids, np.int32), end.cut)
+        for end, token_ids, (first, last) in zip(ends, ids, pairwise(bounds), strict=True)
     ]
 
 

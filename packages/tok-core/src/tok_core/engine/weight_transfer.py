@@ -1,4 +1,4 @@
-"""Update weights by tensors that a trainer sends: join its groups, stage what arrives, apply all of it or nothing."""
+"""Update weights by a trainer's tensors: join its process groups, stage its tensors, apply all of them or none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TaskOf = Callable[[int], WorkerTask]
 
 
 class WeightControl(Protocol):
-    """What a transfer needs of `EngineControl`."""
+    """The part of `EngineControl` that a transfer uses."""
 
     paused: bool
     deaths: int
@@ -51,9 +51,14 @@ class WeightControl(Protocol):
 class WeightTransfer:
     """Thread-safe updates of all replicas' weights by a trainer's tensors: all of them, or none.
 
-    Workers check and stage tensors that arrive; no weight changes. `finish` applies what is staged. Without `start`,
-    `receive` applies its tensors at once. While the engine is paused and no session is open, `receive(..., hold=True)`
-    applies them when they are all of the model's, else at the resume. Each method blocks until it is done.
+    Workers check and stage received tensors; no weight changes until they are applied. There are three ways:
+
+    - `start`, `receive` (repeated), `finish`: `finish` applies all tensors of the session.
+    - `receive` without `start`: its tensors are applied at once.
+    - `receive(…, hold=True)` without `start`, while the engine is paused: tensors are applied once all of the model's
+      have been received, or else when the engine resumes.
+
+    Each method blocks until it is done.
     """
 
     def __init__(self, control: WeightControl) -> None:
@@ -61,8 +66,8 @@ class WeightTransfer:
         self._session: Literal["open", "failed", "held"] | None = None
         self._version: str | None = None
         self._received = False
-        self._deaths = 0  # of replicas before the update
-        self.groups: dict[str, int] = {}  # and how many bytes a bucket has if `receive` does not say it
+        self._deaths = 0  # replica deaths before the update
+        self.groups: dict[str, int] = {}  # default `bucket_bytes` of each joined group
 
     def join(
         self,
@@ -79,9 +84,9 @@ class WeightTransfer:
 
         rank_offset  rank of the first worker; worker w of replica r has the rank `rank_offset + r * tp * pp + w`
         world_size   all ranks of the group; several engines may be in it
-        bucket_bytes of `receive`, where it does not say it
-        protocol     "torch": a process group as SGLang's init_custom_process_group makes it, by NCCL on GPUs and gloo
+        protocol     "torch": a process group as made by SGLang's init_custom_process_group, with NCCL on GPUs and gloo
                      on CPUs. "vllm": NCCL's id in the store, and a one-element all-reduce; on CPUs the same as "torch"
+        bucket_bytes default of `receive`
 
         Raises ModelError if the trainer is not reached within 5 minutes.
         """
@@ -114,7 +119,7 @@ class WeightTransfer:
     def start(self) -> None:
         """Open a session: tensors received from now on are applied by `finish`.
 
-        Drops what a session that was not finished has staged, with a warning: its trainer may have ended.
+        Drops the tensors of an unfinished session, with a warning: its trainer may have ended.
         """
         with self._control.operation:
             if self._received:
@@ -136,11 +141,11 @@ class WeightTransfer:
     ) -> None:
         """Receive tensors in a group, or from memory of a process on the same GPUs, and stage or apply them.
 
-        bucket_bytes  see `ReceiveTensors`; None: as `join` said
-        handles       as `tok_core.worker.transfer.export_tensors` makes them; None: the trainer broadcasts in `group`
-        version       of the weights once they are applied; None: a number
+        bucket_bytes  see `ReceiveTensors`; None: the group's default
+        handles       made by `tok_core.worker.transfer.export_tensors`; None: the trainer broadcasts in `group`
+        version       version of the weights once the tensors are applied; None: the number of the update
 
-        Raises ModelError, which names the tensor, if one does not fit, and if the trainer ends: nothing changes, and
+        Raises ModelError if a tensor does not fit, which it names, or if the trainer ends. Then no weight changes, and
         the session has failed.
         """
         _require_lists(names, dtypes, shapes, handles)
@@ -149,7 +154,7 @@ class WeightTransfer:
                 raise InvalidField("group_name", group, ", ".join(sorted(self.groups)) or "none: no group was joined")
             if self._session is None and hold and self._control.paused:
                 self._session = "held"
-            alone = self._session is None
+            at_once = self._session is None
             self._version = version or self._version
             if not self._received:
                 self._deaths = self._control.deaths
@@ -159,8 +164,8 @@ class WeightTransfer:
                 [list(shape) for shape in shapes],
                 "" if handles is not None else group,
                 self.groups.get(group, 0) if bucket_bytes is None else bucket_bytes,
-                None if handles is None else [dict(one) for one in handles],
-                map_only=alone,
+                None if handles is None else [dict(by_gpu) for by_gpu in handles],
+                map_only=at_once,
             )
             for error in self._control.execute(lambda _: task):
                 failed = self._session == "open"
@@ -168,11 +173,11 @@ class WeightTransfer:
                 self._session = "failed" if failed else None
                 raise error
             self._received = True
-            if alone or (self._session == "held" and not self._control.execute(lambda _: CheckStaged(True))):
+            if at_once or (self._session == "held" and not self._control.execute(lambda _: CheckStaged(True))):
                 self._apply()
 
     def finish(self, version: str | None = None) -> None:
-        """Apply what the session has staged, in all replicas or none. Raises ModelError if the session has failed."""
+        """Apply the session's tensors, in all replicas or none. Raise ModelError if the session has failed."""
         with self._control.operation:
             session, self._session = self._session, None
             if session is None:
@@ -184,7 +189,7 @@ class WeightTransfer:
                 self._apply()
 
     def finish_held(self) -> None:
-        """Apply what is held until the engine resumes."""
+        """Apply tensors that were held; the engine calls this when it resumes."""
         if self._session == "held":
             self.finish()
 
@@ -211,14 +216,14 @@ def _require_lists(
     shapes: Sequence[Sequence[int]],
     handles: Sequence[Mapping[str, IpcHandle]] | None,
 ) -> None:
-    """Raise InvalidField unless the lists describe tensors."""
+    """Raise InvalidField unless the lists describe tensors: one entry for each name, with known dtypes and shapes."""
     if not names or len(set(names)) < len(names):
         raise InvalidField(
             "names", f"{len(names)} names, {len(set(names))} of them different", "one or more, all different"
         )
-    for field, found in (("dtypes", dtypes), ("shapes", shapes), ("handles", handles)):
-        if found is not None and len(found) != len(names):
-            raise InvalidField(field, f"{len(found)} entries", f"{len(names)}, as many as names")
+    for field, entries in (("dtypes", dtypes), ("shapes", shapes), ("handles", handles)):
+        if entries is not None and len(entries) != len(names):
+            raise InvalidField(field, f"{len(entries)} entries", f"{len(names)}, as many as names")
     for dtype in dtypes:
         if dtype not in TENSOR_DTYPES:
             raise InvalidField("dtypes", dtype, ", ".join(TENSOR_DTYPES))

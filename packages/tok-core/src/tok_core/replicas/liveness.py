@@ -1,6 +1,6 @@
 """Detect hung processes of a replica by the heartbeats that each sends.
 
-Time is summed over calls of `look`, each of which counts a few seconds at most, as in `tok_core.manager.faults`. If
+Each call of `look` adds the time since the last call, but a few seconds at most, as in `tok_core.manager.faults`. If
 the clock jumps by an hour or the machine is suspended, no process counts as silent for that hour.
 """
 
@@ -13,7 +13,7 @@ from tok_core.config import EngineConfig
 from tok_core.manager import MAX_LOOK_SECONDS, MIN_IDLE_LOOKS
 from tok_core.messages import Beat
 
-SILENT = 10.0  # seconds without a heartbeat after which a replica gets no new requests
+MAX_SILENT_SECONDS = 10.0  # a replica with a process without heartbeats for longer gets no new requests
 
 
 class _Pulse:
@@ -35,22 +35,22 @@ class Liveness:
     def __init__(self, roles: Iterable[str], config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._pulses = {role: _Pulse() for role in roles}
         self._step_timeout, self._start_timeout = config.step_timeout, config.start_timeout
-        self._silent = min(SILENT, config.step_timeout / 2)
-        self._most = min(MAX_LOOK_SECONDS, min(self._step_timeout, self._start_timeout) / MIN_IDLE_LOOKS)
+        self._max_silent_seconds = min(MAX_SILENT_SECONDS, config.step_timeout / 2)
+        self._max_passed = min(MAX_LOOK_SECONDS, min(self._step_timeout, self._start_timeout) / MIN_IDLE_LOOKS)
         self._clock = clock
-        self._looked = clock()
-        self._unmoved = 0.0  # seconds since any process made progress
+        self._last_look = clock()
+        self._idle_seconds = 0.0  # seconds since any process made progress
         self.starting = True
 
     def record_beat(self, beat: Beat) -> None:
-        """Note the arrival of a heartbeat."""
+        """Record the arrival of a heartbeat."""
         pulse = self._pulses[beat.role]
         pulse.silent_seconds = 0.0
         if beat.turns != pulse.turns:
-            pulse.turns, pulse.stuck_seconds, self._unmoved = beat.turns, 0.0, 0.0
+            pulse.turns, pulse.stuck_seconds, self._idle_seconds = beat.turns, 0.0, 0.0
 
     def serve(self) -> None:
-        """Note that the replica has started; from now on each process has to make progress."""
+        """End the start: from now on each process has to make progress."""
         self.starting = False
         for pulse in self._pulses.values():
             pulse.silent_seconds = pulse.stuck_seconds = 0.0
@@ -58,16 +58,16 @@ class Liveness:
     def look(self) -> None:
         """Add the time since the last call. Call this several times within any limit."""
         now = self._clock()
-        passed = min(max(now - self._looked, 0.0), self._most)
-        self._looked = now
-        self._unmoved += passed
+        passed = min(max(now - self._last_look, 0.0), self._max_passed)
+        self._last_look = now
+        self._idle_seconds += passed
         for pulse in self._pulses.values():
             pulse.silent_seconds += passed
             pulse.stuck_seconds += passed
 
     @property
     def silent(self) -> str:
-        """Return which processes are silent, in words; "" if none is.
+        """Return a message that names the silent processes; "" if none is silent.
 
         A worker that computes one long step still sends heartbeats. Turns of the manager's loop are short, so once
         started it also counts as silent if its count stands still.
@@ -79,23 +79,26 @@ class Liveness:
 
     @property
     def hung(self) -> str:
-        """Return why the replica has to be ended, in words; "" if it does not.
+        """Return the reason to end the replica; "" if there is none.
 
         A worker's loop may stand still for a step of up to `step_timeout` seconds, which allows for first-time
         compilation, long prompts and slow devices.
         """
         if self.starting:
-            if self._unmoved <= self._start_timeout:
+            if self._idle_seconds <= self._start_timeout:
                 return ""
             silent = f", with {self.silent}" if self.silent else ""
             return f"the start made no progress for {self._start_timeout:g} s{silent}"
         role, pulse = max(
-            self._pulses.items(), key=lambda one: (one[1].stuck_seconds > self._step_timeout, one[1].silent_seconds)
+            self._pulses.items(),
+            key=lambda item: (item[1].stuck_seconds > self._step_timeout, item[1].silent_seconds),
         )
         if pulse.stuck_seconds <= self._step_timeout:
             return ""
         return f"the {role} process hung for {self._step_timeout:g} s and was killed"
 
     def _is_silent(self, role: str, pulse: _Pulse) -> bool:
-        loops = role == "manager" and not self.starting
-        return (max(pulse.silent_seconds, pulse.stuck_seconds) if loops else pulse.silent_seconds) > self._silent
+        seconds = pulse.silent_seconds
+        if role == "manager" and not self.starting:
+            seconds = max(seconds, pulse.stuck_seconds)
+        return seconds > self._max_silent_seconds

@@ -1,4 +1,4 @@
-"""LocalPorts: connect manager and worker within one process; each step is launched when it is sent."""
+"""LocalPorts: connect manager and worker within one process, which launches each step when it is sent."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class LocalPorts:
     def outputs(self) -> list[StepOutput]:
         if self._launched and (self._idle or len(self._launched) >= self._run_ahead):
             self._idle, self.computing = False, True
-            found = self._launched.popleft().output()
+            output = self._launched.popleft().output()
             self.computing = False
-            return [found]
+            return [output]
         return []
 
     def send(self, step: StepInput) -> None:

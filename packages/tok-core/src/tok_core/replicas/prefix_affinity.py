@@ -1,7 +1,7 @@
 """Estimate how much of a prompt's prefix each replica has cached, from the prompts sent to it.
 
-A prompt is looked up by its prefixes of 1, 2, 3, 4, 6, 8, 12, … pages. They are few, and the longest one that two
-prompts share is not much shorter than what they have in common.
+A prompt is looked up by its prefixes of 1, 2, 3, 4, 6, 8, 12, … pages. These are few, and their longest common one has
+at least two thirds of the pages that two prompts share.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class PromptPrefix(NamedTuple):
 class PrefixAffinity:
     """Map from prefixes to the replicas they were sent to, as bits. Not thread-safe, except for `prefixes`."""
 
-    def __init__(self, page_size: int, most: int = MAX_PREFIXES) -> None:
+    def __init__(self, page_size: int, max_prefixes: int = MAX_PREFIXES) -> None:
         self._lengths = list(_lengths(page_size))
-        self._most = most
+        self._max_prefixes = max_prefixes
         self._replicas: OrderedDict[int, int] = OrderedDict()  # by key; bit i stands for replica i
 
     def __len__(self) -> int:
@@ -36,28 +36,28 @@ class PrefixAffinity:
 
     def prefixes(self, tokens: Int32, salt: bytes = b"") -> list[PromptPrefix]:
         """Return the prefixes of a prompt, shortest first. Prompts with different salts share none."""
-        found, start, key = [], 0, hash(salt)
+        prefixes, start, key = [], 0, hash(salt)
         for length in self._lengths:
             if length > len(tokens):
                 break
             key = hash((key, tokens[start:length].tobytes()))  # chained, so it depends on all tokens before `length`
-            found.append(PromptPrefix(key, length))
+            prefixes.append(PromptPrefix(key, length))
             start = length
-        return found
+        return prefixes
 
     def find(self, prefixes: Sequence[PromptPrefix], among: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """Yield lengths of known prefixes, longest first, each with those of the replicas `among` that were sent it."""
+        """Yield the length of each known prefix, longest first, and which of the replicas `among` received it."""
         for key, length in reversed(prefixes):
             bits = self._replicas.get(key, 0)
-            having = [replica for replica in among if bits >> replica & 1]
-            if having:
-                yield length, having
+            holders = [replica for replica in among if bits >> replica & 1]
+            if holders:
+                yield length, holders
 
     def add(self, prefixes: Sequence[PromptPrefix], replica: int) -> None:
-        """Note that a prompt is sent to the replica."""
+        """Record that a prompt is sent to the replica."""
         for key, _ in prefixes:
             self._replicas[key] = self._replicas.pop(key, 0) | 1 << replica
-        while len(self._replicas) > self._most:
+        while len(self._replicas) > self._max_prefixes:
             self._replicas.popitem(last=False)
 
     def remove_replica(self, replica: int) -> None:

@@ -16,15 +16,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import EngineError
 from tok_core.messages import Failed, ProcessLaunch, encode
-from tok_core.replicas.ray_cluster import await_placement, kind_of_bundle, node_capacity, remove_placement, side_by_side
+from tok_core.replicas.ray_cluster import (
+    await_placement,
+    bundles_by_node,
+    kind_of_bundle,
+    node_capacity,
+    remove_placement,
+)
 from tok_core.replicas.ray_member import ActorLocation, RayManager, RayWorker
 from tok_core.runtime import logs_json
 
 log = logging.getLogger("tok_core")
 
-GLANCE = 0.2  # seconds between checks of `closing`
-STARTING = 120.0  # seconds that Ray may take to start the actors, before they load a model
-ENDING = 3.0  # seconds to wait for actors to end, which delays the report of a death; those of a lost host never end
+POLL_SECONDS = 0.2  # seconds between checks of `closing`
+ACTOR_START_SECONDS = 120.0  # for Ray to start the actors, before they load a model
+ACTOR_END_SECONDS = 3.0  # for actors to end, which delays the report of a death; actors of a lost host never end
 
 
 class RayActors:
@@ -48,27 +54,27 @@ class RayActors:
         self.nodes: dict[str, str] = {}
 
     def start(self) -> None:
-        """Place and start all actors; return when all have started. Raise EngineError if one cannot be."""
+        """Place and start all actors; return when all have started. Raise EngineError if an actor cannot start."""
         kind = kind_of_bundle(self._config)
         self._config = msgspec.structs.replace(self._config, device="cuda" if kind == "GPU" else "cpu")
-        each = list(all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep))
-        self._group = placement_group([{kind: 1.0} for _ in each], strategy="PACK")
+        workers = list(all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep))
+        self._group = placement_group([{kind: 1.0} for _ in workers], strategy="PACK")
         await_placement(self._group, self._closing)
         if self._closing():
             return
-        bundles = side_by_side(self._group)
-        own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
-        for coordinates, (index, node) in zip(each, bundles, strict=True):
+        bundles = bundles_by_node(self._group)
+        resources = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
+        for coordinates, (index, node) in zip(workers, bundles, strict=True):
             role = "worker" if coordinates.workers == 1 else f"worker {coordinates.number}"
             self.nodes[role] = node
-            self.members[role] = self._actor(RayWorker, index, own).remote(coordinates)
+            self.members[role] = self._actor(RayWorker, index, resources).remote(coordinates)
         self.members["manager"] = self._actor(RayManager, bundles[0][0], {"num_cpus": 0}).remote()
         self._locate()
 
     def run(self, replica: int, reports: str) -> None:
-        """Make all actors serve, with reports sent to the address `reports`."""
-        each = list(all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep))
-        for role, coordinates in zip(self.members, [*each, None], strict=True):
+        """Make all actors serve; they send their reports to the address `reports`."""
+        workers = all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep)
+        for role, coordinates in zip(self.members, [*workers, None], strict=True):
             launch = self.launch(role, coordinates, replica, reports)
             self._runs[self.members[role].run.remote(encode(launch), self.visible(role))] = role
 
@@ -78,9 +84,9 @@ class RayActors:
         return self.location["manager"].inboxes[0]
 
     def ended(self) -> tuple[str, Failed | None] | None:
-        """Return an actor that has ended while serving: a reason in words, and its `Failed`, if it sent one.
+        """Return why an actor has ended while serving, and its `Failed`, if it sent one; None if all actors run.
 
-        If several have ended, return the one that is most likely the cause.
+        If several actors have ended, return the most likely cause.
         """
         done, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0)
         return min(map(self._end_of, done), key=_is_effect, default=None)
@@ -102,7 +108,7 @@ class RayActors:
             for member in self.members.values():
                 ray.kill(member)
             if self._runs:
-                ray.wait(list(self._runs), num_returns=len(self._runs), timeout=ENDING)
+                ray.wait(list(self._runs), num_returns=len(self._runs), timeout=ACTOR_END_SECONDS)
         except Exception:
             log.exception("a replica's actors cannot be ended")
         try:  # removing the group ends the remaining actors, too
@@ -116,17 +122,19 @@ class RayActors:
         return ray.remote(kind).options(**resources, max_restarts=0, scheduling_strategy=where)
 
     def _locate(self) -> None:
-        asked = {member.location.remote(): role for role, member in self.members.items()}
-        waiting, deadline = list(asked), time.monotonic() + STARTING
+        """Wait until all actors have reported their location."""
+        roles = {member.location.remote(): role for role, member in self.members.items()}
+        waiting, deadline = list(roles), time.monotonic() + ACTOR_START_SECONDS
         while waiting and not self._closing():
-            done, waiting = ray.wait(waiting, timeout=GLANCE)
-            for one in done:
+            done, waiting = ray.wait(waiting, timeout=POLL_SECONDS)
+            for call in done:
                 try:
-                    self.location[asked[one]] = ray.get(one)
+                    self.location[roles[call]] = ray.get(call)
                 except RayError as error:
-                    raise EngineError(f"the {asked[one]} process cannot be started: {error}") from None
+                    raise EngineError(f"the {roles[call]} process cannot be started: {error}") from None
             if waiting and time.monotonic() > deadline:
-                raise EngineError(f"Ray has not started the {asked[waiting[0]]} process within {STARTING:g} s")
+                role = roles[waiting[0]]
+                raise EngineError(f"Ray has not started the {role} process within {ACTOR_START_SECONDS:g} s")
 
     def launch(self, role: str, coordinates: RankCoordinates | None, replica: int, reports: str) -> ProcessLaunch:
         """Return the launch parameters of one actor. Needs the `location` of all."""
@@ -143,27 +151,27 @@ class RayActors:
             reports=reports,
             steps=[worker.inboxes[0] for worker in workers],
             outputs=manager.inboxes[1],
-            workers_on_host=1 if coordinates is None else self._most_on(self.nodes[role]),
-            rendezvous=workers[0].meeting or "",
+            workers_on_host=1 if coordinates is None else self._max_workers_on(self.nodes[role]),
+            rendezvous=workers[0].rendezvous or "",
             device=visible.index(self.location[role].gpus[0]) if visible else None,
         )
 
-    def _most_on(self, node: str) -> int:
-        """Return how many workers a node may have: those of this replica, and as many of others as fit."""
-        own, every = list(self.nodes.values()).count(node), self._config.dp * len(self.nodes)
-        others = min(every - len(self.nodes), node_capacity(node, kind_of_bundle(self._config)) - own)
+    def _max_workers_on(self, node: str) -> int:
+        """Return how many workers a node may have: this replica's, and as many of other replicas as fit."""
+        own, total = list(self.nodes.values()).count(node), self._config.dp * len(self.nodes)
+        others = min(total - len(self.nodes), node_capacity(node, kind_of_bundle(self._config)) - own)
         return own + max(0, others)
 
     def visible(self, role: str) -> list[str]:
-        """Return the GPUs of all of the replica's workers on this one's node, which can read each other's memory."""
+        """Return the GPUs of all of the replica's workers on this worker's node; they can read each other's memory."""
         if not self.location[role].gpus:
             return []
-        same = (other for other, node in self.nodes.items() if node == self.nodes[role])
-        return [gpu for other in same for gpu in self.location[other].gpus]
+        neighbours = (other for other, node in self.nodes.items() if node == self.nodes[role])
+        return [gpu for other in neighbours for gpu in self.location[other].gpus]
 
 
 def _is_effect(end: tuple[str, Failed | None]) -> int:
-    """Rank the end of a process by how likely it is the effect of another's end; the lowest rank is the cause.
+    """Rank the end of a process by how likely another process's end caused it; the lowest rank is the cause.
 
     0  a TokError about the model or a setting, which is never an effect
     1  no message: the process died

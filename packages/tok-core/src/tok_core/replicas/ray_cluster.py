@@ -19,10 +19,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from tok_core.config import EngineConfig
 from tok_core.errors import EngineError, InvalidField
 
-JOINING = 30.0  # seconds within which the cluster has to answer
-PATIENCE = 60.0  # seconds that a replica waits for free devices
-PLACING = 10.0  # seconds to wait for Ray to finish placing a group that is to be removed
-GLANCE = 1  # seconds of each wait for a placement group; Ray drops fractions of seconds
+JOIN_SECONDS = 30.0  # for the cluster to answer
+PLACEMENT_SECONDS = 60.0  # for devices to become free
+REMOVAL_SECONDS = 10.0  # for Ray to finish placing a group that is to be removed
+PLACEMENT_POLL_SECONDS = 1  # of each wait for a placement group; Ray drops fractions of seconds
 
 _joined: list[str] = []  # the address given to `join_cluster`; empty if it has not connected this process
 
@@ -47,35 +47,35 @@ def join_cluster(config: EngineConfig) -> None:
 
 
 def kind_of_bundle(config: EngineConfig) -> str:
-    """Return the resource that each worker needs one of, "GPU" or "CPU".
+    """Return the resource that a worker's bundle consists of, "GPU" or "CPU".
 
     Raises InvalidField if the device is set to cuda and the cluster has no GPU.
     """
-    found = ray.cluster_resources().get("GPU", 0) >= 1
-    if config.device == "cuda" and not found:
+    has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
+    if config.device == "cuda" and not has_gpu:
         raise InvalidField("device", config.device, "cpu (the Ray cluster has no GPU)")
-    return "GPU" if found and config.device != "cpu" else "CPU"
+    return "GPU" if has_gpu and config.device != "cpu" else "CPU"
 
 
 def await_placement(group: PlacementGroup, closing: Callable[[], bool]) -> None:
-    """Wait until the group is placed, or `closing` returns True. Raise EngineError after PATIENCE seconds."""
-    deadline = time.monotonic() + PATIENCE
-    while not group.wait(GLANCE) and not closing():
+    """Wait until the group is placed, or `closing` returns True. Raise EngineError after PLACEMENT_SECONDS."""
+    deadline = time.monotonic() + PLACEMENT_SECONDS
+    while not group.wait(PLACEMENT_POLL_SECONDS) and not closing():
         if time.monotonic() > deadline:
             ((kind, _),) = group.bundle_specs[0].items()
             free = ray.available_resources().get(kind, 0)
-            room = f"no room for {group.bundle_count} {kind}s for {PATIENCE:g} s: {free:g} are free"
-            raise EngineError(f"the Ray cluster has had {room}")
+            needed = f"{group.bundle_count} free {kind}s within {PLACEMENT_SECONDS:g} s"
+            raise EngineError(f"the Ray cluster has not had {needed}; {free:g} are free")
 
 
 def remove_placement(group: PlacementGroup) -> None:
-    """Remove a group with everything that runs in it, after Ray has placed it or PLACING seconds have passed.
+    """Remove a group with everything that runs in it, after Ray has placed it or REMOVAL_SECONDS have passed.
 
     If a group is removed while Ray is placing it, resources reserved so far stay reserved for the life of the node.
     """
-    deadline = time.monotonic() + PLACING
+    deadline = time.monotonic() + REMOVAL_SECONDS
     try:
-        while not group.wait(GLANCE) and _is_being_placed(group) and time.monotonic() < deadline:
+        while not group.wait(PLACEMENT_POLL_SECONDS) and _is_being_placed(group) and time.monotonic() < deadline:
             pass
     finally:
         remove_placement_group(group)
@@ -85,16 +85,16 @@ def _is_being_placed(group: PlacementGroup) -> bool:
     return placement_group_table(group)["stats"]["scheduling_state"] in ("QUEUED", "SCHEDULING_STARTED")
 
 
-def side_by_side(group: PlacementGroup) -> list[tuple[int, str]]:
-    """Return the bundles of a placed group as (index, node id), grouped by node, the node with most bundles first."""
+def bundles_by_node(group: PlacementGroup) -> list[tuple[int, str]]:
+    """Return the bundles of a placed group as (index, node id), grouped by node, largest number of bundles first."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     sizes = Counter(nodes.values())
     return sorted(nodes.items(), key=lambda item: (-sizes[item[1]], item[1], item[0]))
 
 
 def node_capacity(node: str, kind: str) -> int:
-    """Return how many workers a node can hold in all if each needs one resource of that kind."""
-    return int(sum(one["Resources"].get(kind, 0) for one in ray.nodes() if one["NodeID"] == node))
+    """Return how many resources of a kind a node has in total, and so how many workers it can hold."""
+    return int(sum(entry["Resources"].get(kind, 0) for entry in ray.nodes() if entry["NodeID"] == node))
 
 
 def _init(address: str) -> None:
@@ -103,9 +103,9 @@ def _init(address: str) -> None:
     failures: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     threading.Thread(target=_try, args=(address, failures), name="ray-init", daemon=True).start()
     try:
-        failure = failures.get(timeout=JOINING)
+        failure = failures.get(timeout=JOIN_SECONDS)
     except queue.Empty:
-        failure = TimeoutError(f"no answer within {JOINING:g} s")
+        failure = TimeoutError(f"no answer within {JOIN_SECONDS:g} s")
     if failure is not None:
         raise EngineError(f"there is no Ray cluster at {address} that this host is a node of: {failure}")
 
@@ -114,7 +114,7 @@ def _try(address: str, failures: queue.SimpleQueue[Exception | None]) -> None:
     try:
         if address != "auto":  # without a server at the address, Ray itself would try for minutes
             host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=JOINING).close()
+            socket.create_connection((host, int(port)), timeout=JOIN_SECONDS).close()
         with _own_handler_of_sigterm():
             ray.init(address=address, configure_logging=False)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""RayWorker and RayManager: the Ray actors of a replica, on the hosts that Ray chose."""
+"""RayWorker and RayManager: the Ray actors of a replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, ToManager, ToWorker, decoder
 from tok_core.model_config import resolve, resolve_tokenizer
-from tok_core.replicas.processes import start_beating
+from tok_core.replicas.processes import start_heartbeat
 from tok_core.runtime import HEARTBEAT, configure_logging
 
 log = logging.getLogger("tok_core")
@@ -28,13 +28,13 @@ NICENESS = "RAY_worker_niceness"  # environment variable that Ray reads when a n
 
 
 class ActorLocation(msgspec.Struct, frozen=True):
-    """Location of an actor: its host's address, its GPUs, the addresses of its inboxes, and where worker 0 listens."""
+    """Location of an actor: its host's address, its GPUs, its inboxes' addresses, and worker 0's rendezvous."""
 
     host: str
     pid: int
     gpus: tuple[str, ...]
     inboxes: tuple[str, ...]
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
 
 
 class _Member(ABC):
@@ -49,20 +49,20 @@ class _Member(ABC):
         return f"tcp://{self.host}:*"
 
     def run(self, data: bytes, visible: Sequence[str]) -> tuple[str, tuple[Argument, ...]]:
-        """Serve until an error occurs, and return that as `to_wire` does.
+        """Serve until an error occurs, and return the error as encoded by `to_wire`.
 
         data     an encoded `ProcessLaunch`
         visible  ids of the GPUs to make visible to CUDA
         """
         launch: ProcessLaunch = decoder(ProcessLaunch).decode(data)
         configure_logging(launch.role, launch.log_level, json=launch.json_log)
-        take_usual_priority()
+        reset_niceness()
         if visible:  # must precede the first use of CUDA
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-        start_beating(launch)
+        start_heartbeat(launch)
         try:
             with HEARTBEAT.coarse():  # the model may have to be fetched
-                config = self._at_home(launch.config)
+                config = self._with_local_paths(launch.config)
             self.serve(msgspec.structs.replace(launch, config=config))
         except Exception as error:
             if not isinstance(error, TokError):
@@ -73,13 +73,13 @@ class _Member(ABC):
     def serve(self, launch: ProcessLaunch) -> NoReturn:
         """Run the actor's main loop."""
 
-    def _at_home(self, config: EngineConfig) -> EngineConfig:
+    def _with_local_paths(self, config: EngineConfig) -> EngineConfig:
         """Return the configuration with the model's directory on this host."""
         try:
-            found = {"model": str(resolve(config.model, config.data_dir, config.revision))}
+            paths = {"model": str(resolve(config.model, config.data_dir, config.revision))}
             if config.tokenizer is not None:
-                found["tokenizer"] = str(resolve_tokenizer(config.tokenizer, config.data_dir))
-            return msgspec.structs.replace(config, **found)
+                paths["tokenizer"] = str(resolve_tokenizer(config.tokenizer, config.data_dir))
+            return msgspec.structs.replace(config, **paths)
         except ModelError as error:
             raise ModelError(f"{error} (on host {self.host}; each host needs the model)") from None
 
@@ -98,16 +98,16 @@ class RayWorker(_Member):
     def location(self) -> ActorLocation:
         """Return the location of this worker, for the other actors."""
         gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
-        meeting = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
-        return ActorLocation(self.host, os.getpid(), gpus, (self._steps.address,), meeting)
+        rendezvous = None if self._listener is None else Rendezvous(self.host, self._listener.getsockname()[1])
+        return ActorLocation(self.host, os.getpid(), gpus, (self._steps.address,), rendezvous)
 
     def serve(self, launch: ProcessLaunch) -> NoReturn:
         from tok_core.replicas.processes.worker_process import run_worker
 
         if self._listener is not None:
             assert isinstance(launch.rendezvous, Rendezvous)
-            meeting = msgspec.structs.replace(launch.rendezvous, listener=self._listener.detach())
-            launch = msgspec.structs.replace(launch, rendezvous=meeting)
+            rendezvous = msgspec.structs.replace(launch.rendezvous, listener=self._listener.detach())
+            launch = msgspec.structs.replace(launch, rendezvous=rendezvous)
         interface = _interface(self.host)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else Gloo may choose one that others cannot reach
@@ -134,14 +134,14 @@ class RayManager(_Member):
 
 def _interface(host: str) -> str | None:
     """Return the network interface that has the address, if any."""
-    found: dict[str, str] = {
-        one.address: name for name, addresses in psutil.net_if_addrs().items() for one in addresses
+    interfaces: dict[str, str] = {
+        entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries
     }
-    return found.get(host)
+    return interfaces.get(host)
 
 
-def take_usual_priority() -> None:
-    """Reset this process's niceness to 0, which Ray raises, unless the user has set `NICENESS`."""
+def reset_niceness() -> None:
+    """Reset this process's niceness, which Ray raises, to 0, unless the user has set `NICENESS`."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     if niceness <= 0 or NICENESS in os.environ:
         return

@@ -21,7 +21,7 @@ from tok_core.replicas.replica import Death, Report
 
 log = logging.getLogger("tok_core")
 
-GLANCE = 0.2  # seconds between checks whether all actors serve
+POLL_SECONDS = 0.2  # seconds between checks whether all actors serve
 
 
 class RayReplica:
@@ -89,7 +89,7 @@ class RayReplica:
         self.actors.run(self._index, reports.address)
         liveness = Liveness(self.actors.members, self._config)
         while not self._closing.is_set():
-            self._read(reports, liveness, GLANCE)
+            self._read(reports, liveness, POLL_SECONDS)
             if hung := liveness.hung:
                 return hung, hung.startswith("the manager")
             ended = self.actors.ended()

@@ -30,7 +30,7 @@ from tok_core.messages import (
 )
 from tok_core.replicas.liveness import Liveness
 from tok_core.replicas.local_ports import Closed, LocalPorts
-from tok_core.replicas.processes import FAULTY, write_launch
+from tok_core.replicas.processes import FAULTY_EXIT_STATUS, write_launch
 from tok_core.runtime import ScratchDirectory, close_in_forks, logs_json
 
 log = logging.getLogger("tok_core")
@@ -136,11 +136,11 @@ class ThreadReplica:
 
 
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
-ENDING = 20.0  # seconds to wait for a killed process to exit; one inside the kernel or a driver may never exit
+KILL_SECONDS = 20.0  # for a killed process to exit; a process inside the kernel or a driver may never exit
 
 
 class ProcessReplica:
-    """Replica of child processes. When one ends or hangs, all are ended and the death is reported once.
+    """Replica of child processes. If any process ends or hangs, all are ended and the death is reported once.
 
     index     the replica's number in the engine
     children  processes by role: "manager", and "worker" or "worker 0", "worker 1", …
@@ -212,7 +212,7 @@ class ProcessReplica:
             coordinates=coordinates,
             requests=self._address("requests"),
             reports=self._address("reports"),
-            steps=[self._address(f"steps-{one.number}") for one in self._coordinates],
+            steps=[self._address(f"steps-{worker.number}") for worker in self._coordinates],
             outputs=self._address("outputs"),
             workers_on_host=self._config.dp * len(self._coordinates),
             rendezvous=f"{self._directory.name}/rendezvous",
@@ -224,7 +224,7 @@ class ProcessReplica:
                 message = self._reports.wait(0.1)
                 if message is not None:
                     self._receive(message)
-                if self._look():
+                if self._check_liveness():
                     return
         except BaseException:  # reports would go unread: kill the processes, so that `_watch` reports the death
             log.exception("a report of the engine's processes cannot be handled")
@@ -239,15 +239,15 @@ class ProcessReplica:
             self._liveness.serve()
         self._report(message)
 
-    def _look(self) -> bool:
-        """Report processes that fall silent or resume heartbeats. If one hangs, start ending all and return True."""
+    def _check_liveness(self) -> bool:
+        """Report processes that fall silent or resume heartbeats. If a process hangs, start ending all; return True."""
         self._liveness.look()
         if self._liveness.silent != self._silent:
             self._silent = self._liveness.silent
             self._report(Silence(self._silent))
         if hung := self._liveness.hung:
-            fall = partial(self._fall, hung, by_request=hung.startswith("the manager"))
-            threading.Thread(target=fall, name="fall", daemon=True).start()  # separate, since it joins this thread
+            end = partial(self._end_and_report, hung, by_request=hung.startswith("the manager"))
+            threading.Thread(target=end, name="end-replica", daemon=True).start()  # which joins this thread
         return bool(hung)
 
     def _watch(self, role: str) -> None:
@@ -256,10 +256,11 @@ class ProcessReplica:
             reason = f"the {role} process was killed by signal {-status}"
         else:
             reason = f"the {role} process exited with status {status}"
-        self._fall(reason, by_request=role == "manager" and (status == FAULTY or -status in CRASHES))
+        crashed = status == FAULTY_EXIT_STATUS or -status in CRASHES
+        self._end_and_report(reason, by_request=role == "manager" and crashed)
 
-    def _fall(self, reason: str, *, by_request: bool) -> None:
-        """End all processes because one has ended or hangs, and report the death; done once."""
+    def _end_and_report(self, reason: str, *, by_request: bool) -> None:
+        """End all processes and report the death; only the first call does so."""
         if self._begin_end():
             try:
                 self._end()
@@ -267,7 +268,7 @@ class ProcessReplica:
                 self._death(self, reason, by_request=by_request)
 
     def _begin_end(self) -> bool:
-        """Return whether the caller is the first, and so the one to end the replica."""
+        """Return whether this is the first call; the caller then has to end the replica."""
         with self._lock:
             first, self._ending = not self._ending, True
             return first
@@ -278,7 +279,7 @@ class ProcessReplica:
                 child.kill()
             for role, child in self.children.items():
                 try:
-                    child.wait(ENDING)
+                    child.wait(KILL_SECONDS)
                 except subprocess.TimeoutExpired:
                     log.error("the %s process %d cannot be killed", role, child.pid)
                 assert child.stdin is not None

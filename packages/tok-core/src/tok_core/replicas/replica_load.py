@@ -12,10 +12,10 @@ import numpy as np
 
 from tok_core.messages import Int64
 
-ROWS = 64  # minimum number of rows
-FIRST_GUESS = 256.0  # assumed mean length of an output, in tokens, before any has ended
-MIN_END_RATE = 1e-6  # lower limit of the decayed number of ends, for when no output ends on its own
-FADE = 1 - 1 / 1024  # decay of the statistics of output lengths with each output that ends
+MIN_ROWS = 64  # minimum number of rows
+INITIAL_MEAN_TOKENS = 256.0  # assumed mean length of an output before any has ended
+MIN_ENDS = 1e-6  # lower limit of the decayed number of ends, in case no output ends on its own
+LENGTH_DECAY = 1 - 1 / 1024  # decay of the length statistics with each output that ends
 
 
 class ReplicaLoad:
@@ -24,27 +24,27 @@ class ReplicaLoad:
     def __init__(self) -> None:
         self.tokens = 0
         self._row: dict[int, int] = {}  # by rid
-        self._free = list(range(ROWS))
-        self._left: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens to come
-        self._prompt: Int64 = np.zeros(ROWS, np.int64)  # [R] prompt tokens among `_left`
-        self._samples: Int64 = np.zeros(ROWS, np.int64)  # [R] samples that have not ended
-        self._each: Int64 = np.zeros(ROWS, np.int64)  # [R] tokens expected of each sample
+        self._free = list(range(MIN_ROWS))
+        self._left: Int64 = np.zeros(MIN_ROWS, np.int64)  # [R] tokens to come
+        self._prompt: Int64 = np.zeros(MIN_ROWS, np.int64)  # [R] prompt tokens among `_left`
+        self._samples: Int64 = np.zeros(MIN_ROWS, np.int64)  # [R] samples that have not ended
+        self._expected: Int64 = np.zeros(MIN_ROWS, np.int64)  # [R] tokens expected of each sample
 
-    def add(self, rid: int, prompt: int, samples: int, each: int) -> None:
+    def add(self, rid: int, prompt: int, samples: int, expected_tokens: int) -> None:
         """Add a request, or further samples of it.
 
-        prompt   tokens of the prompt
-        samples  number of samples
-        each     tokens expected of each sample, at least 1
+        prompt           tokens of the prompt
+        samples          number of samples
+        expected_tokens  tokens expected of each sample, at least 1
         """
         if rid not in self._row:
             self._row[rid] = self._new_row()
-        row, work = self._row[rid], prompt + samples * each
-        self._left[row] += work
+        row, tokens = self._row[rid], prompt + samples * expected_tokens
+        self._left[row] += tokens
         self._prompt[row] += prompt
         self._samples[row] += samples
-        self._each[row] = each
-        self.tokens += work
+        self._expected[row] = expected_tokens
+        self.tokens += tokens
 
     def report(self, rids: list[int], counts: Int64) -> None:
         """Subtract `counts[u]` reported tokens of request `rids[u]`, and its prompt; the rids are distinct."""
@@ -59,12 +59,12 @@ class ReplicaLoad:
         self._left[rows] = left
 
     def end(self, rid: int, samples: int) -> None:
-        """Subtract what is expected of `samples` samples of the request, which have ended."""
+        """Subtract the expected remaining tokens of `samples` samples of the request, which have ended."""
         row = self._row.get(rid)
         if row is not None:
             self._samples[row] -= samples
-            most = self._prompt[row] + self._samples[row] * self._each[row]
-            left = min(int(self._left[row]), int(most))
+            limit = self._prompt[row] + self._samples[row] * self._expected[row]
+            left = min(int(self._left[row]), int(limit))
             self.tokens += left - int(self._left[row])
             self._left[row] = left
 
@@ -73,7 +73,7 @@ class ReplicaLoad:
         row = self._row.pop(rid, None)
         if row is not None:
             self.tokens -= int(self._left[row])
-            for column in (self._left, self._prompt, self._samples, self._each):
+            for column in (self._left, self._prompt, self._samples, self._expected):
                 column[row] = 0
             self._free.append(row)
 
@@ -84,27 +84,27 @@ class ReplicaLoad:
         if not self._free:
             old = len(self._left)
             more = np.zeros(old, np.int64)
-            self._left, self._prompt, self._samples, self._each = (
-                np.concatenate((column, more)) for column in (self._left, self._prompt, self._samples, self._each)
+            self._left, self._prompt, self._samples, self._expected = (
+                np.concatenate((column, more)) for column in (self._left, self._prompt, self._samples, self._expected)
             )
             self._free = list(range(old, 2 * old))
         return self._free.pop()
 
 
 class OutputLengths:
-    """Model of output lengths, learned from ended outputs: each token is the last with the same probability.
+    """Geometric model of output lengths, learned from ended outputs: every token is the last with equal probability.
 
-    This probability is the number of outputs that ended on their own over the number of tokens of all outputs,
-    including those cut off by their limit.
+    The probability is the number of outputs that ended on their own, divided by the number of tokens of all outputs,
+    including outputs cut off by their limit.
     """
 
     def __init__(self) -> None:
-        self._tokens, self._ends = FIRST_GUESS, 1.0
+        self._tokens, self._ends = INITIAL_MEAN_TOKENS, 1.0
 
     def observe(self, tokens: int, *, ended: bool) -> None:
         """Count an output of `tokens` tokens that `ended` on its own, or else was cut off by its limit."""
-        self._tokens = self._tokens * FADE + tokens
-        self._ends = max(self._ends * FADE + ended, MIN_END_RATE)
+        self._tokens = self._tokens * LENGTH_DECAY + tokens
+        self._ends = max(self._ends * LENGTH_DECAY + ended, MIN_ENDS)
 
     def expected(self, limit: int) -> int:
         """Return the expected number of tokens of an output that is cut off at `limit`, at least 1."""

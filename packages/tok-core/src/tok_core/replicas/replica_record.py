@@ -1,4 +1,4 @@
-"""Keep state, failures and counters of one replica through its restarts."""
+"""Record state, failures and counters of one replica across its restarts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ GAUGES = (
 )
 """Fields of `Stats` that are gauges, not counters."""
 
-RESTART = "it was asked to restart"
+RESTART_DETAIL = "it was asked to restart"
 
-FIRST_PAUSE = 0.5  # seconds before the second restart within the window; doubles with each further one
+FIRST_PAUSE_SECONDS = 0.5  # pause before the second restart within the window; doubles with each further restart
 MAX_RESTART_PAUSE_SECONDS = 30.0
 
 
 class ReplicaRecord:
-    """State of one replica through its deaths and restarts. Only `ReplicaSet` changes it, under its lock.
+    """State of one replica across its deaths and restarts. Only `ReplicaSet` changes it, under its lock.
 
-    replica   the running replica; None while none runs
+    replica   the running replica; None while it does not run
     failure   error that the replica itself reported before its end
     """
 
     def __init__(
-        self, number: int, most_restarts: int, window: float, clock: Callable[[], float] = time.monotonic
+        self, number: int, max_restarts: int, window: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.number = number
         self.replica: Replica | None = None
@@ -48,16 +48,16 @@ class ReplicaRecord:
         self.failure: TokError | None = None
         self.info: EngineInfo | None = None
         self.restarts = 0
-        self._most_restarts = most_restarts
+        self._max_restarts = max_restarts
         self._window = window
         self._clock = clock
         self._deaths: deque[float] = deque()  # times of deaths within the window
-        self._counted: deque[float] = deque()  # times of those deaths that count against the restarts allowed
+        self._counted: deque[float] = deque()  # times of the deaths that count against `max_restarts`
         self._before = Stats()  # summed counters of earlier managers
         self._now = Stats()
 
-    def be_ready(self, info: EngineInfo) -> None:
-        """Note that the replica serves."""
+    def mark_ready(self, info: EngineInfo) -> None:
+        """Record that the replica serves."""
         self.info, self.state, self.detail = info, "ready", ""
 
     def count(self, stats: Stats) -> None:
@@ -66,13 +66,13 @@ class ReplicaRecord:
 
     def stats(self) -> Stats:
         """Return counters since the first start, and gauges."""
-        return total((self._before, self._now))
+        return sum_stats((self._before, self._now))
 
-    def die(self, reason: str, *, by_request: bool = False) -> bool:
-        """Note that the replica has ended; return whether to restart it.
+    def record_death(self, reason: str, *, by_request: bool = False) -> bool:
+        """Record that the replica has ended; return whether to restart it.
 
-        by_request  a request caused the end. Once the replica has served, such an end does not count against the
-                    restarts allowed
+        by_request  a request caused the end. Once the replica has served, such an end does not count against
+                    `max_restarts`
         """
         started = self.state != "starting"
         again = started and self._may_restart(counts=not by_request or self.state == "restarting")
@@ -81,7 +81,7 @@ class ReplicaRecord:
         return again
 
     def record_silence(self, silence: Silence) -> None:
-        """Note that processes of the replica have fallen silent, or send heartbeats again."""
+        """Record that processes of the replica have fallen silent, or send heartbeats again."""
         if silence.detail and self.state == "ready":
             self.state = "unresponsive"
         elif not silence.detail and self.state == "unresponsive":
@@ -91,12 +91,12 @@ class ReplicaRecord:
         self.detail = silence.detail
 
     def drain(self) -> None:
-        """Note that the replica completes its open requests and is then restarted."""
-        self.state, self.detail = "draining", RESTART
+        """Record that the replica completes its open requests and is then restarted."""
+        self.state, self.detail = "draining", RESTART_DETAIL
 
     def retire(self) -> None:
-        """Note that the replica was ended in order to be restarted."""
-        self.state, self.detail, self.failure = "restarting", RESTART, None
+        """Record that the replica was ended in order to be restarted."""
+        self.state, self.detail, self.failure = "restarting", RESTART_DETAIL, None
         self._end(True)
 
     def _end(self, again: bool) -> None:
@@ -109,7 +109,7 @@ class ReplicaRecord:
     def pause(self) -> float:
         """Return the seconds to wait before the next start: 0 after the first death in the window, then increasing."""
         times = len(self._deaths) - 2
-        return min(FIRST_PAUSE * 2.0**times, MAX_RESTART_PAUSE_SECONDS) if times >= 0 else 0.0
+        return min(FIRST_PAUSE_SECONDS * 2.0**times, MAX_RESTART_PAUSE_SECONDS) if times >= 0 else 0.0
 
     def _may_restart(self, *, counts: bool) -> bool:
         now = self._clock()
@@ -119,22 +119,22 @@ class ReplicaRecord:
         self._deaths.append(now)
         if counts:
             self._counted.append(now)
-        return not counts or len(self._counted) <= self._most_restarts
+        return not counts or len(self._counted) <= self._max_restarts
 
     def _why(self, reason: str, started: bool) -> str:
-        """Return the reason of a death in words, with the error that the process reported, if any."""
+        """Return the reason of a death, with the error that the process reported, if any."""
         if self.failure is None:
             return reason
         return f"{reason}: {self.failure}" if started else str(self.failure)
 
 
-def total(stats: Iterable[Stats]) -> Stats:
-    """Return the sum, field by field."""
-    each = [msgspec.structs.astuple(one) for one in stats]
-    return Stats(*(sum(values) for values in zip(*each, strict=True)))
+def sum_stats(stats: Iterable[Stats]) -> Stats:
+    """Return the sum of each field."""
+    rows = map(msgspec.structs.astuple, stats)
+    return Stats(*(sum(column) for column in zip(*rows, strict=True)))
 
 
-def together(infos: list[EngineInfo]) -> EngineInfo:
+def combine_infos(infos: list[EngineInfo]) -> EngineInfo:
     """Combine the replicas' infos: sums of `num_pages` and `max_running`, minima of length and step limits.
 
     The other fields are the same for all replicas, or are taken from the first.

@@ -28,7 +28,7 @@ from tok_core.messages import (
     ToManager,
 )
 from tok_core.replicas.replica import Death, ProcessReplica, Replica, Report, ThreadReplica
-from tok_core.replicas.replica_record import ReplicaRecord, ReplicaState, together, total
+from tok_core.replicas.replica_record import ReplicaRecord, ReplicaState, combine_infos, sum_stats
 
 log = logging.getLogger("tok_core")
 
@@ -36,7 +36,7 @@ EngineState = Literal["starting", "ready", "unresponsive", "restarting", "failed
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
-    """State of one replica, and why it does not serve, if so."""
+    """State of one replica; `detail` gives the reason if it does not serve."""
 
     state: ReplicaState
     detail: str = ""
@@ -56,22 +56,22 @@ MakeReplica = Callable[[EngineConfig, int, Report, Death], Replica]
 
 
 class ReplicaEvents(Protocol):
-    """Receiver of what happens to replicas. Its methods are called on the replicas' threads."""
+    """Handler of the replicas' events. Its methods are called on the replicas' threads."""
 
     def reported(self, replica: int, progress: Progress) -> None:
-        """Take a report of the replica with this number."""
+        """Handle a report of the replica with this number."""
         ...
 
     def answered(self, replica: int, result: CommandResult) -> None:
-        """Take the replica's answer to a command."""
+        """Handle the replica's answer to a command."""
         ...
 
     def lost(self, replica: int, reason: str) -> None:
-        """Take note that the replica has died, and why; it has not been restarted yet."""
+        """Handle the death of a replica, which has not been restarted yet."""
         ...
 
     def settled(self) -> None:
-        """Take note that a replica has begun to serve, or will not be restarted."""
+        """Handle that a replica has begun to serve, or will not be restarted."""
         ...
 
 
@@ -102,7 +102,7 @@ class ReplicaSet:
         self.first_messages: tuple[EngineCommand, ...] = ()
         self._outbox: dict[Replica, list[ToManager]] = {}
         self.started = False  # whether all replicas have been ready at once
-        self.info: EngineInfo | None = None  # set once `started`; see `together`
+        self.info: EngineInfo | None = None  # set once `started`; see `combine_infos`
         self.records = [
             ReplicaRecord(number, config.max_restarts, config.restart_window) for number in range(config.dp)
         ]
@@ -197,14 +197,14 @@ class ReplicaSet:
 
     @property
     def computes(self) -> bool:
-        """Return whether any replica computes its open requests, even if it gets no new ones."""
+        """Return whether any replica computes open requests, even if it gets no new requests."""
         return not self._closed and any(
             record.state in ("ready", "unresponsive", "draining") for record in self.records
         )
 
     @property
     def state(self) -> EngineState:
-        """Return the combined state: "ready" while any replica is, once all have been ready at the same time."""
+        """Return the combined state. Once all replicas have been ready at the same time, it is "ready" if any is."""
         states = {record.state for record in self.records}
         if self._closed:
             return "closed"
@@ -223,14 +223,15 @@ class ReplicaSet:
             return "the engine was closed"
         if len(self.records) == 1:
             return self.records[0].detail
-        ill = (record for record in self.records if record.detail)
-        return "; ".join(f"replica {record.number} is {record.state}: {record.detail}" for record in ill)
+        faulty = (record for record in self.records if record.detail)
+        return "; ".join(f"replica {record.number} is {record.state}: {record.detail}" for record in faulty)
 
     def health(self) -> Health:
         """Return the combined state, and the state of each replica."""
         with self._changed:
-            each = () if self._closed else tuple(ReplicaHealth(record.state, record.detail) for record in self.records)
-            return Health(self.state == "ready", self.state, self.detail, each)
+            records = () if self._closed else self.records
+            replicas = tuple(ReplicaHealth(record.state, record.detail) for record in records)
+            return Health(self.state == "ready", self.state, self.detail, replicas)
 
     def ready(self) -> list[int]:
         """Return the numbers of the replicas that serve."""
@@ -241,7 +242,7 @@ class ReplicaSet:
         """Return the numbers of the replicas that have started, whether or not they get new requests."""
         with self._changed:
             up = ("ready", "unresponsive", "draining")
-            return [one.number for one in self.records if one.replica is not None and one.state in up]
+            return [record.number for record in self.records if record.replica is not None and record.state in up]
 
     def send(self, number: int, message: ToManager, *, later: bool = False) -> None:
         """Send a message to a replica; ignored if the replica has died. `later`: wait for the next `flush`."""
@@ -259,7 +260,7 @@ class ReplicaSet:
             for replica, messages in outbox.items():
                 try:
                     replica.send(messages)
-                except Exception:  # one message is at fault: send each by itself
+                except Exception:  # a message is at fault: send each by itself
                     self._send_each(replica, messages)
 
     def _send_each(self, replica: Replica, messages: list[ToManager]) -> None:
@@ -273,18 +274,18 @@ class ReplicaSet:
                 log.exception("a request cannot be sent to its replica")
                 failed.append((message.rid, f"the request cannot be sent: {type(error).__name__}: {error}"))
         number = next((record.number for record in self.records if record.replica is replica), None)
-        if failed and number is not None:  # in a thread, since requests' locks must be taken before the lock held here
+        if failed and number is not None:  # in a thread: a request's lock must be taken before the lock held here
             threading.Thread(target=self._events.reported, args=(number, failures(failed)), daemon=True).start()
 
     def stats(self) -> dict[str, float]:
-        """Return `Stats` summed over replicas and their lives, and `restarts`, `replicas` and `replicas_ready`."""
+        """Return `Stats` summed over replicas and restarts, and `restarts`, `replicas` and `replicas_ready`."""
         with self._changed:
-            both = total(record.stats() for record in self.records)
-            restarts, serving = sum(record.restarts for record in self.records), len(self.ready())
-        return {**_dict(both), "restarts": restarts, "replicas": len(self.records), "replicas_ready": serving}
+            stats = sum_stats(record.stats() for record in self.records)
+            restarts, ready = sum(record.restarts for record in self.records), len(self.ready())
+        return {**_dict(stats), "restarts": restarts, "replicas": len(self.records), "replicas_ready": ready}
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """Return `Stats` of each replica, summed over its lives, its `restarts`, and `ready` as 1 or 0."""
+        """Return `Stats` of each replica, summed over its restarts, its `restarts`, and `ready` as 1 or 0."""
         with self._changed:
             ready = self.ready()
             return [
@@ -312,7 +313,7 @@ class ReplicaSet:
                 self._events.answered(record.number, message)
             case EngineInfo():
                 with self._changed:
-                    record.be_ready(message)
+                    record.mark_ready(message)
                     for command in self.first_messages:
                         self.send(record.number, command)
                     self._note_ready()
@@ -332,10 +333,10 @@ class ReplicaSet:
                 assert_never(message)
 
     def _note_ready(self) -> None:
-        self.started |= all(one.state == "ready" for one in self.records)
+        self.started |= all(record.state == "ready" for record in self.records)
         if self.started:
             infos = [record.info for record in self.records if record.info is not None]
-            self.info = msgspec.structs.replace(together(infos), model_id=self._model_id)
+            self.info = msgspec.structs.replace(combine_infos(infos), model_id=self._model_id)
         self._changed.notify_all()
 
     def _die(self, record: ReplicaRecord, replica: Replica, reason: str, *, by_request: bool = False) -> None:
@@ -344,7 +345,7 @@ class ReplicaSet:
             if self._closed or replica is not record.replica:
                 return
             started = record.state != "starting"
-            again = record.die(reason, by_request=by_request)
+            again = record.record_death(reason, by_request=by_request)
             detail = record.detail
             self._changed.notify_all()
         if started:
@@ -365,8 +366,9 @@ class ReplicaSet:
             return False
         except Exception as error:
             log.exception("replica %d cannot be started anew", record.number)
+            reason = f"{type(error).__name__}: {error}"
             with self._changed:
-                begun, again = record.replica, not self._closed and record.die(f"{type(error).__name__}: {error}")
+                begun, again = record.replica, not self._closed and record.record_death(reason)
                 self._changed.notify_all()
         if begun is not None:
             begun.close()
@@ -390,8 +392,9 @@ def _make_replica(config: EngineConfig, *, in_process: bool) -> MakeReplica:
 
 def failures(failed: list[tuple[int, str]]) -> Progress:
     """Return a report that contains only failed requests and the reasons."""
-    numbers, none, some = np.empty(0, np.int64), EMPTY, np.empty(0, np.float32)
-    return Progress(numbers, none, none, some, EMPTY.reshape(0, 0), some.reshape(0, 0), [], [], [], [], Stats(), failed)
+    rids, floats = np.empty(0, np.int64), np.empty(0, np.float32)
+    columns = rids, EMPTY, EMPTY, floats, EMPTY.reshape(0, 0), floats.reshape(0, 0)
+    return Progress(*columns, [], [], [], [], Stats(), failed)
 
 
 def _dict(stats: Stats) -> dict[str, float]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 
-ALLOCATIONS, COLLECTIONS = (
-    5_000,
-    20,
-)  # for gc.set_threshold: net allocations; collections of the next younger generation
+ALLOCATIONS, COLLECTIONS = 5_000, 20  # for gc.set_threshold: net allocations; collections of the younger generation
 
 
 def freeze_gc_heap() -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tok_core.replicas.processes.child import FAULTY, run_child, start_beating, write_launch
+from tok_core.replicas.processes.child import FAULTY_EXIT_STATUS, run_child, start_heartbeat, write_launch
 
-__all__ = ["FAULTY", "run_child", "start_beating", "write_launch"]
+__all__ = ["FAULTY_EXIT_STATUS", "run_child", "start_heartbeat", "write_launch"]

@@ -25,10 +25,10 @@ from tok_core.runtime import HEARTBEAT, configure_logging
 log = logging.getLogger("tok_core")
 
 LENGTH = struct.Struct("<I")
-BEAT_EVERY = 1.0  # maximum seconds between heartbeats
-BEATS = 20  # minimum number of heartbeats within a step timeout
-FAULTY = 71  # exit status of a process that ended with an exception other than TokError
-ORPHANED = 70  # exit status of a child whose parent has ended
+MAX_BEAT_SECONDS = 1.0  # between heartbeats
+MIN_BEATS = 20  # minimum number of heartbeats within a step timeout
+FAULTY_EXIT_STATUS = 71  # exit status of a process that ended with an exception other than TokError
+ORPHANED_EXIT_STATUS = 70  # exit status of a child whose parent has ended
 
 Work = Callable[["zmq.Context[zmq.Socket[bytes]]", ProcessLaunch, Receiver[ToWorker]], NoReturn]
 """Main loop of a worker, which receives steps."""
@@ -59,23 +59,23 @@ def run_child(work: Work | None = None) -> NoReturn:
     launch = read_launch(sys.stdin.buffer)
     configure_logging(launch.role, launch.log_level, json=launch.json_log)
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
-    start_beating(launch)
+    start_heartbeat(launch)
     try:
         _run(zmq.Context(), launch, work)
     except BaseException as error:
         report_failure(launch, error)
         # Skips destructors, since other threads still use sockets and the device.
-        os._exit(1 if isinstance(error, TokError) else FAULTY)
+        os._exit(1 if isinstance(error, TokError) else FAULTY_EXIT_STATUS)
 
 
-def start_beating(launch: ProcessLaunch) -> None:
+def start_heartbeat(launch: ProcessLaunch) -> None:
     """Start a thread that sends the engine this process's heartbeats."""
-    threading.Thread(target=_send_beats, args=(launch,), name="heartbeat", daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(launch,), name="heartbeat", daemon=True).start()
 
 
-def _send_beats(launch: ProcessLaunch) -> None:
+def _send_heartbeats(launch: ProcessLaunch) -> None:
     reports = Sender(zmq.Context(), launch.reports)
-    pause = min(BEAT_EVERY, launch.config.step_timeout / BEATS)
+    pause = min(MAX_BEAT_SECONDS, launch.config.step_timeout / MIN_BEATS)
     while True:
         reports.send(Beat(launch.role, HEARTBEAT.beat()))
         time.sleep(pause)
@@ -104,4 +104,4 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: W
 def _watch_lifeline() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os._exit(ORPHANED)
+    os._exit(ORPHANED_EXIT_STATUS)

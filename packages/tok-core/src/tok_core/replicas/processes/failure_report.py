@@ -1,4 +1,4 @@
-"""Report to the engine why a process ends."""
+"""Report the error that ends a process to the engine."""
 
 from __future__ import annotations
 

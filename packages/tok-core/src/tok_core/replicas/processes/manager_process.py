@@ -65,7 +65,7 @@ class SocketPorts:
         arrived = self._outputs.all()
         outputs = [output for output in arrived if isinstance(output, StepOutput)]
         if len(outputs) < len(arrived):
-            self._task_results += [one for one in arrived if isinstance(one, TaskResult)]
+            self._task_results += [message for message in arrived if isinstance(message, TaskResult)]
         return outputs
 
     def send(self, step: StepInput) -> None:
@@ -112,11 +112,11 @@ def run_manager(
 ) -> NoReturn:
     """Run the manager."""
     ports = SocketPorts(context, launch, requests, outputs)
-    words = launch.config.tokenizer or launch.config.model
-    tokenizer = load_tokenizer(words)
+    tokenizer_path = launch.config.tokenizer or launch.config.model
+    tokenizer = load_tokenizer(tokenizer_path)
     info = ports.await_worker()
     pieces = None if tokenizer is None else tokenizer.pieces
-    workers = WorkerProcesses(GrammarLimits(words, info.vocab_size, info.eos_token_ids))
+    workers = WorkerProcesses(GrammarLimits(tokenizer_path, info.vocab_size, info.eos_token_ids))
     ports.watch(workers.fileno())
     manager = Manager(launch.config, info, ports, pieces, tokenizer=tokenizer, workers=workers, command_ports=ports)
     freeze_gc_heap()

@@ -104,9 +104,8 @@ def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, 
         return stored, "with the checkpoint's scales"
     tokens = trial.random_tokens(MAX_CALIBRATION_TOKENS, seed=1)
     state, _ = trial.run(tokens, trial.model.dtype)
-    return calibrated_scales(
-        state.kv[:, :, : state.num_pages]
-    ), f"with scales calibrated on {len(tokens)} random tokens"
+    scales = calibrated_scales(state.kv[:, :, : state.num_pages])
+    return scales, f"with scales calibrated on {len(tokens)} random tokens"
 
 
 def calibrated_scales(kv: Tensor) -> Tensor:
