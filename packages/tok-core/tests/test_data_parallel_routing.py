@@ -159,8 +159,8 @@ def test_spread_assigns_each_sample_once_and_levels_the_loads(
 
 def test_replica_load_falls_with_reported_tokens_and_ended_samples() -> None:
     one = ReplicaLoad()
-    one.add(7, prompt=50, samples=2, each=10)
-    one.add(8, prompt=5, samples=1, each=3)
+    one.add(7, prompt=50, samples=2, expected_tokens=10)
+    one.add(8, prompt=5, samples=1, expected_tokens=3)
     one.report([7, 9], np.array([2, 1]))  # request 9 is not open
     assert one.tokens == 18 + 8
     one.end(7, 1)
@@ -178,7 +178,7 @@ def test_replica_load_falls_with_reported_tokens_and_ended_samples() -> None:
 def test_replica_load_grows_to_any_number_of_requests() -> None:
     one = ReplicaLoad()
     for rid in range(1000):
-        one.add(rid, prompt=rid, samples=1, each=1)
+        one.add(rid, prompt=rid, samples=1, expected_tokens=1)
     assert one.tokens == sum(range(1000)) + 1000
     for rid in range(1000):
         one.remove(rid)

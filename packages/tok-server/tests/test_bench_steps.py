@@ -18,7 +18,7 @@ from tok_core.worker import StepFloor
 from tok_core.worker.startup.kernel_choice import floor_at, step_floor
 from tok_server.bench.steps import LEAD_TOKENS, StepTime, measure
 from tok_server.cli import main
-from tok_server.commands.bench_steps import read_batch_sizes, require_room, show
+from tok_server.commands.bench_steps import read_batch_sizes, require_capacity, show
 
 BANDWIDTH = 1e9
 CONFIG: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
@@ -42,7 +42,7 @@ def test_floor_counts_all_weights_but_an_embedding_that_is_looked_up(kind: str, 
     config = json.loads((path / "config.json").read_text())
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     cached = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head + 8
-    assert floor.per_position == cached
+    assert floor.kv_bytes == cached
     assert floor.milliseconds(3, 100) == pytest.approx((floor.weights + 300 * cached) / BANDWIDTH * 1e3)
 
 
@@ -51,7 +51,7 @@ def test_floor_of_stages_adds_up_to_that_of_the_model(tmp_path: Path) -> None:
     whole, stages, ranks = floor_of(path), floor_of(path, pp=2), floor_of(path, tp=2)
     assert stages.weights == whole.weights
     assert whole.weights / 2 <= ranks.weights < 0.6 * whole.weights
-    assert ranks.per_position < 0.6 * whole.per_position
+    assert ranks.kv_bytes < 0.6 * whole.per_position
 
 
 def test_floor_counts_the_experts_that_rows_are_expected_to_choose(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_table_shows_floors_only_where_there_are_some(tiny_model: Path) -> None:
 
 def test_batch_sizes_beyond_the_engine_are_refused(tiny_model: Path) -> None:
     with cpu_engine(tiny_model, max_running=8, kv_cache_tokens=1024) as engine:
-        require_room(engine.info, 8, 100)
+        require_capacity(engine.info, 8, 100)
         for batch, tokens in ((9, 1), (8, 200)):
             with pytest.raises(InvalidField, match="batch_sizes"):
-                require_room(engine.info, batch, tokens)
+                require_capacity(engine.info, batch, tokens)
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "0", "-1", "two", "1,2.5"])

@@ -28,7 +28,7 @@ from support.serving import Server, serving
 from support.tiny_models import make_model
 from tok_core import InvalidField
 from tok_core.messages import Silence
-from tok_core.runtime.log_format import FIELDS, JsonFormatter
+from tok_core.runtime.log_format import EXTRA_FIELDS, JsonFormatter
 from tok_server.observability.telemetry import Telemetry
 
 ADMIN = {"Authorization": "Bearer root"}
@@ -114,7 +114,7 @@ def test_replica_restart_without_an_admin_key_gets_403(server: Server) -> None:
 
 def record(message: str, **fields: object) -> logging.LogRecord:
     found = logging.LogRecord("tok.server", logging.INFO, __file__, 1, message, (), None)
-    found.__dict__[FIELDS] = fields
+    found.__dict__[EXTRA_FIELDS] = fields
     return found
 
 
@@ -134,14 +134,14 @@ def test_request_log_has_request_id_token_counts_and_times(server: Server, caplo
     with caplog.at_level(logging.INFO, "tok.server"):
         answer = server.complete(prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
         server.call("GET", "/no%0Asuch%0Aplace")
-        wait_until(lambda: len([one for one in caplog.records if hasattr(one, FIELDS)]) >= 2)
-    first, second = (one for one in caplog.records if hasattr(one, FIELDS))
-    fields = getattr(first, FIELDS)
+        wait_until(lambda: len([one for one in caplog.records if hasattr(one, EXTRA_FIELDS)]) >= 2)
+    first, second = (one for one in caplog.records if hasattr(one, EXTRA_FIELDS))
+    fields = getattr(first, EXTRA_FIELDS)
     assert fields["request_id"] == answer.headers["x-request-id"]
     assert (fields["prompt_tokens"], fields["output_tokens"], fields["status"]) == (3, 5, 200)
     assert 0 < fields["first_token_seconds"] <= fields["seconds"]
     assert "\n" not in second.getMessage()
-    assert getattr(second, FIELDS)["path"] == "/no%0Asuch%0Aplace"
+    assert getattr(second, EXTRA_FIELDS)["path"] == "/no%0Asuch%0Aplace"
 
 
 @contextmanager

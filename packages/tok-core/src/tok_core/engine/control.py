@@ -121,10 +121,8 @@ class EngineControl:
                 with self._changed:
                     self.paused = False
                     self._set_first_messages()
-                    self._send(
-                        "resume",
-                        [replica for replica in self._replica_set.running() if replica not in self._stale_replicas],
-                    )
+                    running = self._replica_set.running()
+                    self._send("resume", [replica for replica in running if replica not in self._stale_replicas])
 
     def clear_cache(self) -> None:
         """Let requests that start from now on share no page that is cached now."""
@@ -318,9 +316,7 @@ class EngineControl:
             while self._dispatcher.any_dispatched():
                 if self._replica_set.closed:
                     raise EngineClosed("the engine was closed")
-                time.sleep(
-                    DRAIN_POLL_SECONDS
-                )  # polls, since with many open requests a condition would wake all the time
+                time.sleep(DRAIN_POLL_SECONDS)  # polls: with many open requests a condition would wake all the time
         except BaseException:
             self._dispatcher.release()
             raise

@@ -282,14 +282,14 @@ class ReplicaSet:
         with self._changed:
             stats = sum_stats(record.stats() for record in self.records)
             restarts, ready = sum(record.restarts for record in self.records), len(self.ready())
-        return {**_dict(stats), "restarts": restarts, "replicas": len(self.records), "replicas_ready": ready}
+        return {**msgspec.structs.asdict(stats), "restarts": restarts, "replicas": len(self.records), "replicas_ready": ready}
 
     def replica_stats(self) -> list[dict[str, float]]:
         """Return `Stats` of each replica, summed over its restarts, its `restarts`, and `ready` as 1 or 0."""
         with self._changed:
             ready = self.ready()
             return [
-                {**_dict(record.stats()), "restarts": record.restarts, "ready": record.number in ready}
+                {**msgspec.structs.asdict(record.stats()), "restarts": record.restarts, "ready": record.number in ready}
                 for record in self.records
             ]
 
@@ -395,7 +395,3 @@ def failures(failed: list[tuple[int, str]]) -> Progress:
     rids, floats = np.empty(0, np.int64), np.empty(0, np.float32)
     columns = rids, EMPTY, EMPTY, floats, EMPTY.reshape(0, 0), floats.reshape(0, 0)
     return Progress(*columns, [], [], [], [], Stats(), failed)
-
-
-def _dict(stats: Stats) -> dict[str, float]:
-    return msgspec.structs.asdict(stats)

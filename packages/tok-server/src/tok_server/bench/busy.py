@@ -165,15 +165,15 @@ def _outermost(events: list[_Event]) -> list[_Event]:
     return found
 
 
-def describe(found: DeviceTime) -> str:
+def describe(times: DeviceTime) -> str:
     """Return a few lines of text: the idle share, the kernels that took longest, and the largest gaps."""
-    idle = found.idle_share
-    head = f"{found.seconds * 1e3:,.1f} ms: {1 - idle:.1%} busy, {idle:.1%} idle in {len(found.gaps):,} gaps"
-    communication = f"{found.communication_share:.1%}"
+    idle = times.idle_share
+    head = f"{times.seconds * 1e3:,.1f} ms: {1 - idle:.1%} busy, {idle:.1%} idle in {len(times.gaps):,} gaps"
+    communication = f"{times.communication_share:.1%}"
     head += "" if communication == "0.0%" else f"; {communication} communication only"
     titles = f"  {'kernel':<{NAME_WIDTH}}{'ms':>10}{'share':>8}{'calls':>9}"
-    kernels = [_line(kernel, found.seconds) for kernel in found.kernels[:MAX_LISTED_KERNELS]]
-    return "\n".join([head, titles, *kernels, *map(_gap_line, found.gaps[:MAX_LISTED_GAPS])])
+    kernels = [_line(kernel, times.seconds) for kernel in times.kernels[:MAX_LISTED_KERNELS]]
+    return "\n".join([head, titles, *kernels, *map(_gap_line, times.gaps[:MAX_LISTED_GAPS])])
 
 
 def _line(kernel: KernelTotal, seconds: float) -> str:

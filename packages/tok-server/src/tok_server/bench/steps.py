@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from statistics import median
 from typing import Final
 
@@ -14,7 +15,7 @@ from tok_core import Engine, SamplingParams
 from tok_core.worker import StepFloor
 
 LEAD_TOKENS: Final = 24
-"""Output tokens of the shorter runs; the longer ones have the measured steps more."""
+"""Output tokens of the shorter runs. The longer runs add the measured steps."""
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,15 +34,15 @@ def measure(
 ) -> Iterator[StepTime]:
     """Yield the time of a decode step at each batch size: the median over `reps` runs.
 
-    Each run generates a few tokens, then `steps` more of them, from the same prompts; the difference in time is that of
-    the steps. Prompts are random and different, so that no sequences share pages.
+    A run generates LEAD_TOKENS tokens, and then LEAD_TOKENS + `steps` tokens, from the same prompts. The difference
+    between the two times is the time of the steps. Prompts are random and different, so that sequences share no pages.
     """
     for batch in batches:
         source = random.Random(batch)
         prompts = [source.choices(range(engine.info.vocab_size), k=prompt_tokens) for _ in range(batch)]
-        seconds = _timer(engine, prompts)
-        seconds(LEAD_TOKENS)
-        times = [(seconds(LEAD_TOKENS + steps) - seconds(LEAD_TOKENS)) / steps * 1e3 for _ in range(reps)]
+        generate = partial(_generate_seconds, engine, prompts)
+        generate(LEAD_TOKENS)
+        times = [(generate(LEAD_TOKENS + steps) - generate(LEAD_TOKENS)) / steps * 1e3 for _ in range(reps)]
         positions = prompt_tokens + LEAD_TOKENS + steps // 2
         yield StepTime(
             batch=batch,
@@ -53,12 +54,8 @@ def measure(
         )
 
 
-def _timer(engine: Engine, prompts: list[list[int]]) -> Callable[[int], float]:
-    """Return a function that takes a number of tokens, and returns the seconds to generate them for each prompt."""
-
-    def seconds(tokens: int) -> float:
-        began = time.perf_counter()
-        engine.generate(prompts, SamplingParams(max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True))
-        return time.perf_counter() - began
-
-    return seconds
+def _generate_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> float:
+    """Return the seconds to generate this number of tokens for each prompt."""
+    began = time.perf_counter()
+    engine.generate(prompts, SamplingParams(max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True))
+    return time.perf_counter() - began

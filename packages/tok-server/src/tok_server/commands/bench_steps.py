@@ -1,4 +1,4 @@
-"""`tok bench steps`: time decode steps at several batch sizes, beside the least time that this machine allows."""
+"""`tok bench steps`: time decode steps at several batch sizes, and compare them with their lower bound."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def main(options: argparse.Namespace) -> int:
         without_tokenizer(config.model, config.data_dir) as model,
         Engine(structs.replace(config, model=model)) as engine,
     ):
-        require_room(engine.info, max(batches), tokens)
+        require_capacity(engine.info, max(batches), tokens)
         times = measure(engine, batches, options.prompt_tokens, options.steps, options.reps, floor)
         if options.json:
-            for one in times:
-                print(msgspec.json.encode(one).decode(), flush=True)
+            for step_time in times:
+                print(msgspec.json.encode(step_time).decode(), flush=True)
         else:
             show(list(times), engine.info, options.prompt_tokens, Console())
     return 0
@@ -49,24 +49,25 @@ def read_batch_sizes(text: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def require_room(info: EngineInfo, batch: int, tokens: int) -> None:
-    """Raise InvalidField unless `batch` sequences of so many tokens run at once."""
+def require_capacity(info: EngineInfo, batch: int, tokens: int) -> None:
+    """Raise InvalidField unless `batch` sequences of `tokens` tokens can run at once."""
     pages = -(-tokens // info.page_size)
-    most = min(info.max_running, info.num_pages // pages)
-    if batch > most:
-        raise InvalidField("batch_sizes", batch, f"at most {most} sequences of {tokens} tokens at once")
+    max_batch = min(info.max_running, info.num_pages // pages)
+    if batch > max_batch:
+        raise InvalidField("batch_sizes", batch, f"at most {max_batch} sequences of {tokens} tokens at once")
 
 
 def show(times: list[StepTime], info: EngineInfo, prompt_tokens: int, console: Console) -> None:
     """Print a row per batch size."""
     table = Table(title=f"decode steps, prompts of {prompt_tokens:,} tokens, {info.device}, {info.dtype}")
-    floors = any(one.floor_ms is not None for one in times)
-    for heading in ("batch", "ms a step", "least", "most", "tokens/s", *(("floor ms", "of floor") if floors else ())):
+    floors = any(step_time.floor_ms is not None for step_time in times)
+    for heading in ("batch", "ms a step", "min", "max", "tokens/s", *(("floor ms", "of floor") if floors else ())):
         table.add_column(heading, justify="right")
-    for one in times:
-        cells = [f"{one.batch:,}", f"{one.ms:.3f}", f"{one.min_ms:.3f}", f"{one.max_ms:.3f}"]
-        cells.append(f"{one.tokens_per_second:,.0f}")
-        if one.floor_ms is not None:
-            cells += [f"{one.floor_ms:.3f}", f"{one.floor_ms / one.ms:.0%}"]
+    for step_time in times:
+        cells = [f"{step_time.batch:,}"]
+        cells += [f"{ms:.3f}" for ms in (step_time.ms, step_time.min_ms, step_time.max_ms)]
+        cells.append(f"{step_time.tokens_per_second:,.0f}")
+        if step_time.floor_ms is not None:
+            cells += [f"{step_time.floor_ms:.3f}", f"{step_time.floor_ms / step_time.ms:.0%}"]
         table.add_row(*cells)
     console.print(table)

@@ -72,7 +72,7 @@ def _show(path: Path) -> int:
 
 
 def _memory(path: Path, model: ModelConfig) -> str:
-    """Return what the model takes of one GPU's memory: its weights, rounded or not, and a token of its KV cache."""
+    """Describe the model's memory on one GPU: its weights, as stored and quantised, and its KV cache for a token."""
     from tok_core.config import EngineConfig
     from tok_core.quantization import QuantizationConfig, read_quantization
     from tok_core.worker import MemoryNeeds

@@ -1,4 +1,4 @@
-"""`tok quantize`: write a model with its linear layers rounded to fewer bits."""
+"""`tok quantize`: write a copy of a model with quantised linear layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tok_server.commands.models import stored_tensors
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the rounded model and print the errors of its layers. Errors: InvalidField, ModelError."""
+    """Write the quantised model, and print the relative errors of its matrices. Errors: InvalidField, ModelError."""
     from tok_core.models.weights import quantize_checkpoint
 
     source, out = resolve(options.model, options.data_dir), Path(options.out).expanduser()
@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> int:
             sources.add(tensor.source)
             progress.update(task, completed=len(sources))
             if tensor.error is not None:
-                layer, kind = _place(tensor.name)
+                layer, kind = _layer_and_kind(tensor.name)
                 errors.setdefault(kind, []).append((tensor.error, layer))
     if not errors:
         raise ModelError(f"{source}: has no linear layer that {options.scheme} rounds")
@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _place(name: str) -> tuple[str, str]:
+def _layer_and_kind(name: str) -> tuple[str, str]:
     """Return layer and kind of a matrix: "3", "mlp.down_proj" for "model.layers.3.mlp.down_proj.weight".
 
     All experts of a layer have one kind: "mlp.experts.*.down_proj".
@@ -51,7 +51,8 @@ def _table(errors: dict[str, list[tuple[float, str]]]) -> Table:
     table = Table(title="relative error of the rounded weights")
     for heading in ("matrix", "mean", "largest", "in layer"):
         table.add_column(heading, justify="left" if heading == "matrix" else "right")
-    for kind, found in sorted(errors.items()):
-        largest, layer = max(found)
-        table.add_row(kind, f"{sum(error for error, _ in found) / len(found):.4f}", f"{largest:.4f}", layer)
+    for kind, by_layer in sorted(errors.items()):
+        largest, layer = max(by_layer)
+        mean = sum(error for error, _ in by_layer) / len(by_layer)
+        table.add_row(kind, f"{mean:.4f}", f"{largest:.4f}", layer)
     return table

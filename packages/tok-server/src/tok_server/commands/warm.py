@@ -1,4 +1,4 @@
-"""`tok warm`: start a model once, and keep what the start compiled and measured in a directory for later starts."""
+"""`tok warm`: start a model once, and keep its compiled kernels and calibration in a directory for later starts."""
 
 from __future__ import annotations
 

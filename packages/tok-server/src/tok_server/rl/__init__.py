@@ -1,8 +1,6 @@
-"""Endpoints that trainers call, as vLLM and SGLang have them.
+"""Endpoints for trainers, compatible with vLLM and SGLang; served only with --enable-rl.
 
-Generate from token ids, pause and resume, load weights, sleep and wake up.
-
-Served only with --enable-rl.
+They generate from token ids, pause and resume the engine, update its weights, and let it sleep and wake up.
 """
 
 from __future__ import annotations

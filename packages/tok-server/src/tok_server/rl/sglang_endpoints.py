@@ -1,4 +1,4 @@
-"""Endpoints of SGLang for trainers: pause, continue, update of the weights, cache, abort, health by generation."""
+"""SGLang's endpoints for trainers: pause, continue, weights from disk, prefix cache, abort, health, load."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from tok_server.rl.trainer_context import check_choice, load_weights, read_field
 from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response, raw, unavailable
 
 MODES: dict[str, Literal["abort", "keep", "retract"]] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
-HEALTH_SECONDS = 20.0  # in which one token must be generated, as in SGLang
+HEALTH_SECONDS = 20.0  # time limit of generating one token, as in SGLang
 
 
 class PauseGenerationRequest(msgspec.Struct, frozen=True):
     """Body of `POST /pause_generation`.
 
-    mode  of open requests: "abort"; "in_place": they keep their KV cache; "retract": they compute it again later
+    mode  what happens to open requests. "abort": they end. "in_place": they keep their KV cache. "retract": they drop
+          it, and compute it again after the pause
     """
 
     mode: str = "abort"
@@ -42,7 +43,7 @@ class UpdateWeightsFromDiskRequest(msgspec.Struct, frozen=True):
     """Body of `POST /update_weights_from_disk`.
 
     keep_pause          leave the engine paused
-    abort_all_requests  abort open requests before
+    abort_all_requests  abort open requests first
     """
 
     model_path: str
@@ -62,7 +63,7 @@ class WeightsUpdate(msgspec.Struct, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /abort_request`. `rid`: of a request to `/generate`; those of a batch are "RID_0", "RID_1", …"""
+    """Body of `POST /abort_request`. `rid`: id of a request to `/generate`; a batch has "RID_0", "RID_1", …"""
 
     rid: str = ""
     abort_all: bool = False
@@ -80,7 +81,7 @@ class ServedModelInfo(msgspec.Struct, frozen=True):
 
 
 class ReplicaLoads(msgspec.Struct, frozen=True):
-    """Part of `Loads`: one replica. Requests count once, whatever their `n`; `token_usage` is a fraction."""
+    """Load of one replica, in `Loads`. A request counts once, whatever its `n`; `token_usage` is a fraction."""
 
     dp_rank: int
     num_running_reqs: int
@@ -176,7 +177,7 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """Generate a token to see whether the engine works; a paused or sleeping engine is healthy without."""
+    """Check health by generating a token; a paused or sleeping engine counts as healthy."""
     context = trainer_context(request)
     engine = context.engine
     health = engine.health()
@@ -195,7 +196,7 @@ async def health_generate(request: web.Request) -> web.Response:
 
 
 async def loads(request: web.Request) -> web.Response:
-    """Return the running and waiting requests of each replica, and how full its KV cache is."""
+    """Return the running and waiting requests of each replica, and the usage of its KV cache."""
     context = trainer_context(request)
     page_size = context.engine.info.page_size
     loads = []

@@ -1,4 +1,4 @@
-"""SGLang's endpoint `/generate`: prompts of text or token ids, one or a batch, and its names of sampling parameters."""
+"""SGLang's endpoint `/generate`: one prompt or a batch, as text or token ids, with SGLang's sampling parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tok_server.openai import (
     tokenise_prompts,
     value_or_none,
 )
-from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs, weight_fields
+from tok_server.rl.token_jobs import answer, make_job, run_jobs, stream_jobs, weight_fields
 from tok_server.rl.trainer_context import read_fields, trainer_context
 from tok_server.wire import ApiError, Operation, encode, fill_lists, invalid, json_of, json_or_events, new_id
 
@@ -69,8 +69,9 @@ COMPLETION_NAMES = {
     "no_stop_trim": "include_stop_str_in_output",
     "sampling_seed": "seed",
 }
-"""SGLang's name of a sampling parameter -> that of /v1/completions, where they differ."""
-GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> the field of `structured_outputs`
+"""SGLang's name of a sampling parameter -> the name in /v1/completions, where they differ."""
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+"""SGLang's name of a grammar -> the field of `structured_outputs` in /v1/completions."""
 ERROR_NAMES = {ours: theirs for theirs, ours in COMPLETION_NAMES.items()}
 ERROR_NAMES |= {f"structured_outputs.{ours}": theirs for theirs, ours in GRAMMARS.items()}
 ERROR_NAMES |= {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
@@ -81,9 +82,9 @@ LISTS = ("output_ids", "input_token_logprobs", "output_token_logprobs", "input_t
 class _Prompt(msgspec.Struct):
     """One prompt of a request.
 
-    first  position from which on its log-probabilities are reported; None: they are not
-    top    number of most likely tokens reported at each position
-    texts  texts of tokens, if log-probabilities show them
+    first  first position whose prompt log-probability is reported; None: none is
+    top    number of top log-probabilities reported at each position
+    texts  texts of tokens, if log-probabilities contain them
     """
 
     rid: str
@@ -106,11 +107,11 @@ class _Prompt(msgspec.Struct):
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Return samples of one prompt or of several, with token ids and log-probabilities, whole or as they come."""
+    """Return samples of one or several prompts, with token ids and log-probabilities, as a whole or streamed."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, SGLangRequest, UNSUPPORTED)
     prompts, batch = await context.run_in_thread(partial(_parse, fields, context))
-    jobs = [one.job for one in prompts]
+    jobs = [prompt.job for prompt in prompts]
     if value_or_none(fields.stream):
         jobs = [msgspec.structs.replace(job, stream=True) for job in jobs]
         events = partial(_Events, prompts, batch)
@@ -131,62 +132,64 @@ def _parse(fields: SGLangRequest, context: Context) -> tuple[list[_Prompt], bool
     given = text if input_ids is None else input_ids
     batch = isinstance(given, list) and not (input_ids and isinstance(input_ids[0], int))
     listed = given if batch else [given]
-    if not given or len({type(one) for one in given}) > 1:
+    if not given or len({type(entry) for entry in given}) > 1:
         raise invalid(name, f"{name} is empty or mixes kinds; allowed: one prompt, or a list of prompts")
     ids = tokenise_prompts(listed, engine, name)  # type: ignore[arg-type]
     count = len(ids)
     rid = value_or_none(fields.rid) or new_id("gen")
-    rids = [f"{rid}_{i}" for i in range(count)] if batch and isinstance(rid, str) else _each("rid", rid, count, str)
+    rids = (
+        [f"{rid}_{i}" for i in range(count)] if batch and isinstance(rid, str) else _per_prompt("rid", rid, count, str)
+    )
     columns = zip(
         ids,
         rids,
-        _each("sampling_params", value_or_none(fields.sampling_params) or {}, count, dict),
-        _each("return_logprob", value_or_none(fields.return_logprob) or False, count, bool),
-        _each("logprob_start_len", _or_default(fields.logprob_start_len, -1), count, int),
-        _each("top_logprobs_num", _or_default(fields.top_logprobs_num, 0), count, int),
-        _each("extra_key", value_or_none(fields.extra_key), count, str),
-        _each("cache_salt", value_or_none(fields.cache_salt), count, str),
+        _per_prompt("sampling_params", value_or_none(fields.sampling_params) or {}, count, dict),
+        _per_prompt("return_logprob", value_or_none(fields.return_logprob) or False, count, bool),
+        _per_prompt("logprob_start_len", _or_default(fields.logprob_start_len, -1), count, int),
+        _per_prompt("top_logprobs_num", _or_default(fields.top_logprobs_num, 0), count, int),
+        _per_prompt("extra_key", value_or_none(fields.extra_key), count, str),
+        _per_prompt("cache_salt", value_or_none(fields.cache_salt), count, str),
         strict=True,
     )
     prompts = []
-    for prompt, one_rid, params, reports, start, top, key, salt in columns:
+    for prompt, prompt_rid, params, logprobs, start, top, key, salt in columns:
         if not -1 <= start <= len(prompt):
             message = f"logprob_start_len is {start}; allowed: integers from -1 to the prompt's length ({len(prompt)})"
             raise invalid("logprob_start_len", message)
-        first = start if reports and 0 <= start < len(prompt) else None
-        own, ignored = _completion_fields(params, engine.info.max_model_len)
-        if reports:
-            own["logprobs"] = top
+        first = start if logprobs and 0 <= start < len(prompt) else None
+        completion, ignored = _completion_fields(params, engine.info.max_model_len)
+        if logprobs:
+            completion["logprobs"] = top
         if first is not None:
-            own["prompt_logprobs"] = top
-        elif own["max_tokens"] == 0:  # only to cache the prompt: the engine takes such requests with scores of it
-            own["prompt_logprobs"] = 0
+            completion["prompt_logprobs"] = top
+        elif completion["max_tokens"] == 0:  # only caches the prompt: the engine requires prompt log-probabilities then
+            completion["prompt_logprobs"] = 0
         if key is not None or salt is not None:
-            own["cache_salt"] = "\n".join(one for one in (salt, key) if one is not None)
-        job = job_of(own, prompt, name, engine, ERROR_NAMES)
-        job = msgspec.structs.replace(job, id=one_rid, default_max_tokens=True, ignored=ignored)
+            completion["cache_salt"] = "\n".join(part for part in (salt, key) if part is not None)
+        job = make_job(completion, prompt, name, engine, ERROR_NAMES)
+        job = msgspec.structs.replace(job, id=prompt_rid, default_max_tokens=True, ignored=ignored)
         texts = TokenTexts.of(engine.tokenizer, job) if value_or_none(fields.return_text_in_logprobs) else None
-        prompts.append(_Prompt(one_rid, job, first, top if reports else 0, texts))
-    if sum(one.job.params.n for one in prompts) > MAX_CHOICES:
+        prompts.append(_Prompt(prompt_rid, job, first, top if logprobs else 0, texts))
+    if sum(prompt.job.params.n for prompt in prompts) > MAX_CHOICES:
         raise invalid("n", f"n: prompts × n; allowed: at most {MAX_CHOICES} in all")
-    return prompts, batch or any(one.job.params.n > 1 for one in prompts)
+    return prompts, batch or any(prompt.job.params.n > 1 for prompt in prompts)
 
 
 def _or_default(value: Maybe[int | list[int]], default: int) -> int | list[int]:
     return default if value is UNSET or value is None else value
 
 
-def _each(name: str, value: object, count: int, kind: type) -> Sequence[object]:
-    """Return the field's value for each prompt: a list has one for each, any other value holds for all."""
+def _per_prompt(name: str, value: object, count: int, kind: type) -> Sequence[object]:
+    """Return the field's value for each prompt: the entries of a list, or the same value for all prompts."""
     if not isinstance(value, list):
         return [value] * count
-    if len(value) != count or not all(isinstance(one, kind) for one in value):
+    if len(value) != count or not all(isinstance(entry, kind) for entry in value):
         raise invalid(name, f"{name} has {len(value)} values; allowed: one, or one for each of {count} prompts")
     return value
 
 
 def _completion_fields(params: JSONObject, max_model_len: int) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return sampling parameters of SGLang as fields of /v1/completions, and the names of those without effect.
+    """Return SGLang's sampling parameters as fields of /v1/completions, and the names of parameters without effect.
 
     Errors: ApiError.
     """
@@ -237,9 +240,9 @@ def _generation(prompt: _Prompt, output: RequestOutput, sample: Completion) -> S
         info = msgspec.structs.replace(
             info,
             input_token_logprobs=of_prompt,
-            output_token_logprobs=[prompt.token(one, one.token_id) for one in sample.logprobs],
+            output_token_logprobs=[prompt.token(entry, entry.token_id) for entry in sample.logprobs],
             input_top_logprobs=top_of_prompt,
-            output_top_logprobs=[prompt.top_tokens(one) for one in sample.logprobs] if prompt.top else UNSET,
+            output_top_logprobs=[prompt.top_tokens(entry) for entry in sample.logprobs] if prompt.top else UNSET,
         )
     return SGLangGeneration(text=sample.text, output_ids=sample.token_ids, meta_info=info)
 
@@ -266,11 +269,13 @@ def _meta_info(
 def _prompt_logprobs(
     prompt: _Prompt, request: _Request
 ) -> tuple[list[TokenTuple], list[list[TokenTuple] | None] | msgspec.UnsetType]:
-    """Return the prompt's log-probabilities from the requested position on, and the most likely tokens there."""
+    """Return the prompt's log-probabilities from the requested position on, and the top log-probabilities there."""
     entries = (request.prompt_logprobs or [])[prompt.first :] if prompt.first is not None else []
     ids = request.prompt_token_ids[len(request.prompt_token_ids) - len(entries) :]
-    tokens = [prompt.token(one, token) for one, token in zip(entries, ids, strict=True)]
-    return tokens, [None if one is None else prompt.top_tokens(one) for one in entries] if prompt.top else UNSET
+    tokens = [prompt.token(entry, token) for entry, token in zip(entries, ids, strict=True)]
+    if not prompt.top:
+        return tokens, UNSET
+    return tokens, [None if entry is None else prompt.top_tokens(entry) for entry in entries]
 
 
 def _finish_reason(reason: str, stop_reason: int | str | None, tokens: int, last: Sequence[int]) -> SGLangFinishReason:
@@ -285,7 +290,7 @@ def _finish_reason(reason: str, stop_reason: int | str | None, tokens: int, last
 
 
 class _SampleJson:
-    """A streamed sample so far. Lists are kept as JSON, which every event repeats."""
+    """A streamed sample so far. Its lists are stored as JSON, since every event repeats them."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -301,7 +306,7 @@ class _SampleJson:
 
 
 class _Events:
-    """Writer of a stream's events: each holds all of one sample so far."""
+    """Serializer of a stream's events; an event holds a whole sample so far."""
 
     max_logprobs: int | None = MAX_RESPONSE_LOGPROBS
 
@@ -309,36 +314,36 @@ class _Events:
         self._prompts = prompts
         self._streams = streams
         self._samples: dict[int, _SampleJson] = {}
-        firsts = [0, *accumulate(one.job.params.n for one in prompts)]
+        firsts = [0, *accumulate(prompt.job.params.n for prompt in prompts)]
         self._indices: Sequence[int] | None = firsts if batch else None  # of each prompt's first sample
 
     def encode_opening(self) -> bytes:
         """Return no events: samples begin with their first token."""
         return b""
 
-    def encode_delta(self, prompt: int, delta: Delta) -> bytes:
-        """Encode a sample with what it gains."""
-        one, request = self._prompts[prompt], self._streams[prompt]
-        index = delta.index if self._indices is None else self._indices[prompt] + delta.index
+    def encode_delta(self, number: int, delta: Delta) -> bytes:
+        """Add a delta to its sample of prompt `number`, and encode the sample."""
+        prompt, request = self._prompts[number], self._streams[number]
+        index = delta.index if self._indices is None else self._indices[number] + delta.index
         if (sample := self._samples.get(index)) is None:
-            sample = self._samples[index] = self._begun(one, request)
+            sample = self._samples[index] = self._new_sample(prompt, request)
         sample.text += delta.text
         sample.tokens += len(delta.token_ids)
         sample.last = delta.token_ids or sample.last
         sample.extend("output_ids", delta.token_ids)
         if delta.logprobs is not None:
-            sample.extend("output_token_logprobs", [one.token(entry, entry.token_id) for entry in delta.logprobs])
-            if one.top:
-                sample.extend("output_top_logprobs", [one.top_tokens(entry) for entry in delta.logprobs])
+            sample.extend("output_token_logprobs", [prompt.token(entry, entry.token_id) for entry in delta.logprobs])
+            if prompt.top:
+                sample.extend("output_top_logprobs", [prompt.top_tokens(entry) for entry in delta.logprobs])
         reason = None
         if delta.finish_reason is not None:
             reason = _finish_reason(delta.finish_reason, delta.stop_reason, sample.tokens, sample.last)
             del self._samples[index]
         elif not (delta.text or delta.token_ids):
             return b""
-        info = _meta_info(one, request, reason, sample.tokens, request.weights_of(delta.index))
-        if one.job.params.logprobs is not None:
-            empty: Maybe[list[object]] = [] if one.top else UNSET
+        info = _meta_info(prompt, request, reason, sample.tokens, request.weights_of(delta.index))
+        if prompt.job.params.logprobs is not None:
+            empty: Maybe[list[object]] = [] if prompt.top else UNSET
             info = msgspec.structs.replace(
                 info,
                 input_token_logprobs=[],
@@ -359,8 +364,8 @@ class _Events:
         """Encode the error in place of a sample, and the end mark."""
         return event(failure.body()) + DONE
 
-    def _begun(self, prompt: _Prompt, request: RequestStream) -> _SampleJson:
-        """Return a sample without tokens; its prompt's log-probabilities, if requested."""
+    def _new_sample(self, prompt: _Prompt, request: RequestStream) -> _SampleJson:
+        """Return a sample without tokens, with its prompt's log-probabilities if they are requested."""
         sample = _SampleJson()
         if prompt.job.params.logprobs is not None:
             of_prompt, top_of_prompt = _prompt_logprobs(prompt, request)

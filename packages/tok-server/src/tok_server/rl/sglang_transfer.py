@@ -1,4 +1,4 @@
-"""Endpoints of SGLang for updates by a trainer's tensors: join and leave its group, receive what it broadcasts."""
+"""SGLang's endpoints for weight updates by a trainer's tensors: join and leave its group, receive its broadcasts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tok_server.rl.trainer_context import check_choice, read_fields, trainer_con
 from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response
 
 GROUP = "weight_update_group"  # SGLang's default
-ONE_BUCKET = 1 << 62  # bytes: all tensors of the call are in one broadcast
+ONE_BUCKET = 1 << 62  # bucket size in bytes with which all tensors of a call are in one broadcast
 
 
 class InitWeightsUpdateGroupRequest(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class DestroyWeightsUpdateGroupRequest(msgspec.Struct, frozen=True):
 class UpdateWeightsFromDistributedRequest(msgspec.Struct, frozen=True):
     """Body of `POST /update_weights_from_distributed`.
 
-    load_format  null: one broadcast for each tensor; "flattened_bucket": one for all of the call's
+    load_format  null: one broadcast for each tensor; "flattened_bucket": one broadcast for all tensors of the call
     """
 
     names: list[str]
@@ -50,7 +50,7 @@ class UpdateWeightsFromDistributedRequest(msgspec.Struct, frozen=True):
 
 
 class UpdateWeightsFromTensorRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /update_weights_from_tensor`, which is refused: its tensors are pickles."""
+    """Body of `POST /update_weights_from_tensor`, which is refused since its tensors are pickled."""
 
     serialized_named_tensors: list[str] = []
 
@@ -92,7 +92,7 @@ async def destroy_weights_update_group(request: web.Request) -> web.Response:
 
 
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
-    """Receive tensors; a paused engine applies them when all of the model's have come, or when it continues."""
+    """Receive tensors. A paused engine applies them once all of the model's have arrived, or when it continues."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, UpdateWeightsFromDistributedRequest)
     if fields.load_format is not None:
@@ -113,7 +113,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
 
 
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
-    """Refuse the call: no pickle is read."""
+    """Refuse the call, since pickles are never read."""
     await read_fields(request, trainer_context(request), UpdateWeightsFromTensorRequest)
     message = (
         "serialized_named_tensors are pickles, which could run code; use /update_weights_from_distributed, or "
@@ -129,6 +129,7 @@ async def _answer(
     headers: Mapping[str, str],
     fields: Mapping[str, str] = SAME_NAMES,
 ) -> web.Response:
+    """Call a method of `WeightTransfer`, and answer with a TransferResult."""
     try:
         await transfer(call, field, fields)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""Endpoints for trainers that need the device's memory: sleep and wake up, as vLLM and SGLang have them."""
+"""Endpoints of vLLM and SGLang that lend the device's memory to a trainer: sleep and wake up."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MemoryTag = Literal["weights", "kv_cache"]
 SleepMode = Literal["abort", "wait", "keep"]
 MODES: dict[str, SleepMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-CUDA_GRAPH = "cuda_graph"  # SGLang's tag of memory that stays here
+CUDA_GRAPH = "cuda_graph"  # SGLang's tag of the CUDA graphs' memory, which is never released here
 
 
 class SleepQuery(msgspec.Struct, frozen=True):
     """Query of `POST /sleep`.
 
     level  1: keep a copy of the weights in the host's memory; 2: drop them
-    mode   "abort", "wait" or "keep": what becomes of open requests
+    mode   what happens to open requests: "abort", "wait" or "keep"
     """
 
     level: int = 1
@@ -50,7 +50,7 @@ class MemoryOccupationRequest(msgspec.Struct, frozen=True):
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """Give the memory of weights and KV cache back. Requests that arrive wait until both are awake."""
+    """Release the memory of weights and KV cache. New requests wait until both are restored."""
     context = trainer_context(request)
     query = read_query(request, SleepQuery)
     check_choice("mode", query.mode, MODES)
@@ -61,7 +61,7 @@ async def sleep(request: web.Request) -> web.Response:
 
 
 async def wake_up(request: web.Request) -> web.Response:
-    """Take the memory of weights, KV cache or both again."""
+    """Restore the memory of weights, KV cache or both."""
     context = trainer_context(request)
     tags = read_query(request, WakeUpQuery).tags
     await _wake_up(context, _tags(tags) if tags else None)
@@ -69,12 +69,12 @@ async def wake_up(request: web.Request) -> web.Response:
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
-    """Return whether any memory is given back now."""
+    """Return whether any memory is released."""
     return json_response(SleepReport(is_sleeping=trainer_context(request).engine.is_sleeping))
 
 
 async def release_memory_occupation(request: web.Request) -> web.Response:
-    """Give memory back; weights are dropped. Refused while requests are open, unless the engine is paused."""
+    """Release memory and drop weights. Refused while requests are open, unless the engine is paused."""
     context = trainer_context(request)
     tags, headers = await _memory_tags(request, context)
     engine = context.engine
@@ -86,7 +86,7 @@ async def release_memory_occupation(request: web.Request) -> web.Response:
 
 
 async def resume_memory_occupation(request: web.Request) -> web.Response:
-    """Take memory again; weights come back with the next update, or from their directory."""
+    """Restore memory. Weights are loaded by the next update, or from their directory."""
     context = trainer_context(request)
     tags, headers = await _memory_tags(request, context)
     await _wake_up(context, tags)
@@ -114,17 +114,17 @@ def _tags(tags: Sequence[str], allowed: Collection[str] = TAGS) -> Sequence[Memo
 
 
 async def _sleep(context: Context, level: int, mode: SleepMode, tags: Sequence[MemoryTag] | None) -> None:
-    with _errors("sleep"):
+    with _engine_errors("sleep"):
         await context.engine.sleep(level, mode=mode, tags=tags)
 
 
 async def _wake_up(context: Context, tags: Sequence[MemoryTag] | None) -> None:
-    with _errors("wake up"):
+    with _engine_errors("wake up"):
         await context.engine.wake_up(tags)
 
 
 @contextmanager
-def _errors(doing: str) -> Iterator[None]:
+def _engine_errors(operation: str) -> Iterator[None]:
     """Raise errors of the engine as ApiError: 400 without sleep mode, 503 if memory or dropped weights are missing."""
     try:
         yield
@@ -134,7 +134,7 @@ def _errors(doing: str) -> Iterator[None]:
         message = "the server can sleep only if started with --enable-sleep-mode"
         raise ApiError(400, message, code="sleep_mode_not_enabled") from error
     except (EngineError, ModelError) as error:
-        raise unavailable(f"the engine cannot {doing}: {error}", "memory_unavailable") from error
+        raise unavailable(f"the engine cannot {operation}: {error}", "memory_unavailable") from error
 
 
 SLEEP_OPERATIONS = (

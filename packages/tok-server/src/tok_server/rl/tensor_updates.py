@@ -1,4 +1,4 @@
-"""Updates by a trainer's tensors, which the endpoints of vLLM and of SGLang share: errors, and calls in a thread."""
+"""Call `WeightTransfer` in a thread and translate its errors, for the endpoints of vLLM and of SGLang."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SAME_NAMES: Mapping[str, str] = MappingProxyType({})
 async def transfer(call: Callable[[], None], field: str, fields: Mapping[str, str] = SAME_NAMES) -> None:
     """Run a method of `WeightTransfer` in a thread. Raise ApiError if it fails.
 
-    field   of the body that errors about tensors and groups name
-    fields  names in the body of the method's arguments, where they differ
+    field   field of the body that errors about tensors and groups name
+    fields  argument of the method -> its field in the body, where the names differ
     """
     try:
         await asyncio.to_thread(call)
@@ -30,5 +30,5 @@ async def transfer(call: Callable[[], None], field: str, fields: Mapping[str, st
 
 
 def torch_dtype(name: str) -> str:
-    """Return the name of a dtype without torch's prefix."""
+    """Return the name of a dtype without the prefix "torch."."""
     return name.removeprefix("torch.")

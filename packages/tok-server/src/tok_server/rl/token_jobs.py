@@ -1,4 +1,4 @@
-"""Run the requests of trainers' generation endpoints: one job for each prompt, answered whole or as events."""
+"""Run the requests of the trainers' generation endpoints: one job for each prompt, answered as a whole or streamed."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from tok_server.openai import (
 )
 from tok_server.wire import ApiError
 
-MAX_LISTED_FIELDS = 64  # sampling parameters without effect that a header names
+MAX_LISTED_FIELDS = 64  # ignored sampling parameters that a header names
 
 
-def job_of(
+def make_job(
     fields: Mapping[str, object], prompt: list[int], name: str, engine: AsyncEngine, names: Mapping[str, str]
 ) -> GenerationJob:
-    """Return the job of one prompt, as /v1/completions makes it of `fields`. Errors: ApiError.
+    """Return the job of one prompt with `fields` of /v1/completions. Errors: ApiError.
 
-    name   field of the endpoint that holds the prompt
-    names  a field of /v1/completions -> the endpoint's name of it, for errors
+    name   the endpoint's field with the prompt
+    names  field of /v1/completions -> the endpoint's field, for errors
     """
     body = msgspec.json.encode({**fields, "prompt": [0], "return_tokens_as_token_ids": True})
     try:
         job, _ = parse_completion(body, engine, ("",))
     except ApiError as error:
-        known = names.get(error.param or "", error.param)
-        if known is None or known == error.param:
+        field = names.get(error.param or "", error.param)
+        if field is None or field == error.param:
             raise
-        message = error.message.replace(str(error.param), known, 1)
-        raise ApiError(error.status, message, param=known, code=error.code) from error
+        message = error.message.replace(str(error.param), field, 1)
+        raise ApiError(error.status, message, param=field, code=error.code) from error
     prompt = job.params.truncate(prompt, engine.info.max_model_len)
     own_names = {field: names.get(path, path) for field, path in job.field_names.items()}
     return msgspec.structs.replace(job, prompts=[prompt], field_names={**names, **own_names, "prompt": name})
@@ -62,8 +62,9 @@ async def run_jobs(request: web.Request, context: Context, jobs: Sequence[Genera
     async with _submitted(request, context, jobs, MAX_LOGPROBS) as streams:
         with request_deadline(request, context):
             outputs = [await stream.output() for stream in streams]
-    if first := [one.timings.first_token for one in outputs if one.timings.first_token is not None]:
-        context.metrics.began(min(first) - request[COUNTS].started)
+    first_tokens = [output.timings.first_token for output in outputs]
+    if times := [time for time in first_tokens if time is not None]:
+        context.metrics.began(min(times) - request[COUNTS].started)
     return outputs
 
 
@@ -75,7 +76,7 @@ async def stream_jobs(
     headers: Mapping[str, str],
     max_logprobs: int | None = None,
 ) -> web.StreamResponse:
-    """Run streaming jobs of one prompt each, and answer with events as `serializer_of` their streams encodes them.
+    """Run streaming jobs of one prompt each, and answer with events, which `serializer_of` their streams encodes.
 
     max_logprobs  largest number of log-probabilities of a job; None: any
     """
@@ -108,13 +109,16 @@ async def _submitted(
 
 
 def answer(context: Context, body: bytes, jobs: Sequence[GenerationJob], headers: Mapping[str, str]) -> web.Response:
-    """Return the answer; a header also names the sampling parameters of the jobs that have no effect."""
+    """Return the answer, with a header that names the jobs' ignored sampling parameters."""
     all_headers = dict(headers) | _ignored(context, jobs, headers)
     return web.Response(body=body, content_type="application/json", headers=all_headers)
 
 
 def weight_fields(weights: tuple[str, list[tuple[str, int]] | None], tokens: int) -> dict[str, Any]:
-    """Return the fields of an answer about the weights that computed a sample: (`weight_version`, `weight_spans`)."""
+    """Return an answer's fields about the weights that computed a sample of `tokens` tokens.
+
+    weights  `weight_version` and `weight_spans` of the sample
+    """
     version, spans = weights
     starts = spans or [(version, 0)]
     ends = [*(start for _, start in starts[1:]), tokens]
@@ -127,7 +131,7 @@ def weight_fields(weights: tuple[str, list[tuple[str, int]] | None], tokens: int
 
 
 def _ignored(context: Context, jobs: Sequence[GenerationJob], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the header that names fields without effect: those that `headers` names, and those of the jobs."""
+    """Return the header that names ignored fields: those in `headers`, and the jobs' ignored sampling parameters."""
     ignored = dict.fromkeys(f"sampling_params.{name}" for job in jobs for name in job.ignored)
-    found = ignored_header(context, list(ignored)[:MAX_LISTED_FIELDS])
-    return {name: ",".join((*filter(None, [headers.get(name)]), value)) for name, value in found.items()}
+    header = ignored_header(context, list(ignored)[:MAX_LISTED_FIELDS])
+    return {name: ",".join((*filter(None, [headers.get(name)]), value)) for name, value in header.items()}

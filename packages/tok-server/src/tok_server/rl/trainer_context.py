@@ -1,4 +1,4 @@
-"""What the endpoints for trainers share: whether they are served, their bodies, and updates of the weights."""
+"""Shared code of the endpoints for trainers: check --enable-rl, read bodies, load weights, resume the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 def trainer_context(request: web.Request) -> Context:
-    """Return the context of a request for one of these endpoints. Raise ApiError unless the server serves them."""
+    """Return the context of a request. Raise ApiError unless the server serves the endpoints for trainers."""
     context = request.app[CONTEXT]
     if not context.settings.enable_rl:
         message = f"{request.method} {request.path} is served only with --enable-rl"
@@ -30,14 +30,14 @@ def trainer_context(request: web.Request) -> Context:
 async def read_fields(
     request: web.Request, context: Context, kind: type[R], unsupported: tuple[UnsupportedFields, ...] = ()
 ) -> tuple[R, dict[str, str]]:
-    """Return the body as a `kind`, and a header that names fields without effect. An empty body has no fields."""
+    """Return the body as a `kind`, and a header that names ignored fields. An empty body has no fields."""
     body = await read_body(request, context)
     fields, ignored = parse_request(body or b"{}", kind, unsupported)
     return fields, ignored_header(context, ignored)
 
 
 def check_choice(field: str, value: str, allowed: Collection[str]) -> None:
-    """Raise ApiError (400) if the field has none of the values allowed."""
+    """Raise ApiError (400) unless the field has an allowed value."""
     if value not in allowed:
         raise invalid(field, f"{field} is {value[:80]!r}; allowed: {', '.join(allowed)}")
 
@@ -57,7 +57,7 @@ async def load_weights(context: Context, field: str, directory: str, version: st
 
 
 async def resume_engine(context: Context) -> None:
-    """Resume the engine. Raise ApiError (400) if tensors that were held until now cannot be applied."""
+    """Resume the engine. Raise ApiError (400) if held tensors cannot be applied."""
     try:
         await context.engine.resume()
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Endpoints of vLLM for trainers: pause, resume, update of the weights, prefix cache, size of the world."""
+"""vLLM's endpoints for trainers: pause, resume, weight updates, prefix cache, world size, server information."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": 
 class PauseQuery(msgspec.Struct, frozen=True):
     """Query of `POST /pause`.
 
-    mode                        "abort", "wait" or "keep": what becomes of open requests
+    mode                        what happens to open requests: "abort", "wait" or "keep"
     clear_cache                 absent: true, except with the mode "keep"
     wait_for_inflight_requests  true: the same as the mode "wait"
     """
@@ -99,7 +99,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 async def pause(request: web.Request) -> web.Response:
-    """Pause the engine; answers once it computes nothing. Requests that arrive wait until `POST /resume`."""
+    """Pause the engine; answers once it computes nothing. New requests wait until `POST /resume`."""
     context = trainer_context(request)
     query = read_query(request, PauseQuery)
     check_choice("mode", query.mode, MODES)
@@ -158,7 +158,7 @@ async def get_world_size(request: web.Request) -> web.Response:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """Return the model, its sizes and the version of its weights."""
+    """Return the model, its limits, its parallelism and the version of its weights."""
     context = trainer_context(request)
     check_choice("config_format", read_query(request, ServerInfoQuery).config_format, ("json",))
     info, names = context.engine.info, context.settings.model_names

@@ -1,4 +1,4 @@
-"""Endpoints of vLLM that take and return token ids: `/inference/v1/generate` and `/abort_requests`."""
+"""vLLM's endpoints for generation from token ids: `/inference/v1/generate` and `/abort_requests`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tok_server.openai import (
     total_usage,
     value_or_none,
 )
-from tok_server.rl.token_jobs import answer, job_of, run_jobs, stream_jobs, weight_fields
+from tok_server.rl.token_jobs import answer, make_job, run_jobs, stream_jobs, weight_fields
 from tok_server.rl.trainer_context import read_fields, trainer_context
 from tok_server.wire import ApiError, Operation, encode, invalid, json_of, json_or_events, new_id
 
 ID_PREFIX = "generate-tokens-"  # of request ids in answers, as in vLLM
-FIELDS = frozenset(
+NON_SAMPLING_FIELDS = frozenset(
     {"prompt", "prompts", "model", "stream", "stream_options", "echo", "best_of", "stop_when", "cache_salt", "priority"}
 )
 """Fields of /v1/completions that are not sampling parameters."""
@@ -49,7 +49,7 @@ UNSUPPORTED = (
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Return samples of a prompt of token ids, as token ids, whole or as they come."""
+    """Return samples of a prompt of token ids, as token ids, as a whole or streamed."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, TokenGenerationRequest, UNSUPPORTED)
     job = await context.run_in_thread(partial(_job, fields, context))
@@ -62,14 +62,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 def _job(fields: TokenGenerationRequest, context: Context) -> GenerationJob:
     check_model(value_or_none(fields.model), context.settings.model_names)
-    for name in FIELDS & fields.sampling_params.keys():
+    for name in NON_SAMPLING_FIELDS & fields.sampling_params.keys():
         raise invalid(f"sampling_params.{name}", f"sampling_params.{name} is no sampling parameter", "unknown_field")
-    own = {
-        name: value_or_none(getattr(fields, name)) for name in ("cache_salt", "priority", "stream", "stream_options")
-    }
+    top_level = ("cache_salt", "priority", "stream", "stream_options")
+    all_fields = {**fields.sampling_params, **{name: value_or_none(getattr(fields, name)) for name in top_level}}
+    given = {name: value for name, value in all_fields.items() if value is not None}
     max_tokens = {"max_tokens": context.engine.info.max_model_len}
-    given = {name: value for name, value in {**fields.sampling_params, **own}.items() if value is not None}
-    job = job_of(max_tokens | given, fields.token_ids, "token_ids", context.engine, {})
+    job = make_job(max_tokens | given, fields.token_ids, "token_ids", context.engine, {})
     id = value_or_none(fields.request_id) or new_id("gen")
     return msgspec.structs.replace(job, id=id, default_max_tokens="max_tokens" not in given)
 
@@ -77,10 +76,10 @@ def _job(fields: TokenGenerationRequest, context: Context) -> GenerationJob:
 def _encode(job: GenerationJob, output: RequestOutput, context: Context) -> bytes:
     texts, top = TokenTexts.of(context.engine.tokenizer, job), job.prompt_logprobs
     of_prompt = output.prompt_logprobs
-    tokens = sum(len(one.token_ids) for one in output.outputs)
+    tokens = sum(len(sample.token_ids) for sample in output.outputs)
     generation = TokenGeneration(
         request_id=ID_PREFIX + job.id,
-        choices=[_choice(one, texts) for one in output.outputs],
+        choices=[_choice(sample, texts) for sample in output.outputs],
         prompt_logprobs=None if top is None or of_prompt is None else prompt_logprobs(of_prompt, texts, top),
         usage=total_usage([output], tokens),
     )
@@ -99,7 +98,7 @@ def _choice(sample: Completion, texts: TokenTexts) -> TokenChoice:
 
 
 class _Chunks:
-    """Writer of a stream's events: each holds new tokens of one sample."""
+    """Serializer of a stream's events; an event holds new tokens of one sample."""
 
     max_logprobs: int | None = None
 
@@ -114,7 +113,7 @@ class _Chunks:
         return b""
 
     def encode_delta(self, prompt: int, delta: Delta) -> bytes:
-        """Encode the chunk by which a sample gains tokens, or ends."""
+        """Encode a chunk with new tokens of a sample, or its end."""
         if not delta.token_ids and delta.finish_reason is None:
             return b""
         self._tokens[delta.index] += len(delta.token_ids)
@@ -144,7 +143,7 @@ class _Chunks:
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    """Abort requests to /inference/v1/generate by their ids; they are answered with the tokens so far."""
+    """Abort requests to /inference/v1/generate by their ids; their answers have the tokens so far."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, AbortRequests)
     for name in fields.request_ids:

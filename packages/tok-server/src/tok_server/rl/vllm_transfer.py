@@ -1,4 +1,4 @@
-"""Endpoints of vLLM for updates by a trainer's tensors: join its group, open, fill and finish an update."""
+"""vLLM's endpoints for weight updates by a trainer's tensors: join its group; start, receive and finish an update."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tok_server.rl.tensor_updates import torch_dtype, transfer
 from tok_server.rl.trainer_context import check_choice, read_fields, trainer_context
 from tok_server.wire import Operation, invalid, json_of, json_response
 
-PACKED_BYTES = 1 << 30  # of a bucket, as in vLLM
-FIELDS = MappingProxyType(
+DEFAULT_BUCKET_BYTES = 1 << 30  # as in vLLM
+BODY_FIELDS = MappingProxyType(
     {
         "names": "update_info.names",
         "dtypes": "update_info.dtype_names",
@@ -38,7 +38,7 @@ METHODS = {
     "update_weights_nccl": "update_info",
     "skyrl_finish_weight_update": "",
 }
-"""Methods of /collective_rpc, and the argument of each."""
+"""Methods of /collective_rpc, and the name of each one's argument; "": none."""
 GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size")
 
 
@@ -66,7 +66,7 @@ class CollectiveRpcResults(msgspec.Struct, frozen=True):
 
 
 async def init_weight_transfer_engine(request: web.Request) -> web.Response:
-    """Join the trainer's group, by NCCL on GPUs and gloo on CPUs; without a group, only CUDA IPC can be used."""
+    """Join the trainer's group, with NCCL on GPUs and gloo on CPUs. Without a group, only CUDA IPC can be used."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, InitWeightTransferRequest)
     info = fields.init_info
@@ -82,21 +82,21 @@ async def init_weight_transfer_engine(request: web.Request) -> web.Response:
             rank_offset=offset,
             world_size=size,
             protocol="vllm",
-            bucket_bytes=_bucket(value_or_none(info.packed_buffer_size_bytes)) if info.packed else 0,
+            bucket_bytes=_bucket_bytes(value_or_none(info.packed_buffer_size_bytes)) if info.packed else 0,
         )
         await transfer(join, "init_info", {name: f"init_info.{name}" for name in GROUP_FIELDS})
-    elif len(missing := [name for name in GROUP_FIELDS if value_or_none(getattr(info, name)) is None]) < len(
-        GROUP_FIELDS
-    ):
-        name = f"init_info.{missing[0]}"
-        raise invalid(name, f"{name} is missing; {', '.join(GROUP_FIELDS)} describe a group together")
+    else:
+        missing = [name for name in GROUP_FIELDS if value_or_none(getattr(info, name)) is None]
+        if len(missing) < len(GROUP_FIELDS):
+            name = f"init_info.{missing[0]}"
+            raise invalid(name, f"{name} is missing; {', '.join(GROUP_FIELDS)} describe a group together")
     response = json_response(EngineStatus(status="Weight transfer initialized"))
     response.headers.update(headers)
     return response
 
 
 async def start_weight_update(request: web.Request) -> web.Response:
-    """Open an update: tensors that arrive from now on are applied together, when it is finished."""
+    """Open an update: tensors that arrive from now on are applied when it is finished."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, StartWeightUpdateRequest)
     await _start(context.engine, fields.is_checkpoint_format)
@@ -116,7 +116,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
-    """Start, fill or finish an update by the names of SkyRL's worker extension for vLLM. No other method is called."""
+    """Start an update, receive its tensors, or finish it, by the methods of SkyRL's worker extension for vLLM."""
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, CollectiveRpcRequest)
     engine, kwargs = context.engine, fields.kwargs
@@ -147,11 +147,11 @@ async def _start(engine: AsyncEngine, is_checkpoint_format: bool) -> None:
 
 
 async def _finish(engine: AsyncEngine, version: str | None) -> None:
-    await transfer(lambda: engine.weight_transfer.finish(version), "update_info", FIELDS)
+    await transfer(lambda: engine.weight_transfer.finish(version), "update_info", BODY_FIELDS)
 
 
 async def receive_update(engine: AsyncEngine, info: UpdateInfo, version: str | None) -> None:
-    """Receive the tensors of an `update_info`. Raise ApiError (400) if they do not fit or do not come."""
+    """Receive the tensors of an `update_info`. Raise ApiError (400) if they do not fit or do not arrive."""
     if value_or_none(info.ipc_handles_pickled) is not None:
         message = "update_info.ipc_handles_pickled is a pickle, which could run code; allowed: ipc_handles"
         raise invalid("update_info.ipc_handles_pickled", message, "unsupported_parameter")
@@ -162,19 +162,20 @@ async def receive_update(engine: AsyncEngine, info: UpdateInfo, version: str | N
         info.names,
         [torch_dtype(name) for name in info.dtype_names],
         info.shapes,
-        bucket_bytes=None if packed is None and size is None else _bucket(size) if packed is not False else 0,
+        bucket_bytes=None if packed is None and size is None else _bucket_bytes(size) if packed is not False else 0,
         handles=None
         if handles is None
-        else [{uuid: IpcHandle(one.handle, one.offset) for uuid, one in each.items()} for each in handles],
+        else [{uuid: IpcHandle(ipc.handle, ipc.offset) for uuid, ipc in by_gpu.items()} for by_gpu in handles],
         version=version,
     )
-    await transfer(receive, "update_info", FIELDS)
+    await transfer(receive, "update_info", BODY_FIELDS)
 
 
-def _bucket(size: int | None) -> int:
+def _bucket_bytes(size: int | None) -> int:
+    """Return the requested bucket size, or vLLM's default. Raise ApiError (400) for a size below 1."""
     if size is not None and size < 1:
         raise invalid("packed_buffer_size_bytes", f"packed_buffer_size_bytes is {size}; allowed: integers from 1")
-    return PACKED_BYTES if size is None else size
+    return DEFAULT_BUCKET_BYTES if size is None else size
 
 
 VLLM_TRANSFER_OPERATIONS = (

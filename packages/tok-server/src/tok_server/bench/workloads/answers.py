@@ -106,14 +106,14 @@ async def _read_events(response: aiohttp.ClientResponse, answer: BenchAnswer) ->
 
 
 def _add_body(answer: BenchAnswer, data: bytes) -> None:
-    found = _DECODER.decode(data)
-    if found.error is not None:
-        answer.error = msgspec.json.encode(found.error)[:MAX_QUOTED_BYTES].decode(errors="replace")
-    for choice in found.choices:
+    body = _DECODER.decode(data)
+    if body.error is not None:
+        answer.error = msgspec.json.encode(body.error)[:MAX_QUOTED_BYTES].decode(errors="replace")
+    for choice in body.choices:
         answer.samples = max(answer.samples, choice.index + 1)
         answer.stopped += choice.finish_reason == "stop"
-    if found.usage is not None:
-        answer.prompt_tokens = found.usage.prompt_tokens
-        answer.output_tokens = found.usage.completion_tokens
-        details = found.usage.prompt_tokens_details
+    if body.usage is not None:
+        answer.prompt_tokens = body.usage.prompt_tokens
+        answer.output_tokens = body.usage.completion_tokens
+        details = body.usage.prompt_tokens_details
         answer.cached_tokens = None if details is None else details.cached_tokens

@@ -25,10 +25,10 @@ from tok_server.bench.workloads.result import Result, percentile, ratio
 from tok_server.bench.workloads.timeline import timeline
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_up_requests
 
-OBSERVE_SECONDS = 0.02
-PROGRESS_SECONDS = 0.25
-WARM_UP_TOKENS = 16
-SETTLE_SECONDS = 10.0
+OBSERVE_SECONDS = 0.02  # between observations of the engine's counters
+PROGRESS_SECONDS = 0.25  # between updates of the progress bar
+WARM_UP_TOKENS = 16  # per sample
+SETTLE_SECONDS = 10.0  # maximum wait for the steps queued behind the last token
 LINKED_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 
 
@@ -170,25 +170,25 @@ def _requests(requests: list[WorkloadRequest], workload: Workload) -> tuple[list
     """Return prompts and their sampling parameters."""
     params = [
         SamplingParams(
-            n=one.n,
-            max_tokens=one.max_tokens,
+            n=request.n,
+            max_tokens=request.max_tokens,
             temperature=workload.temperature,
             top_p=workload.top_p,
-            ignore_eos=one.ignore_eos,
+            ignore_eos=request.ignore_eos,
             seed=index,
         )
-        for index, one in enumerate(requests)
+        for index, request in enumerate(requests)
     ]
-    return [one.ids for one in requests], params
+    return [request.ids for request in requests], params
 
 
 def _result(
     info: EngineInfo, name: str, workload: Workload, rep: int, observer: _RunObserver, seconds: float
 ) -> Result:
     outputs, gpu = observer.outputs, observer.gpu
-    completions = [one for output in outputs for one in output.outputs]
+    samples = [sample for output in outputs for sample in output.outputs]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    output_tokens = sum(len(one.token_ids) for one in completions)
+    output_tokens = sum(len(sample.token_ids) for sample in samples)
     ttft, latency, per_token = _times(outputs)
     return Result(
         engine="tok",
@@ -196,15 +196,15 @@ def _result(
         workload=workload.name,
         rep=rep,
         prompts=len(outputs),
-        sequences=len(completions),
+        sequences=len(samples),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         seconds=round(seconds, 3),
         output_tok_s=round(output_tokens / seconds, 1),
         total_tok_s=round((prompt_tokens + output_tokens) / seconds, 1),
-        mean_out=round(ratio(output_tokens, len(completions)), 2),
-        finished_by_stop=sum(one.finish_reason == "stop" for one in completions),
-        errors=sum(one.finish_reason == "abort" for one in completions),
+        mean_out=round(ratio(output_tokens, len(samples)), 2),
+        finished_by_stop=sum(sample.finish_reason == "stop" for sample in samples),
+        errors=sum(sample.finish_reason == "abort" for sample in samples),
         gpu=None if gpu is None else gpu.name,
         peak_gpu_mem_gib=None if gpu is None else round(gpu.peak / 2**30, 2),
         latency_p50_s=percentile(latency, 0.5),
@@ -224,7 +224,7 @@ def _result(
         max_step_tokens=info.max_step_tokens,
         tp_few_tokens=info.max_all_reduce_tokens,
         tp_async_tokens=info.min_overlap_tokens,
-        tail_tok_s=tail_speed(observer.observations, len(completions)),
+        tail_tok_s=tail_speed(observer.observations, len(samples)),
         timeline=timeline(observer.observations, seconds),
     )
 
@@ -249,7 +249,7 @@ def _times(outputs: list[RequestOutput]) -> tuple[list[float], list[float], list
         assert times.finished is not None
         ttft.append(times.first_token - times.submitted)
         latency.append(times.finished - times.submitted)
-        longest = max(len(one.token_ids) for one in output.outputs)
+        longest = max(len(sample.token_ids) for sample in output.outputs)
         if longest > 1:
             per_token.append((times.finished - times.first_token) / (longest - 1))
     return ttft, latency, per_token

@@ -39,7 +39,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
                       prefix group
     discarded_tokens  tokens computed past the end of a sample and thrown away
     drafted_tokens    tokens drafted by --speculate
-    accepted_tokens   those of them that were right; each saves its sample a step
+    accepted_tokens   drafted tokens that were accepted; each saves its sample one step
     draft_steps       steps that verified drafts
     tail_tok_s        output tokens per second after three quarters of the samples have ended
     computed_tokens   outputs, including discarded tokens, and prompt tokens not found in the prefix cache; a token that
@@ -164,7 +164,7 @@ def table(results: Sequence[Result]) -> str:
     first = results[0]
     lines = [f"{first.workload} on {first.model}, {first.mode}, {first.engine}"]
     for label, field, number_format in ROWS:
-        values = [getattr(one, field) for one in results]
+        values = [getattr(result, field) for result in results]
         if any(value is not None for value in values):
             cells = ("–" if value is None else format(value, number_format) for value in values)
             lines.append(f"  {label:<24}" + "".join(f"{cell:>14}" for cell in cells))

@@ -9,7 +9,7 @@ import aiohttp
 
 from tok_server.bench.workloads.counters import REQUIRED_COUNTERS, Counters
 
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 2.0  # maximum wait for the server's queued steps
 
 
 async def counters_of(session: aiohttp.ClientSession, url: str) -> Counters | None:
@@ -20,12 +20,12 @@ async def counters_of(session: aiohttp.ClientSession, url: str) -> Counters | No
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         page = await _page(session, url)
-        found = {name: page[key] for name in REQUIRED_COUNTERS if (key := f"tok_{name}_total") in page}
-        if len(found) < len(REQUIRED_COUNTERS):
+        counters = {name: page[key] for name in REQUIRED_COUNTERS if (key := f"tok_{name}_total") in page}
+        if len(counters) < len(REQUIRED_COUNTERS):
             return None
-        found["replicas"] = page.get("tok_replicas", 1.0)
+        counters["replicas"] = page.get("tok_replicas", 1.0)
         if not page.get("tok_steps_in_flight") or time.monotonic() > deadline:
-            return found
+            return counters
         await asyncio.sleep(0.05)
 
 

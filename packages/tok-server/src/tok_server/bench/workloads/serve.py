@@ -23,7 +23,7 @@ from tok_server.bench.workloads.scrape import counters_of
 from tok_server.bench.workloads.timeline import timeline_of_requests
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_up_requests
 
-OBSERVE_SECONDS = 0.25
+OBSERVE_SECONDS = 0.25  # between updates of the progress bar and samples of the GPU's memory
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -125,7 +125,7 @@ async def _await_model(session: aiohttp.ClientSession, target: ServerTarget, wor
 async def _warm_up(session: aiohttp.ClientSession, target: ServerTarget, workload: Workload, model: str) -> None:
     requests = warm_up_requests(workload.requests, max(target.concurrency, workload.requests[0].n), WARM_UP_TOKENS)
     answers = await _send_all(session, target, _bodies(requests, workload, model, target), [])
-    errors = [one.error for one in answers if one.error is not None]
+    errors = [answer.error for answer in answers if answer.error is not None]
     if errors:
         raise ServerError(f"{len(errors)} of {len(answers)} requests failed in the warm-up: {errors[0]}")
 
@@ -169,7 +169,7 @@ async def _measure(
 
 
 def _bodies(requests: list[WorkloadRequest], workload: Workload, model: str, target: ServerTarget) -> list[bytes]:
-    return [request_body(one, workload, model, stream=target.stream) for one in requests]
+    return [request_body(request, workload, model, stream=target.stream) for request in requests]
 
 
 async def _send_all(
@@ -191,7 +191,7 @@ async def _send_all(
 
 def _show(show: ShowProgress, answers: list[BenchAnswer], total: int, concurrency: int) -> None:
     done = len(answers)
-    show(done, sum(one.output_tokens for one in answers[:done]), min(concurrency, total - done))
+    show(done, sum(answer.output_tokens for answer in answers[:done]), min(concurrency, total - done))
 
 
 def _raise_file_limit() -> None:
@@ -210,15 +210,15 @@ def _result(
     seconds: float,
     gpu: tuple[str, float] | None,
 ) -> Result:
-    good = [one for one in answers if one.error is None]
-    errors = [one.error for one in answers if one.error is not None]
-    prompt_tokens = sum(one.prompt_tokens for one in good)
-    output_tokens = sum(one.output_tokens for one in good)
-    sequences = sum(one.samples for one in good)
-    latency = [one.ended - one.began for one in good]
-    ttft = [one.first - one.began for one in good if one.first is not None]
-    per_token = _per_token(good)
-    cached = [one.cached_tokens for one in good if one.cached_tokens is not None]
+    successful = [answer for answer in answers if answer.error is None]
+    errors = [answer.error for answer in answers if answer.error is not None]
+    prompt_tokens = sum(answer.prompt_tokens for answer in successful)
+    output_tokens = sum(answer.output_tokens for answer in successful)
+    sequences = sum(answer.samples for answer in successful)
+    latency = [answer.ended - answer.began for answer in successful]
+    ttft = [answer.first - answer.began for answer in successful if answer.first is not None]
+    per_token = _per_token(successful)
+    cached = [answer.cached_tokens for answer in successful if answer.cached_tokens is not None]
     return Result(
         engine=target.engine,
         mode="http",
@@ -232,7 +232,7 @@ def _result(
         output_tok_s=round(output_tokens / seconds, 1),
         total_tok_s=round((prompt_tokens + output_tokens) / seconds, 1),
         mean_out=round(ratio(output_tokens, sequences), 2),
-        finished_by_stop=sum(one.stopped for one in good),
+        finished_by_stop=sum(answer.stopped for answer in successful),
         errors=len(errors),
         gpu=None if gpu is None else gpu[0],
         peak_gpu_mem_gib=None if gpu is None else gpu[1],
@@ -247,11 +247,11 @@ def _result(
         prefix_hit_share=round(ratio(sum(cached), prompt_tokens), 4) if cached else None,
         first_error=errors[0] if errors else None,
         timeline=timeline_of_requests(
-            [one.began - began for one in good],
-            [(one.began if one.first is None else one.first) - began for one in good],
-            [one.ended - began for one in good],
-            [one.output_tokens for one in good],
-            [one.samples for one in good],
+            [answer.began - began for answer in successful],
+            [(answer.began if answer.first is None else answer.first) - began for answer in successful],
+            [answer.ended - began for answer in successful],
+            [answer.output_tokens for answer in successful],
+            [answer.samples for answer in successful],
             seconds,
         ),
         histograms=Histograms(histogram(latency), histogram(ttft), histogram(per_token)),
@@ -264,7 +264,7 @@ def _per_token(answers: list[BenchAnswer]) -> list[float]:
     Answers with several samples are left out, because `usage` does not give the length of each.
     """
     return [
-        (one.ended - one.first) / (one.output_tokens - 1)
-        for one in answers
-        if one.first is not None and one.samples == 1 and one.output_tokens > 1
+        (answer.ended - answer.first) / (answer.output_tokens - 1)
+        for answer in answers
+        if answer.first is not None and answer.samples == 1 and answer.output_tokens > 1
     ]

@@ -23,16 +23,16 @@ def timeline(moments_MC: ArrayLike, seconds: float) -> Timeline:
     spans = max(MIN_SPANS, min(MAX_SPANS, int(seconds / MIN_SPAN_SECONDS)))
     edges = np.linspace(0.0, seconds, spans + 1)
     middles = (edges[1:] + edges[:-1]) / 2
-    found = Timeline(
+    result = Timeline(
         np.round(middles, 3).tolist(),
         np.round(_rates(edges, at, tokens), 1).tolist(),
         np.round(np.interp(middles, at, running), 1).tolist(),
     )
     if not known:
-        return found
+        return result
     worked, computed = (_rates(edges, at, column) for column in known)
     return msgspec.structs.replace(
-        found, device_busy=np.clip(worked, 0.0, 1.0).round(4).tolist(), computed_tok_s=computed.round(1).tolist()
+        result, device_busy=np.clip(worked, 0.0, 1.0).round(4).tolist(), computed_tok_s=computed.round(1).tolist()
     )
 
 
@@ -52,7 +52,7 @@ def _rates(edges: np.ndarray, at_M: np.ndarray, total_M: np.ndarray) -> np.ndarr
 def timeline_of_requests(
     started: ArrayLike, first: ArrayLike, ended: ArrayLike, tokens: ArrayLike, samples: ArrayLike, seconds: float
 ) -> Timeline:
-    """Return the timeline of requests, assuming that each one's tokens came evenly from `first` to `ended`.
+    """Return the timeline of requests, assuming that a request's tokens came evenly from `first` to `ended`.
 
     All columns have one entry per request; times are in seconds since the start of the run. A request's samples count
     as running from `started` to `ended`.

@@ -2,7 +2,7 @@
 
 {"meta": {"name": "mine", "temperature": 0.6, "top_p": 1.0}}                  once, in any place
 {"ids": [1, 2, 3], "n": 4, "max_tokens": 64, "ignore_eos": false}             a request
-{"rand": [seed, length], "n": 1, "max_tokens": 187, "ignore_eos": true}       one with a random prompt
+{"rand": [seed, length], "n": 1, "max_tokens": 187, "ignore_eos": true}       a request with a random prompt
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tok_core import InvalidField, TokError
 
 WORKLOAD_NAMES = ("monkeys", "sharegpt", "decode")
 LOW, HIGH = 16, 127_900
-"""Ids lie in [LOW, HIGH). None of them is special in a vocabulary of 128 256."""
+"""Random ids lie in [LOW, HIGH), without the special tokens of a vocabulary of 128,256."""
 
 _MASK = (1 << 64) - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -134,16 +134,16 @@ def find_file(source: str, directory: Path | None) -> Path:
 
 
 def warm_up_requests(requests: Sequence[WorkloadRequest], sequences: int, max_tokens: int) -> list[WorkloadRequest]:
-    """Return warm-up requests: the first ones with `sequences` samples in total, cut to `max_tokens`.
+    """Return warm-up requests: the first requests with `sequences` samples in total, limited to `max_tokens`.
 
     Their prompts are reversed, so that the prefix cache holds no prefix of a workload prompt afterwards.
     """
     chosen, samples = [], 0
-    for one in requests:
+    for request in requests:
         if samples >= sequences:
             break
-        n = min(one.n, sequences - samples)
-        chosen.append(WorkloadRequest(one.ids[::-1], n, min(one.max_tokens, max_tokens), one.ignore_eos))
+        n, length = min(request.n, sequences - samples), min(request.max_tokens, max_tokens)
+        chosen.append(WorkloadRequest(request.ids[::-1], n, length, request.ignore_eos))
         samples += n
     return chosen
 
