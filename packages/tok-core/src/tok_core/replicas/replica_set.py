@@ -282,7 +282,12 @@ class ReplicaSet:
         with self._changed:
             stats = sum_stats(record.stats() for record in self.records)
             restarts, ready = sum(record.restarts for record in self.records), len(self.ready())
-        return {**msgspec.structs.asdict(stats), "restarts": restarts, "replicas": len(self.records), "replicas_ready": ready}
+        return {
+            **msgspec.structs.asdict(stats),
+            "restarts": restarts,
+            "replicas": len(self.records),
+            "replicas_ready": ready,
+        }
 
     def replica_stats(self) -> list[dict[str, float]]:
         """Return `Stats` of each replica, summed over its restarts, its `restarts`, and `ready` as 1 or 0."""
@@ -365,7 +370,7 @@ class ReplicaSet:
             self._begin(record)
             return False
         except Exception as error:
-            log.exception("replica %d cannot be started anew", record.number)
+            log.exception("replica %d cannot be restarted", record.number)
             reason = f"{type(error).__name__}: {error}"
             with self._changed:
                 begun, again = record.replica, not self._closed and record.record_death(reason)

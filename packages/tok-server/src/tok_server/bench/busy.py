@@ -139,13 +139,15 @@ def trace_device_time(file: Path) -> DeviceTime:
         events = msgspec.json.decode(file.read_bytes(), type=_Trace).events
     except (msgspec.DecodeError, OSError) as error:
         raise TokError(f"{file}: is not a trace in Chrome's format ({error})") from error
-    events = [one for one in events if one.ph == "X"]
-    chosen = [one for one in events if _computes(one)] or _outermost(events)
+    events = [event for event in events if event.ph == "X"]
+    chosen = [event for event in events if _computes(event)] or _outermost(events)
     if not chosen:
         raise TokError(f"{file}: the trace contains no computation")
-    first = min(one.ts for one in chosen)
-    start = np.array([one.ts - first for one in chosen]) * 1e-6
-    return device_time(start, start + np.array([one.dur for one in chosen]) * 1e-6, [one.name for one in chosen])
+    first = min(event.ts for event in chosen)
+    start = np.array([event.ts - first for event in chosen]) * 1e-6
+    return device_time(
+        start, start + np.array([event.dur for event in chosen]) * 1e-6, [event.name for event in chosen]
+    )
 
 
 def _computes(event: _Event) -> bool:
@@ -155,14 +157,15 @@ def _computes(event: _Event) -> bool:
 
 
 def _outermost(events: list[_Event]) -> list[_Event]:
-    """Drop operators that lie within an earlier operator; operators of one thread nest."""
-    found: list[_Event] = []
+    """Drop operators that lie within an earlier operator; operators of a thread nest."""
+    outermost: list[_Event] = []
     reached = -np.inf
-    for one in sorted((one for one in events if one.cat == "cpu_op"), key=lambda one: (one.ts, -one.dur)):
-        if one.ts + one.dur > reached:
-            found.append(one)
-            reached = one.ts + one.dur
-    return found
+    operators = (event for event in events if event.cat == "cpu_op")
+    for event in sorted(operators, key=lambda event: (event.ts, -event.dur)):
+        if event.ts + event.dur > reached:
+            outermost.append(event)
+            reached = event.ts + event.dur
+    return outermost
 
 
 def describe(times: DeviceTime) -> str:

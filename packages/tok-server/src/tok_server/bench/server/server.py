@@ -116,7 +116,7 @@ async def _measure(
     scenario = SCENARIOS[name]
     client_load = -(-scenario.connections // clients), offered / clients
     client_processes = [await _client(port, *client_load, seconds, scenario) for _ in range(clients)]
-    await asyncio.gather(*(_line(one) for one in client_processes))
+    await asyncio.gather(*(_line(process) for process in client_processes))
     meter = _UsageMeter(engine)
     delay_task = asyncio.create_task(meter.measure_delays())
     tallies = [
@@ -124,8 +124,8 @@ async def _measure(
     ]
     server_cpu, engine_cpu = meter.cores()
     delay_task.cancel()
-    await asyncio.gather(*(one.wait() for one in client_processes))
-    rate = sum(one.requests / one.seconds for one in tallies)
+    await asyncio.gather(*(process.wait() for process in client_processes))
+    rate = sum(tally.requests / tally.seconds for tally in tallies)
     p50, p99 = np.percentile(meter.delays, (50, 99)) * 1e3
     return ServerResult(
         engine="tok",
@@ -137,8 +137,8 @@ async def _measure(
         loop_p99=round(float(p99), 3),
         server_cpu=round(server_cpu, 3),
         engine_cpu=round(engine_cpu, 3),
-        client_cpu=round(sum(one.cpu / one.seconds for one in tallies), 3),
-        failures=sum(one.failures for one in tallies),
+        client_cpu=round(sum(tally.cpu / tally.seconds for tally in tallies), 3),
+        failures=sum(tally.failures for tally in tallies),
     )
 
 
@@ -158,9 +158,9 @@ def table(results: list[ServerResult]) -> str:
     """Return the results as text."""
     names = ("scenario", "requests/s", "tokens/s", "delay p50 ms", "p99 ms", "server CPU", "engine CPU", "client CPU")
     lines = ["".join(f"{name:>13}" for name in names)]
-    for one in results:
-        rates = f"{one.scenario:>13}{one.requests_per_s:>13,.1f}{one.tokens_per_s:>13,.0f}"
-        cpu = "".join(f"{cores:>13.2f}" for cores in (one.server_cpu, one.engine_cpu, one.client_cpu))
-        failed = f"  {one.failures} failed" if one.failures else ""
-        lines.append(f"{rates}{one.loop_p50:>13.2f}{one.loop_p99:>13.2f}{cpu}{failed}")
+    for result in results:
+        rates = f"{result.scenario:>13}{result.requests_per_s:>13,.1f}{result.tokens_per_s:>13,.0f}"
+        cpu = "".join(f"{cores:>13.2f}" for cores in (result.server_cpu, result.engine_cpu, result.client_cpu))
+        failed = f"  {result.failures} failed" if result.failures else ""
+        lines.append(f"{rates}{result.loop_p50:>13.2f}{result.loop_p99:>13.2f}{cpu}{failed}")
     return "\n".join(lines)

@@ -19,11 +19,11 @@ FIGURE_WIDTH, RUN_HEIGHT, BUSY_HEIGHT, TIMES_HEIGHT = 8, 5.5, 1.0, 2.4  # inches
 
 
 def plot_results(results: Sequence[Result], file: Path) -> None:
-    """Write the plot to `file`, with one line per repetition. Errors: ValueError without results."""
+    """Write the plot to `file`, with a line for each repetition. Errors: ValueError without results."""
     if not results:
         raise ValueError("results is empty; allowed: at least one")
-    times = {name: found for name in TIMES if any(found := [_histogram(one, name) for one in results])}
-    height = RUN_HEIGHT + BUSY_HEIGHT * any(one.timeline.device_busy is not None for one in results)
+    times = {name: found for name in TIMES if any(found := [_histogram(result, name) for result in results])}
+    height = RUN_HEIGHT + BUSY_HEIGHT * any(result.timeline.device_busy is not None for result in results)
     figure = Figure(figsize=(FIGURE_WIDTH, height + TIMES_HEIGHT * bool(times)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     if times:
@@ -36,15 +36,15 @@ def plot_results(results: Sequence[Result], file: Path) -> None:
 
 
 def _plot_run(figure: Figure | SubFigure, results: Sequence[Result]) -> None:
-    known = any(one.timeline.device_busy is not None for one in results)
+    known = any(result.timeline.device_busy is not None for result in results)
     rate, running, *busy = figure.subplots(2 + known, 1, sharex=True, height_ratios=(3, 2, 1.2)[: 2 + known])
-    for one in results:
-        line = {"color": _colour(one), "linewidth": 1.6}
-        at = one.timeline.seconds
-        rate.plot(at, one.timeline.output_tok_s, label=_label(one), **line)
-        running.plot(at, one.timeline.sequences_running, **line)
-        if busy and one.timeline.device_busy is not None:
-            busy[0].plot(at, one.timeline.device_busy, **line)
+    for result in results:
+        line = {"color": _colour(result), "linewidth": 1.6}
+        at = result.timeline.seconds
+        rate.plot(at, result.timeline.output_tok_s, label=_label(result), **line)
+        running.plot(at, result.timeline.sequences_running, **line)
+        if busy and result.timeline.device_busy is not None:
+            busy[0].plot(at, result.timeline.device_busy, **line)
     first = results[0]
     rate.set_title(f"{first.workload} on {first.model} ({first.engine}, {first.mode})", fontsize=10, color=_TEXT)
     rate.legend(loc="lower center", frameon=False)
@@ -56,7 +56,7 @@ def _plot_run(figure: Figure | SubFigure, results: Sequence[Result]) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     last = busy[0] if busy else running
     last.set_xlabel("seconds")
-    last.set_xlim(0, max(one.seconds for one in results))
+    last.set_xlim(0, max(result.seconds for result in results))
 
 
 def _plot_times(
@@ -64,13 +64,13 @@ def _plot_times(
 ) -> None:
     """Plot a histogram for each kind of time, with dashed lines at p50 and p99."""
     for axes, (name, found) in zip(figure.subplots(1, len(times), squeeze=False)[0], times.items(), strict=True):
-        for one, shown in zip(results, found, strict=True):
+        for result, shown in zip(results, found, strict=True):
             if shown is None:
                 continue
-            axes.stairs(shown.counts, shown.edges, color=_colour(one), linewidth=1.4, fill=False)
-            axes.stairs(shown.counts, shown.edges, color=_colour(one), alpha=0.15, fill=True)
-            for at in _percentiles(one, name):
-                axes.axvline(at, color=_colour(one), linewidth=1, linestyle=(0, (4, 3)))
+            axes.stairs(shown.counts, shown.edges, color=_colour(result), linewidth=1.4, fill=False)
+            axes.stairs(shown.counts, shown.edges, color=_colour(result), alpha=0.15, fill=True)
+            for at in _percentiles(result, name):
+                axes.axvline(at, color=_colour(result), linewidth=1, linestyle=(0, (4, 3)))
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0), numticks=6))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -79,17 +79,17 @@ def _plot_times(
         _style(axes, "requests" if name == next(iter(times)) else "")
 
 
-def _histogram(one: Result, name: str) -> Histogram | None:
-    found: Histogram | None = getattr(one.histograms, name, None)
+def _histogram(result: Result, name: str) -> Histogram | None:
+    found: Histogram | None = getattr(result.histograms, name, None)
     return found
 
 
-def _percentiles(one: Result, name: str) -> list[float]:
+def _percentiles(result: Result, name: str) -> list[float]:
     """Return p50 and p99 in seconds, without unknown ones."""
     found = {
-        "request": (one.latency_p50_s, one.latency_p99_s),
-        "first_token": (one.ttft_p50_s, one.ttft_p99_s),
-        "per_token": (_ms_to_seconds(one.per_token_p50_ms), _ms_to_seconds(one.per_token_p99_ms)),
+        "request": (result.latency_p50_s, result.latency_p99_s),
+        "first_token": (result.ttft_p50_s, result.ttft_p99_s),
+        "per_token": (_ms_to_seconds(result.per_token_p50_ms), _ms_to_seconds(result.per_token_p99_ms)),
     }[name]
     return [at for at in found if at is not None]
 
@@ -102,13 +102,13 @@ def _time(seconds: float, _: int = 0) -> str:
     return f"{seconds * 1e3:g} ms" if seconds < 1 else f"{seconds:g} s"
 
 
-def _colour(one: Result) -> str:
-    return _LINES[one.rep % len(_LINES)]
+def _colour(result: Result) -> str:
+    return _LINES[result.rep % len(_LINES)]
 
 
-def _label(one: Result) -> str:
-    label = f"repetition {one.rep}: {one.output_tok_s:,.0f} tokens/s"
-    return label if one.gpu_busy_share is None else f"{label}, device busy {one.gpu_busy_share:.1%}"
+def _label(result: Result) -> str:
+    label = f"repetition {result.rep}: {result.output_tok_s:,.0f} tokens/s"
+    return label if result.gpu_busy_share is None else f"{label}, device busy {result.gpu_busy_share:.1%}"
 
 
 def _style(axes: Axes, label: str) -> None:
