@@ -107,7 +107,7 @@ def test_tensors_of_another_process_on_the_gpu_are_read_in_place(tmp_path: Path,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sleep_gives_memory_to_the_driver_and_keeps_addresses_graphs_and_tokens(
+def test_sleep_releases_memory_and_keeps_addresses_graphs_and_tokens(
     directory: Path, tmp_path: Path, dtype: str
 ) -> None:
     def enlarge(weights: dict[str, torch.Tensor]) -> None:

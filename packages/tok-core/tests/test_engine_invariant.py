@@ -194,7 +194,7 @@ def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
         EngineConfig(model="m", batch_invariant="yes")  # type: ignore[arg-type]
 
 
-def test_on_a_gpu_quantised_weights_and_caches_experts_and_ranks_are_refused_by_name(tmp_path: Path) -> None:
+def test_settings_not_invariant_on_a_gpu_are_refused_by_name(tmp_path: Path) -> None:
     cuda, dense = torch.device("cuda"), QuantizationConfig()
     config = EngineConfig(model="m", batch_invariant=True)
     model, experts = (read_config(make_model(kind, tmp_path / kind)) for kind in ("llama", "mixtral"))

@@ -132,9 +132,7 @@ async def test_aborted_samples_keep_their_tokens_and_later_requests_wait(path: P
         assert_exact(path, await late.output(), 4)
 
 
-async def test_pause_and_resume_may_be_repeated_and_a_paused_engine_updates_without_resuming(
-    path: Path, tmp_path: Path
-) -> None:
+async def test_pauses_may_be_repeated_and_a_paused_engine_updates_its_weights(path: Path, tmp_path: Path) -> None:
     new = make_model("llama", tmp_path / "new", seed=1)
     async with running(path) as engine:
         await engine.resume()
@@ -168,7 +166,7 @@ async def test_cleared_cache_is_not_read_again_even_while_samples_run(path: Path
         assert_exact(path, await running_stream.output(), 300)
 
 
-async def test_replica_that_restarts_while_paused_is_paused_and_has_the_new_weights(path: Path, tmp_path: Path) -> None:
+async def test_replica_restarted_while_paused_is_paused_with_the_new_weights(path: Path, tmp_path: Path) -> None:
     new = make_model("llama", tmp_path / "new", seed=1)
     async with running(path, in_process=False, max_restarts=2) as engine:
         await engine.update_weights(str(new))

@@ -97,7 +97,7 @@ def kill_when_stalled(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}], ids=["one worker", "tp 2"])
-def test_a_killed_trainer_leaves_the_old_weights_and_another_one_may_follow(
+def test_killed_trainer_leaves_the_old_weights_and_another_may_follow(
     old: Path, new: Path, options: dict[str, Any]
 ) -> None:
     workers = options.get("tp", 1)
@@ -234,7 +234,7 @@ def test_a_tied_models_head_is_its_embedding(tmp_path: Path) -> None:
             assert tokens(engine) == expected(new)
 
 
-def test_tensors_held_in_a_pause_are_applied_when_complete_or_at_the_resume(old: Path, new: Path) -> None:
+def test_tensors_held_in_a_pause_are_applied_when_complete_or_at_resume(old: Path, new: Path) -> None:
     with cpu_engine(old) as engine:
         transfer, port = engine.weight_transfer, free_port()
         whole = announce(new)
@@ -273,9 +273,7 @@ def _lost(engine: Engine) -> bool:
     return not any(group.is_open for group in groups.values())
 
 
-def test_a_replica_that_restarts_after_such_an_update_waits_for_the_next_one(
-    old: Path, new: Path, tmp_path: Path
-) -> None:
+def test_replica_restarted_after_a_trainers_update_waits_for_the_next(old: Path, new: Path, tmp_path: Path) -> None:
     third = make_model("qwen2", tmp_path / "third", layers=4, seed=2)
     port, info, prompts = free_port(), announce(new), random_prompts((20,) * 16, seed=1)
     with Engine(EngineConfig(model=str(old), **SETTINGS, dp=2)) as engine:
@@ -356,7 +354,7 @@ def test_only_nccls_id_is_unpickled() -> None:
         read_unique_id(b"no pickle")
 
 
-def test_dropped_tensors_of_a_trainer_come_back_by_an_update_of_all(old: Path, new: Path) -> None:
+def test_dropped_tensors_of_a_trainer_are_restored_by_a_complete_update(old: Path, new: Path) -> None:
     port = free_port()
     with cpu_engine(old, enable_sleep_mode=True) as engine, trainer(port, 2, new, new) as process:
         transfer = engine.weight_transfer

@@ -154,7 +154,7 @@ def spoil(weights: dict[str, Tensor]) -> None:
     weights[DOWN][3, 5] = float("nan")
 
 
-def test_weights_are_rounded_again_and_what_cannot_be_rounded_is_refused(old: Path, new: Path, tmp_path: Path) -> None:
+def test_dense_weights_are_quantised_again_or_refused_if_not_finite(old: Path, new: Path, tmp_path: Path) -> None:
     broken = change_weights(copy_without(new, tmp_path / "broken"), spoil)
     with cpu_engine(new, quantization="fp8") as engine:
         rounded = tokens(engine)
@@ -202,9 +202,7 @@ def test_quantised_checkpoint_takes_weights_of_its_own_format(old: Path, new: Pa
         assert tokens(engine) == rounded
 
 
-def test_numbers_beyond_the_models_dtype_are_refused_before_anything_is_written(
-    old: Path, new: Path, tmp_path: Path
-) -> None:
+def test_values_beyond_the_models_dtype_are_refused_before_writing(old: Path, new: Path, tmp_path: Path) -> None:
     def enlarge(weights: dict[str, Tensor]) -> None:
         weights[DOWN][0, 0] = 1e6
 
@@ -246,7 +244,7 @@ def assert_same(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], one), name
 
 
-def test_running_samples_go_on_with_the_new_weights_and_say_from_which_token_on(old: Path, new: Path) -> None:
+def test_running_samples_continue_with_new_weights_and_record_the_token(old: Path, new: Path) -> None:
     prompt = PROMPTS[1]
     with cpu_engine(old) as engine:
         found = []
@@ -344,7 +342,7 @@ def fail_while_writing(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_replica_that_fails_while_writing_restarts_and_all_have_the_old_weights(
+def test_replica_that_fails_while_writing_restarts_with_the_old_weights(
     old: Path, new: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dp: int
 ) -> None:
     middle = copy_without(make_model("qwen2", tmp_path / "middle", layers=4, seed=2), tmp_path / "second")

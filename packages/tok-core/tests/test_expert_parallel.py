@@ -47,9 +47,7 @@ def assert_transformers_answers(engine: Engine, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_engines_give_tokens_and_logprobs_of_transformers_also_after_a_sleep_and_updates(
-    kind: str, tmp_path: Path
-) -> None:
+def test_engines_equal_transformers_also_after_a_sleep_and_updates(kind: str, tmp_path: Path) -> None:
     old, new = (make_model(kind, tmp_path / f"{seed}", seed=seed) for seed in range(2))
     settings: dict[str, Any] = {"kv_cache_tokens": 4096, "max_running": 16, "dtype": "float32", "device": "cpu"}
     settings |= ENGINES[kind]
@@ -72,7 +70,7 @@ def test_engines_give_tokens_and_logprobs_of_transformers_also_after_a_sleep_and
         assert 0 < stats["expert_mean_tokens"] < stats["expert_rank_max_tokens"] < stats["expert_max_tokens"]
 
 
-def test_quantised_experts_of_ranks_and_stages_give_the_tokens_of_their_dequantised_weights(tmp_path: Path) -> None:
+def test_quantised_experts_of_ranks_equal_their_dequantised_weights(tmp_path: Path) -> None:
     path, prompt = make_model("qwen3-moe", tmp_path / "model"), tokens_of(37)
     one_by_one = single(path, tmp_path / "single")
     schemes = [name for name, one in SCHEMES.items() if one.config["quant_method"] != "gptq"]
@@ -119,7 +117,7 @@ def whole_targets(model: CausalLM) -> dict[str, Any]:
     return {name: target for name, target in targets(model).items() if target.is_whole}
 
 
-def test_each_rank_refuses_what_has_no_place_on_any_rank_and_misses_only_its_own(tmp_path: Path) -> None:
+def test_each_rank_refuses_unknown_tensors_and_misses_only_its_own(tmp_path: Path) -> None:
     path = single(make_model("qwen3-moe", tmp_path / "stacked"), tmp_path / "single")
     models = [build(read_config(path), choose(CPU), CPU, torch.float32, coordinates) for coordinates in RANKS]
     for name in (EXPERT.format(12), EXPERT.format(9).replace("up_proj", "side_proj")):
@@ -159,7 +157,7 @@ def test_a_trainers_tensors_reach_the_rank_that_holds_the_expert(layout: str, tm
         ("qwen3", 2, "ep is True; allowed: false for a model without experts"),
     ],
 )
-def test_what_cannot_be_spread_is_refused_before_weights_are_read(
+def test_experts_that_ranks_cannot_divide_are_refused_early(
     kind: str, ranks: int, message: str, tmp_path: Path
 ) -> None:
     config = read_config(make_model(kind, tmp_path))
@@ -173,7 +171,7 @@ def test_workers_name_a_flag_that_they_refuse(tmp_path: Path) -> None:
         Engine(config)
 
 
-def test_experts_of_any_size_can_be_spread(tmp_path: Path) -> None:
+def test_experts_of_any_size_can_be_divided_among_ranks(tmp_path: Path) -> None:
     path = make_model("qwen2-moe", tmp_path / "model")
     config = read_config(changed(path, tmp_path / "odd", moe_intermediate_size=49))
     plan = ShardPlan.of(config, RankCoordinates(rank=1, ranks=2, ep=True))

@@ -49,7 +49,7 @@ def rounded_logits(path: Path, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "mistral", "mixtral"])
-def test_logits_equal_those_of_transformers_with_keys_and_values_rounded_alike(kind: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_with_equally_rounded_keys_and_values(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path / kind, layers=LAYERS)
     model, tokens = model_of(path), PROMPTS[0]
     sequences = Sequences(model, 2, 4, int8=True)
@@ -66,7 +66,7 @@ def test_logits_equal_those_of_transformers_with_keys_and_values_rounded_alike(k
     assert float((exact - expected).norm() / expected.norm()) > 0.003
 
 
-def test_greedy_tokens_are_those_of_attention_over_the_dequantised_integers(tmp_path: Path) -> None:
+def test_greedy_tokens_equal_attention_over_the_dequantised_integers(tmp_path: Path) -> None:
     path = make_model("llama3", tmp_path / "llama3", layers=LAYERS)
     with cpu_engine(path, kv_cache_dtype="int8", prefix_groups=True) as engine:
         outputs = engine.generate(PROMPTS, structs.replace(GREEDY, n=2))
@@ -93,7 +93,7 @@ def test_ranks_and_stages_scale_their_own_heads_and_layers(tmp_path: Path) -> No
     assert np.abs(np.subtract(found, expected)).mean() < 1e-3
 
 
-def test_answers_of_a_batch_invariant_engine_have_the_same_bits_however_they_are_computed(tmp_path: Path) -> None:
+def test_batch_invariant_answers_have_the_same_bits_in_every_schedule(tmp_path: Path) -> None:
     path, found = make_model("qwen3", tmp_path / "qwen3", layers=LAYERS), []
     scored = structs.replace(GREEDY, prompt_logprobs=0, logprobs=0)
     for options in ({}, {"max_step_tokens": 7, "max_running": 7}, {"prefix_groups": False, "page_size": 4}):
@@ -157,7 +157,7 @@ def test_a_forked_page_takes_its_scales_along(tmp_path: Path) -> None:
     assert torch.equal(state.token_scales[:, :, [0, 1, 3, 6, 7]], before[:, :, [0, 1, 3, 6, 7]])
 
 
-def test_int8_needs_no_scales_of_the_checkpoint_and_is_never_chosen_by_itself() -> None:
+def test_int8_cache_ignores_stored_scales_and_is_never_the_default() -> None:
     for quantization in (QuantizationConfig(), QuantizationConfig(kv_scales="head")):
         assert choose_cache_dtype("int8", torch.float32, quantization) == INT8
         assert choose_cache_dtype("auto", torch.float32, quantization) != INT8

@@ -69,7 +69,7 @@ def scaled_model(path: Path, coordinates: RankCoordinates = RankCoordinates()) -
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen2", "qwen3", "mistral"])
-def test_logits_equal_those_of_transformers_with_keys_and_values_rounded_alike(kind: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_with_equally_rounded_keys_and_values(kind: str, tmp_path: Path) -> None:
     plain = make_model(kind, tmp_path / "plain", layers=LAYERS)
     path = write_kv_scales(make_model(kind, tmp_path / "scaled", layers=LAYERS), scales_of())
     model = scaled_model(path)
@@ -124,7 +124,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
         ("unquantized", 0, ""),
     ],
 )
-def test_the_scales_of_a_checkpoint_count_unless_kv_cache_dtype_rules_them_out(
+def test_stored_scales_are_used_unless_kv_cache_dtype_rules_them_out(
     dtype: str, level: int, message: str, stored: Path, scored: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "tok_core"), cpu_engine(stored, kv_cache_dtype=dtype) as engine:

@@ -80,7 +80,7 @@ def test_counted_weights_of_a_quantised_model_are_those_of_the_built_one(scheme:
     check_counted_weights(write_quantized("llama-untied", tmp_path, scheme)[0], 1, 2)
 
 
-def test_model_larger_than_free_memory_is_refused_before_its_weights_are_opened(
+def test_model_larger_than_free_memory_is_refused_before_it_is_opened(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = json.loads((path / "config.json").read_text())

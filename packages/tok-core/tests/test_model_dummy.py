@@ -1,4 +1,4 @@
-"""Dummy weights sample EOS ids, and the successors of a Markov language, at the rates asked for."""
+"""Dummy weights sample EOS ids, and the successors of a Markov chain, with the requested probabilities."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_invalid_eos_probability_settings_are_named(given: dict[str, float], tol
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("llama-untied", "float32"), ("qwen3", "bfloat16")])
-def test_markov_language_has_the_probabilities_asked_for(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_markov_weights_have_the_requested_probabilities(kind: str, dtype: str, tmp_path: Path) -> None:
     path, p, end = make_model(kind, tmp_path, layers=2), 0.7, 0.05
     options = {"eos_probability": end, "markov_probability": p, "eos_temperature": 0.8}
     follows: dict[int, Counter[int]] = {}
@@ -131,7 +131,7 @@ def test_markov_language_has_the_probabilities_asked_for(kind: str, dtype: str, 
     assert len({counts.most_common(1)[0][0] for counts in often}) > 5
 
 
-def test_markov_language_needs_an_mlp(tmp_path: Path) -> None:
+def test_markov_weights_need_an_mlp(tmp_path: Path) -> None:
     config = dataclasses.replace(read_config(make_model("llama", tmp_path)), intermediate_size=8)
     with pytest.raises(InvalidField, match=r"markov_probability is 0\.5; allowed: none, because the last layer"):
         fill_dummy_weights(build(config, choose(CPU), CPU, torch.float32), markov_probability=0.5)

@@ -139,7 +139,7 @@ def test_experts_are_described_in_one_line(paths: dict[str, Path]) -> None:
     ]
 
 
-def test_divisors_of_the_experts_intermediate_size_are_the_numbers_of_ranks(tmp_path: Path) -> None:
+def test_number_of_ranks_divides_the_experts_intermediate_size(tmp_path: Path) -> None:
     path = make_model("qwen2-moe", tmp_path / "moe")
     config = json.loads((path / "config.json").read_text())
     for key, name in (("moe_intermediate_size", "experts'"), ("shared_expert_intermediate_size", "shared expert's")):

@@ -1,4 +1,4 @@
-"""`quantize_checkpoint` writes checkpoints that the engine loads and whose weights are the nearest of their format."""
+"""`quantize_checkpoint` writes checkpoints that the engine loads, with weights rounded to the nearest value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dense_weights(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_rounded_checkpoint_loads_with_the_errors_reported(scheme: str, shards: int, tmp_path: Path) -> None:
+def test_quantised_checkpoint_loads_with_the_errors_reported(scheme: str, shards: int, tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense", shards=shards), tmp_path / "rounded"
     reported = {tensor.name: tensor.error for tensor in quantize_checkpoint(path, out, scheme)}
     stored = {name: weight for file in path.glob("*.safetensors") for name, weight in load_file(file).items()}
@@ -64,7 +64,7 @@ def test_rounded_checkpoint_loads_with_the_errors_reported(scheme: str, shards: 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_rounded_weights_are_the_nearest_that_their_scales_allow(scheme: str, tmp_path: Path) -> None:
+def test_quantised_weights_are_the_nearest_that_their_scales_allow(scheme: str, tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
     assert list(quantize_checkpoint(path, out, scheme))
     name = "model.layers.1.mlp.down_proj.weight"
@@ -123,7 +123,7 @@ def test_config_and_tensors_are_written_as_other_engines_read_them(
     assert {name: (tensor.dtype, *tensor.shape) for name, tensor in found.items()} == tensors
 
 
-def test_model_that_cannot_be_rounded_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_model_that_cannot_be_quantised_is_refused_before_writing(tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "out"
     with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128, int4-g64"):
         next(quantize_checkpoint(path, out, "int3"))

@@ -74,7 +74,7 @@ def test_engine_of_two_stages_of_two_ranks_rounds_while_loading(tmp_path: Path) 
     assert [one.outputs[0].token_ids for one in outputs] == expected
 
 
-def test_blocks_that_transformers_rounds_have_the_logits_of_its_dequantised_weights(tmp_path: Path) -> None:
+def test_blocks_quantised_by_transformers_equal_its_dequantised_weights(tmp_path: Path) -> None:
     path, dequantised = (make_model("qwen3", tmp_path / name) for name in ("fp8", "dequantised"))
     quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=BLOCK))
     stored = load_file(path / "model.safetensors")

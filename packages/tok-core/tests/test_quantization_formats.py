@@ -265,7 +265,7 @@ def test_corrupt_tensor_is_refused_by_its_name(
         ),
     ],
 )
-def test_tensors_of_another_format_than_the_config_names_are_refused_with_both(
+def test_tensors_of_another_format_than_configured_name_both_formats(
     stored: str | None, named: str | None, message: str, tmp_path: Path
 ) -> None:
     path = write_quantized("llama", tmp_path, stored or "int8")[0 if stored else 1]

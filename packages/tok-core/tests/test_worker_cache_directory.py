@@ -1,4 +1,4 @@
-"""A cache directory keeps kernels apart by GPU, driver and versions; a part that cannot be written to is copied."""
+"""A cache directory has a subdirectory for each combination of GPU, driver and versions; a read-only one is copied."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def filled(directory: Path, key: dict[str, str]) -> CacheDirectory:
     return cache
 
 
-def test_each_gpu_and_version_has_a_part_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_gpu_and_version_has_its_own_subdirectory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "kernels"
     first = filled(directory, H200)
     assert first.path is not None
@@ -54,9 +54,7 @@ def test_each_gpu_and_version_has_a_part_of_its_own(tmp_path: Path, caplog: pyte
     )
 
 
-def test_libraries_use_the_subdirectory_and_load_built_modules_once_it_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_use_the_subdirectory_and_its_built_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tok_kernels.attention.flashinfer import wrappers
 
@@ -72,7 +70,7 @@ def test_libraries_use_the_subdirectory_and_load_built_modules_once_it_is_comple
     assert wrappers._load_built
 
 
-def test_part_that_cannot_be_written_to_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_subdirectory_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = filled(tmp_path, H200)
     monkeypatch.setattr(cache_directory, "_copies", [])
     with monkeypatch.context() as patch:
@@ -104,7 +102,7 @@ def test_directory_that_cannot_be_used_is_ignored_with_one_line(
     assert line.startswith("cache_dir is ignored: ")
 
 
-def test_cache_directory_is_refused_on_a_cpu_and_nothing_changes_without_one(tmp_path: Path) -> None:
+def test_cache_directory_is_optional_and_refused_on_a_cpu(tmp_path: Path) -> None:
     config = EngineConfig(model="any", cache_dir=str(tmp_path))
     with pytest.raises(InvalidField, match=r"cache_dir .* only on a GPU"):
         CacheDirectory.of(config, torch.device("cpu"))

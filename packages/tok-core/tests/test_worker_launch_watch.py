@@ -1,4 +1,4 @@
-"""Launches that take ten times as long as usual are logged, at most once a minute, with what is known of the cause."""
+"""Launches that take ten times as long as usual are logged, at most once a minute, with hints at the cause."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_launches_of_graphs_and_of_kernels_have_usual_times_of_their_own(caplog:
     assert line.endswith("kernels built: none")
 
 
-def test_launches_are_not_judged_by_few_others_nor_if_they_are_short(caplog: pytest.LogCaptureFixture) -> None:
+def test_short_launches_and_the_first_ones_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     watch = LaunchWatch()
     launch(watch, 0.001, MIN_LAUNCHES - 1)
     launch(watch, 1.0)

@@ -161,7 +161,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("gpu_like")
-def test_without_prefix_groups_no_cascade_attention_is_compiled_or_captured(small: EngineConfig) -> None:
+def test_without_prefix_groups_no_cascade_kernel_is_compiled_or_captured(small: EngineConfig) -> None:
     alone = msgspec.structs.replace(small, prefix_groups=False)
     few, many = ({(one.name, one.arguments[0]) for one in start_variants(config, 90)} for config in (alone, small))
     assert few < many

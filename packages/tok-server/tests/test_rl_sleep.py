@@ -96,7 +96,7 @@ def test_vllm_updates_between_weights_and_kv_cache(restored: Server, new_model: 
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_mode_says_what_becomes_of_open_requests(restored: Server, tiny_model: Path, mode: str) -> None:
+def test_mode_decides_what_happens_to_open_requests(restored: Server, tiny_model: Path, mode: str) -> None:
     answers: list[Answer] = []
     thread = start(restored, answers)
     assert post(restored, "/sleep" if mode == "abort" else f"/sleep?mode={mode}").status == 200

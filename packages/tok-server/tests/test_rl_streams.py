@@ -55,7 +55,7 @@ def without_latency(generation: Any) -> Any:
     return generation
 
 
-def test_sglang_streams_a_sample_with_all_so_far(rl_server: Server) -> None:
+def test_sglang_streams_the_whole_sample_so_far_in_each_event(rl_server: Server) -> None:
     for fields in (
         {},
         {"return_logprob": True},
@@ -102,7 +102,7 @@ def test_sglang_only_caches_a_prompt(rl_server: Server) -> None:
     assert event["output_ids"] == []
 
 
-def test_sglang_tells_about_the_model(rl_server: Server) -> None:
+def test_sglang_reports_the_model(rl_server: Server) -> None:
     for path in ("/model_info", "/get_model_info"):
         found: Any = rl_server.call("GET", path).json()
         assert (found["served_model_name"], found["is_generation"]) == ("tiny", True)

@@ -83,7 +83,7 @@ def test_a_second_trainer_waits_for_the_first_one_and_may_follow_its_death(
     assert tokens(server) == expected(new_model)
 
 
-def test_a_second_session_drops_with_a_warning_what_the_first_one_has_staged(
+def test_second_session_drops_the_tensors_of_the_first_with_a_warning(
     restored: Server, new_model: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, info, port = restored, {"update_info": update_info(weights(new_model))}, free_port()

@@ -280,14 +280,9 @@ class ReplicaSet:
     def stats(self) -> dict[str, float]:
         """Return `Stats` summed over replicas and restarts, and `restarts`, `replicas` and `replicas_ready`."""
         with self._changed:
-            stats = sum_stats(record.stats() for record in self.records)
+            stats = msgspec.structs.asdict(sum_stats(record.stats() for record in self.records))
             restarts, ready = sum(record.restarts for record in self.records), len(self.ready())
-        return {
-            **msgspec.structs.asdict(stats),
-            "restarts": restarts,
-            "replicas": len(self.records),
-            "replicas_ready": ready,
-        }
+        return {**stats, "restarts": restarts, "replicas": len(self.records), "replicas_ready": ready}
 
     def replica_stats(self) -> list[dict[str, float]]:
         """Return `Stats` of each replica, summed over its restarts, its `restarts`, and `ready` as 1 or 0."""
