@@ -51,7 +51,7 @@ def test_floor_of_stages_adds_up_to_that_of_the_model(tmp_path: Path) -> None:
     whole, stages, ranks = floor_of(path), floor_of(path, pp=2), floor_of(path, tp=2)
     assert stages.weights == whole.weights
     assert whole.weights / 2 <= ranks.weights < 0.6 * whole.weights
-    assert ranks.kv_bytes < 0.6 * whole.per_position
+    assert ranks.kv_bytes < 0.6 * whole.kv_bytes
 
 
 def test_floor_counts_the_experts_that_rows_are_expected_to_choose(tmp_path: Path) -> None:
