@@ -73,7 +73,7 @@ def conversations() -> str:
     caches: list[dict[int, int]] = [{} for _ in range(4)]  # cached tokens, by replica and conversation
     order = rng.permutation(np.repeat(np.arange(200), 8)).tolist()
     for rid, which in enumerate(order):
-        asked = routes.ask(rid, turns[which], SamplingParams(max_tokens=200, ignore_eos=True), 10_000)
+        asked = routes.routing_request(rid, turns[which], SamplingParams(max_tokens=200, ignore_eos=True), 10_000)
         ((replica, _),) = routes.assign(asked, range(1), range(4), split=False)
         cached, total = cached + caches[replica].get(which, 0), total + len(turns[which])
         caches[replica][which] = len(turns[which])
@@ -89,7 +89,7 @@ def loads(requests: int, n: int, spread: float) -> str:
     for rid in range(requests):
         prompt, output = np.clip(rng.lognormal(np.log([300, 200]), spread), 16, 8000).astype(int).tolist()
         params = SamplingParams(n=n, max_tokens=output, ignore_eos=True)
-        asked = routes.ask(rid, rng.integers(0, 50_000, prompt, np.int32), params, 10_000)
+        asked = routes.routing_request(rid, rng.integers(0, 50_000, prompt, np.int32), params, 10_000)
         for replica, samples in routes.assign(asked, range(n), range(4), split=True):
             work[replica] += prompt + len(samples) * output
     return f"the busiest replica has {work.max() / work.mean():.2f} times the mean work"
@@ -101,7 +101,7 @@ def routing() -> None:
     add = ReplicaLoad.add
     tokens = (ReplicaLoad, "add", lambda load, rid, prompt, samples, each: add(load, rid, 0, 1, 1))
     compare("400 requests", partial(loads, 400, 1, 1.3), tokens=tokens)
-    compare("1 of 1,024", partial(loads, 1, 1024, 0.0), splits=(router, "_too_much", lambda *_: False))
+    compare("1 of 1,024", partial(loads, 1, 1024, 0.0), splits=(router, "_overloads", lambda *_: False))
 
 
 def follow_answers(compiled: Compiled, end: int) -> str:
@@ -230,7 +230,7 @@ def server(case: str) -> None:
 
     cases: dict[str, tuple[object, str, object]] = {
         "as_it_is": (os, "name", os.name),
-        "settle": (event_loop, "settle", lambda: None),
+        "freeze_gc_heap": (event_loop, "freeze_gc_heap", lambda: None),
         "uvloop": (event_loop, "new_event_loop", asyncio.new_event_loop),
         "on_loop": (answers, "MAX_LOOP_BYTES", -1),
     }

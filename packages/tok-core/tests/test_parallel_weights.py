@@ -55,7 +55,7 @@ def test_loaded_shards_are_slices_of_the_whole_checkpoint(kind: str, stages: int
 def test_dummy_weight_shards_are_slices_of_the_whole_model(
     tied: bool, stages: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tok_core.models.weights.dummy_weights.BLOCK", 1000)  # several blocks a tensor
+    monkeypatch.setattr("tok_core.models.weights.dummy_weights.MAX_BLOCK_ENTRIES", 1000)  # several blocks a tensor
     path = make_model("llama", tmp_path, layers=3, vocab_size=514, tied=tied)
     whole, shares = share_of(path), [share_of(path, coordinates) for coordinates in all_coordinates(stages, ranks)]
     for model in (whole, *shares):
