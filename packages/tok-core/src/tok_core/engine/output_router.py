@@ -90,7 +90,7 @@ def _streamed_tokens(progress: Progress, rids: list[int], which: Int64, each_tok
     rows = np.flatnonzero(is_streamed[which])
     rows = rows[np.argsort(which[rows], kind="stable")]
     stops = np.searchsorted(which[rows], np.flatnonzero(is_streamed), side="right").tolist()
-    streamed = (rid for rid in rids if rid in each_token)
+    streamed = (rid for rid, included in zip(rids, is_streamed.tolist(), strict=True) if included)
     return StreamedTokens(
         progress.sample[rows].tolist(),
         progress.token[rows].tolist(),

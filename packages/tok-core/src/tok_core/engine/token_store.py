@@ -228,7 +228,9 @@ def detokenise_finished(
                 texts[index] = _whole_text_or_error(end, ids[index], tokenizer, whole_text[end.rid])
     by_rid: dict[int, FinishedTexts] = {}
     for end, token_ids, text in zip(ends, ids, texts, strict=True):
-        finished = by_rid.setdefault(end.rid, FinishedTexts([], []))
+        finished = by_rid.get(end.rid)
+        if finished is None:
+            finished = by_rid[end.rid] = FinishedTexts([], [])
         finished.token_ids.append(token_ids)
         finished.texts.append(text)
     return by_rid
