@@ -185,7 +185,7 @@ def test_experts_of_8_bits_quantise_the_activations_of_large_steps(
     expected = exact(x_TN, routing, weights, quantized)
     found = TritonBackend().fused_experts(x_TN, routing, weights).double()
     # Tensor cores add float8 products with 14 bits, after which a few gated activations become another float8 number.
-    tolerance, effect = (0.01, 0.08) if values.is_floating_point else (0.002, 0.015)
+    tolerance, effect = (0.01, 0.02) if values.is_floating_point else (0.002, 0.006)
     assert (found - expected).norm() < tolerance * expected.norm()
     assert (exact(x_TN, routing, weights) - expected).norm() > effect * expected.norm()
 

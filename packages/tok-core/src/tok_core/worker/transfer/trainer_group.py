@@ -8,8 +8,8 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -129,19 +129,30 @@ class TrainerGroup:
 
 
 def _nccl(store: Store, rank: int, size: int) -> dist.ProcessGroupNCCL:
-    """Return an NCCL group whose errors are reported here; torch's watchdog would end the process."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
+    """Return an NCCL group whose failures are reported by `TrainerGroup` alone.
+
+    torch's watchdog would end the process, and its monitor would log an error every second once the trainer's store is
+    gone, since it looks there for a request to dump its records.
+    """
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_DUMP_ON_TIMEOUT="0"):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables within this context."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _own_address(address: str, port: int) -> str:
