@@ -247,7 +247,7 @@ def launch_all() -> None:
         rotate_and_write(head_dim, cache_dtype)
     rotate_and_write(64, FP8, scaled=True)
     read_and_write_int8()
-    for tokens in (1, 64):
+    for tokens in (1, 16, 64, 1024):
         multiply(tokens)
     for tokens in (1, 16, 64, 1024):
         multiply_8_bits(tokens, FP8)

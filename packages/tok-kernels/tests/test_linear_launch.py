@@ -1,4 +1,4 @@
-"""Tests of launch configurations of one-token linear layers, for the shapes of real models and any other."""
+"""Tests of launch configurations of linear layers of one or few tokens, for the shapes of real models and any other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
+from tok_kernels.linear.triton_config import (
+    MAX_SPLIT_TILES,
+    FewRowsLaunch,
+    LinearLaunch,
+    few_rows,
+    few_rows_launch,
+    linear_launch,
+    streams,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +53,39 @@ def test_streaming_needs_one_token_and_inputs_in_multiples_of_eight() -> None:
     assert not streams(0, 8)
     assert not streams(1, 12)
     assert not streams(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lines", "inputs", "launch"),
+    [
+        (2, 3072, 2048, FewRowsLaunch(64, 128, 4, 6, 16, splits=2, prefetch=256)),  # Llama-3.2-1B: qkv, o, down
+        (16, 2048, 2048, FewRowsLaunch(64, 128, 4, 6, 16, splits=4, prefetch=256)),
+        (17, 2048, 8192, FewRowsLaunch(64, 128, 4, 5, 32, splits=4, prefetch=256)),
+        (4, 28672, 4096, FewRowsLaunch(64, 128, 4, 6, 16, prefetch=256)),  # Llama-3.1-8B: gate and up, LM head
+        (64, 128256, 4096, FewRowsLaunch(128, 128, 8, 3, 64, prefetch=256)),
+        (8, 64, 80, FewRowsLaunch(64, 128, 4, 6, 16, prefetch=256)),
+    ],
+)
+def test_few_rows_launch_of_known_shapes_comes_from_the_table(
+    tokens: int, lines: int, inputs: int, launch: FewRowsLaunch
+) -> None:
+    assert few_rows_launch(tokens, lines, inputs) == launch
+
+
+@given(st.integers(1, 64), st.integers(1, 1 << 18), st.integers(1, 1 << 15), st.sampled_from([8, 16]))
+def test_few_rows_launch_of_any_shape_covers_its_tokens(tokens: int, lines: int, inputs: int, bits: int) -> None:
+    launch = few_rows_launch(tokens, lines, inputs, bits=bits)
+    assert tokens <= launch.tokens
+    assert launch.splits == 1 or launch.splits * -(-lines // launch.lines) <= MAX_SPLIT_TILES
+    assert launch.splits <= -(-inputs // launch.block)
+
+
+def test_few_rows_need_up_to_64_tokens_or_32_of_narrow_weights() -> None:
+    assert few_rows(2, 2048, 2048)
+    assert few_rows(32, 2048, 2048)
+    assert not few_rows(33, 2048, 2048)
+    assert few_rows(64, 16384, 2048)
+    assert not few_rows(65, 16384, 2048)
+    assert not few_rows(0, 2048, 2048)
+    assert not few_rows(2, 2048, 2044)
+    assert not few_rows(2, 2048, 0)

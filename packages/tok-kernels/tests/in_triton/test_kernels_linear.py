@@ -15,13 +15,20 @@ from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.linear.reference import gated_linear as plain_gated_linear
 from tok_kernels.linear.reference import linear as plain_linear
 from tok_kernels.linear.triton import gated_linear, launch_stream, linear
-from tok_kernels.linear.triton_config import MAX_STREAM_TOKENS, LinearLaunch
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_STREAM_TOKENS, FewRowsLaunch, LinearLaunch
+from tok_kernels.linear.triton_few_rows import launch_few_rows
 
 reference = ReferenceBackend()
 
 # The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
-TOKENS = (*range(1, MAX_STREAM_TOKENS + 1), MAX_STREAM_TOKENS + 1)
+TOKENS = (1, MAX_STREAM_TOKENS + 1, MAX_FEW_ROWS + 1)  # a kernel of one token, one of few, and torch
+FEW_ROWS = [
+    FewRowsLaunch(64, 64, 4, 3),
+    FewRowsLaunch(16, 128, 1, 2, tokens=32),
+    FewRowsLaunch(32, 64, 2, 3, splits=3, prefetch=128),
+    FewRowsLaunch(64, 64, 4, 2, tokens=32, splits=7, prefetch=64),  # more splits than blocks of inputs
+]
 
 
 @outside
@@ -113,6 +120,28 @@ def test_every_launch_config_equals_a_float64_matmul(launch: LinearLaunch, devic
     assert_near(gated, exact_gated(x, weight, None, norm), x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [2, 16, 39])
+@pytest.mark.parametrize("launch", FEW_ROWS)
+def test_every_launch_of_few_rows_equals_a_float64_matmul(
+    launch: FewRowsLaunch, tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = noise(tokens, 328, dtype=dtype, device=device), matrix(142, 328, dtype, device)
+    bias, residual = (noise(size, 142, dtype=dtype, device=device) for size in (1, tokens))
+    for one in (None, bias[0]):
+        gated = launch_few_rows(launch, x, weight, one, None, gated=True)
+        assert_near(gated, exact_gated(x, weight, one, None), x)
+    expected = exact(x, weight, bias[0], None) + residual.double()
+    assert_near(launch_few_rows(launch, x, weight, bias[0], residual, gated=False), expected, x)
+
+
+@pytest.mark.parametrize("launch", FEW_ROWS)
+def test_few_rows_have_equal_bits_in_every_launch(launch: FewRowsLaunch, device: torch.device) -> None:
+    x, weight = noise(20, 328, dtype=torch.float16, device=device), matrix(142, 328, torch.float16, device)
+    once, *others = (launch_few_rows(launch, x, weight, None, None, gated=False) for _ in range(4))
+    assert all(torch.equal(once, other) for other in others)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("parts", ["norm", "bias norm"])
 def test_linear_with_a_norm_computes_in_the_dtype_of_the_weight(parts: str, tokens: int, device: torch.device) -> None:
@@ -178,7 +207,7 @@ def test_linear_refuses_mismatched_shapes_and_dtypes(device: torch.device) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", [*TOKENS, 17, 64])
 @pytest.mark.parametrize(("hidden_size", "intermediate"), [(4096, 14336), (3072, 8192), (2560, 9728), (3584, 18944)])
 def test_linear_layers_of_model_size_in_a_graph_equal_a_float64_matmul(
     hidden_size: int, intermediate: int, tokens: int

@@ -208,8 +208,8 @@ class DecodeGraphs:
         return hidden
 
     def _sample(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:
-        state, slot = self._state, put["slots"].long()
-        batch = replace(sampling_batch(state, slot), shards=self._model.shards)
+        state = self._state
+        batch = replace(sampling_batch(state, put["slots"]), shards=self._model.shards)
         sampled = self._backend.sample(self._model.logits(hidden), batch)
         return self._backend.record_sampled_tokens(put["slots"], sampled.token, sampled.logprob, state.columns)
 

@@ -34,11 +34,12 @@ def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
 
 def sampling_batch(state: WorkerState, slot_R: Tensor) -> SamplingBatch:
     """Return the parameters that every sampled row has; callers add those of single rows with `replace`."""
+    seed, sample, position = state.random_keys.index_select(1, slot_R)
     return SamplingBatch(
-        temperature=state.sampling["temperature"][slot_R],
-        seed=state.sampling["seed"][slot_R],
-        sample=state.sample[slot_R],
-        position=state.columns.length[slot_R],
+        temperature=state.sampling["temperature"].index_select(0, slot_R),
+        seed=seed,
+        sample=sample,
+        position=position,
         processed=state.processed_logprobs,
     )
 

@@ -72,9 +72,12 @@ class WorkerState:
             LayerCache(*kv, *of_heads, *of_tokens)
             for kv, of_heads, of_tokens in zip(self.kv, head_scales, token_scales, strict=True)
         ]
+        # One gather reads all that a row's random numbers depend on: seed, sample and position.
+        self.random_keys = torch.zeros((3, slots + 1), dtype=torch.int64, device=device)
+        seed, self.sample, length = self.random_keys
         self.columns = SlotColumns(
             last_token=self._column(torch.int64),
-            length=self._column(torch.int64),
+            length=length,
             ended=self._column(torch.int32),
             eos_from_position=self._column(torch.int64),
             page_table=torch.zeros((slots + 1, pages_per_slot), dtype=torch.int32, device=device),
@@ -85,8 +88,8 @@ class WorkerState:
         )
         self.columns.ended[slots] = 1
         self.prompt_len = self._column(torch.int64)
-        self.sample = self._column(torch.int64)
         self.sampling = {name: self._column(getattr(torch, column.dtype)) for name, column in DEVICE_COLUMNS.items()}
+        self.sampling["seed"] = seed
         # The bias table is empty until requests need it, and widens as they do.
         self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
@@ -112,8 +115,7 @@ class WorkerState:
         for i, shared in enumerate(step.shared):
             self.columns.page_table[put[f"shared_slot_{i}"].long(), : len(shared.page)] = put[f"shared_page_{i}"]
         if len(step.page_slot):
-            slot, index = put["page_slot"].long(), put["page_index"].long()
-            self.columns.page_table[slot, index] = put["page_id"]
+            self.columns.page_table[put["page_slot"], put["page_index"]] = put["page_id"]
         if len(step.copy_src):
             self._copy_pages(put["copy_src"].long(), put["copy_dst"].long())
 
@@ -200,7 +202,9 @@ _COLUMNS = (
 
 def changes(step: StepInput) -> dict[str, np.ndarray]:
     """Return the arrays that `apply` needs, by name; only non-empty ones."""
-    arrays = {name: getattr(step, name) for name in ("page_slot", "page_index", "page_id", "copy_src", "copy_dst")}
+    arrays = {name: getattr(step, name) for name in ("page_id", "copy_src", "copy_dst")}
+    # Indices of 64 bits, which the device need not convert.
+    arrays |= {name: getattr(step, name).astype(np.int64) for name in ("page_slot", "page_index")}
     for i, shared in enumerate(step.shared):
         arrays |= {f"shared_slot_{i}": shared.slot, f"shared_page_{i}": shared.page}
     if step.new is not None:

@@ -1,4 +1,7 @@
-"""Compute linear layers: one token by a kernel fused with norm, activation and residual addition, others by torch."""
+"""Compute linear layers: one token and few tokens by kernels of their own, others by torch.
+
+These kernels are fused with activation and residual addition, and that of one token with the norm.
+"""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
-from tok_kernels.launch_config import pdl_options
+from tok_kernels.launch_config import pdl_options, supports_pdl
 from tok_kernels.linear.quantized_weights import ScaledWeight
 from tok_kernels.linear.reference import matmul
-from tok_kernels.linear.triton_config import LinearLaunch, linear_launch, streams
+from tok_kernels.linear.triton_config import LinearLaunch, few_rows, few_rows_launch, linear_launch, streams
+from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_stream import stream_linear_kernel
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
@@ -36,6 +40,9 @@ def linear(
         launch = linear_launch(outputs, x_TK.shape[1], gated=False)
         return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
+    if _few_rows(x_TK, weight_NK):
+        few = few_rows_launch(len(x_TK), outputs, x_TK.shape[1])
+        return launch_few_rows(few, x_TK, weight_NK, bias_N, residual_TN, gated=False)
     return matmul(x_TK, weight_NK, bias_N, residual_TN)
 
 
@@ -56,7 +63,11 @@ def gated_linear(
     if _streams(x_TK, gate_up_FK):
         launch = linear_launch(gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
         return launch_stream(launch, x_TK, gate_up_FK, bias_F, norm, None, gated=True)
-    return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
+    x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, gate_up_FK.dtype)
+    if _few_rows(x_TK, gate_up_FK):
+        few = few_rows_launch(len(x_TK), *gate_up_FK.shape)
+        return launch_few_rows(few, x_TK, gate_up_FK, bias_F, None, gated=True)
+    return silu_and_mul(matmul(x_TK, gate_up_FK, bias_F, None))
 
 
 def launch_stream(
@@ -104,8 +115,18 @@ def launch_stream(
 
 
 def _streams(x_TK: Tensor, weight: Tensor) -> bool:
-    short = {x_TK.dtype, weight.dtype} <= {torch.float16, torch.bfloat16}
-    return short and weight.is_contiguous() and streams(*x_TK.shape)
+    return _short(x_TK, weight) and streams(*x_TK.shape)
+
+
+def _few_rows(x_TK: Tensor, weight: Tensor) -> bool:
+    # The launches need the shared memory of Hopper GPUs. Under Triton's interpreter any will do.
+    runs = supports_pdl(x_TK.device) or x_TK.device.type == "cpu"
+    return runs and _short(x_TK, weight) and few_rows(len(x_TK), *weight.shape)
+
+
+def _short(x_TK: Tensor, weight: Tensor) -> bool:
+    """Return whether kernels of 16-bit numbers take these operands."""
+    return {x_TK.dtype, weight.dtype} <= {torch.float16, torch.bfloat16} and weight.is_contiguous()
 
 
 def check_linear(

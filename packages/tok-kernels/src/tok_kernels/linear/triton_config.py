@@ -9,8 +9,9 @@ from tok_kernels.linear.quantized_weights import PackedWeight
 
 # Maximum tokens for the fused kernel. For more, torch's GEMM is as fast or faster, since it uses tensor cores.
 MAX_STREAM_TOKENS = 1
-# Maximum tokens for the kernel of 8-bit weights with tensor cores. For more, cuBLAS is as fast or faster.
+# Maximum tokens for the kernel of few rows, which reads the weight once. For more, cuBLAS is as fast or faster.
 MAX_FEW_ROWS = 64
+MAX_SPLIT_TILES = 1024  # tiles of a GEMM whose inputs are divided among programs
 VECTOR = 8  # elements of 16 bits that a thread loads at once; torch computes other inputs than multiples of it
 _MIN_BLOCK = 64  # inputs
 
@@ -33,18 +34,24 @@ class LinearLaunch:
 
 @dataclass(frozen=True, slots=True)
 class FewRowsLaunch:
-    """Launch configuration of the tensor-core kernel for few tokens and weights of 8 bits.
+    """Launch configuration of the tensor-core kernel for few tokens.
 
-    rows    outputs of a program
-    block   inputs that it reads at a time
-    warps   Triton's num_warps
-    stages  Triton's num_stages
+    lines     rows of the weight of a program; of a gated GEMM, one half are gates
+    block     inputs that it reads at a time
+    warps     Triton's num_warps
+    stages    Triton's num_stages
+    tokens    tokens of a program
+    splits    parts that the inputs are divided into, each with programs of its own
+    prefetch  inputs whose weights are read into the L2 cache before the predecessor ends; 0: none
     """
 
-    rows: int
+    lines: int
     block: int
     warps: int
     stages: int
+    tokens: int = 16
+    splits: int = 1
+    prefetch: int = 0
 
 
 # (maximum outputs, maximum inputs, launch); the first entry that fits applies. A gated GEMM reads two rows of weights
@@ -62,11 +69,20 @@ _GATED = ((_ANY, 2048, LinearLaunch(2, 1024, 4)), (_ANY, _ANY, LinearLaunch(2, 2
 MAX_CHAIN_TOKENS = 16  # for more, cuBLASLt without split-K is as fast or faster, except for long weights
 _MAX_LONG_CHAIN_TOKENS = 64  # with a weight of at least `_LONG` times as many inputs as outputs
 _LONG = 4
-_CHAIN, _CHAIN_GATED = FewRowsLaunch(64, 256, 4, 4), FewRowsLaunch(64, 128, 4, 4)
+_CHAIN, _CHAIN_GATED = FewRowsLaunch(64, 256, 4, 4), FewRowsLaunch(128, 128, 4, 4)
 _CHAIN_FEW_OUTPUTS, _MAX_FEW_OUTPUTS = FewRowsLaunch(16, 512, 2, 4), 4096
 
-FEW_ROWS = FewRowsLaunch(64, 256, 4, 6)
-FEW_ROWS_GATED = FewRowsLaunch(64, 256, 4, 4)  # rows of the gate, and as many of its up projection
+# Launches of the kernel of few rows by the maximum number of tokens, measured on an H100. Of the first two, one program
+# fits a multiprocessor, so that the programs of a kernel that starts early are spread evenly.
+_FEW_ROWS = (
+    (16, FewRowsLaunch(64, 128, 4, 6, 16, prefetch=256)),
+    (32, FewRowsLaunch(64, 128, 4, 5, 32, prefetch=256)),
+    (64, FewRowsLaunch(128, 128, 8, 3, 64, prefetch=256)),
+)
+_FEW_ROWS_8_BITS, _FEW_ROWS_8_BITS_WIDE = FewRowsLaunch(64, 256, 4, 6), FewRowsLaunch(128, 256, 4, 4)
+_FULL_GPU = 132  # programs
+_MAX_SPLITS = 8
+_MAX_NARROW_TOKENS, _WIDE = 32, 16384  # for more tokens, cuBLAS is faster for weights of fewer rows
 
 
 def linear_launch(outputs: int, inputs: int, *, gated: bool) -> LinearLaunch:
@@ -88,6 +104,25 @@ def streams(tokens: int, inputs: int) -> bool:
 def chains(tokens: int, outputs: int, inputs: int) -> bool:
     """Return whether the batch-invariant kernel for few tokens computes a GEMM of this size; else cuBLASLt does."""
     return 0 < tokens <= (_MAX_LONG_CHAIN_TOKENS if inputs >= _LONG * outputs else MAX_CHAIN_TOKENS)
+
+
+def few_rows_launch(tokens: int, lines: int, inputs: int, *, bits: int = 16) -> FewRowsLaunch:
+    """Return the launch of the kernel of few rows for a weight of `lines` rows and `inputs` columns.
+
+    Programs divide the inputs of few outputs among them, as long as the GPU is not full.
+    """
+    launch = next(launch for most, launch in _FEW_ROWS if tokens <= most)
+    if bits == 8:
+        launch = replace(_FEW_ROWS_8_BITS_WIDE if lines >= _WIDE else _FEW_ROWS_8_BITS, tokens=launch.tokens)
+    launch = replace(launch, block=max(min(launch.block, power_of_two(inputs)), _MIN_BLOCK))
+    splits = min(_FULL_GPU // -(-lines // launch.lines), -(-inputs // launch.block), _MAX_SPLITS)
+    return replace(launch, splits=max(1, splits))
+
+
+def few_rows(tokens: int, lines: int, inputs: int) -> bool:
+    """Return whether the kernel of few rows computes a GEMM of 16-bit numbers of this size; otherwise torch does."""
+    fits = 0 < tokens <= (MAX_FEW_ROWS if lines >= _WIDE else _MAX_NARROW_TOKENS)
+    return fits and inputs > 0 and inputs % VECTOR == 0
 
 
 def chain_launch(outputs: int, inputs: int, *, gated: bool) -> FewRowsLaunch:

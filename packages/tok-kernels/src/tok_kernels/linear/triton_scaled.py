@@ -14,16 +14,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton import check_linear, gated_linear, launch_stream, linear
-from tok_kernels.linear.triton_config import FEW_ROWS, FEW_ROWS_GATED, MAX_FEW_ROWS, scaled_stream_launch, streams
-from tok_kernels.linear.triton_few_rows import few_rows_kernel
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, few_rows_launch, scaled_stream_launch, streams
+from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, quantize_rows
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 
@@ -53,7 +51,8 @@ def scaled_linear(
         return launch_stream(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
     rows = quantize_rows(x_TK, weight, norm)
     if len(x_TK) <= MAX_FEW_ROWS and weight.group is None:
-        return _few_rows(rows, weight, bias_N, residual_TN, gated=False)
+        few = few_rows_launch(len(x_TK), *weight.values_NK.shape, bits=8)
+        return launch_few_rows(few, rows, weight, bias_N, residual_TN, gated=False)
     return _product(rows, weight, bias_N, residual_TN)
 
 
@@ -74,7 +73,8 @@ def scaled_gated_linear(
         return launch_stream(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
     rows = quantize_rows(x_TK, gate_up, norm)
     if len(x_TK) <= MAX_FEW_ROWS and gate_up.group is None:
-        return _few_rows(rows, gate_up, bias_F, None, gated=True)
+        few = few_rows_launch(len(x_TK), *gate_up.values_NK.shape, bits=8)
+        return launch_few_rows(few, rows, gate_up, bias_F, None, gated=True)
     if down is None or not _multiplies(x_TK, down):
         return silu_and_mul(_product(rows, gate_up, bias_F, None))
     if gate_up.group is not None:
@@ -124,32 +124,6 @@ def _product_of_blocks(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
         output_dtype=torch.bfloat16,
     )
     return y_PN[: rows.tokens].to(rows.dtype)
-
-
-def _few_rows(
-    rows: QuantizedRows, weight: ScaledWeight, bias: Tensor | None, residual_TN: Tensor | None, *, gated: bool
-) -> Tensor:
-    launch = FEW_ROWS_GATED if gated else FEW_ROWS
-    values_NK = weight.values_NK
-    outputs, inputs = len(values_NK) // 2 if gated else len(values_NK), values_NK.shape[1]
-    out_TN = residual_TN
-    if out_TN is None:
-        out_TN = torch.empty((rows.tokens, outputs), dtype=rows.dtype, device=values_NK.device)
-    few_rows_kernel[(triton.cdiv(outputs, launch.rows),)](
-        *(rows.values_TK, rows.scale_TG, values_NK, weight.scale_NG, values_NK if bias is None else bias.contiguous()),
-        *(out_TN, out_TN.stride(0), rows.tokens, outputs, inputs),
-        T=max(16, power_of_two(rows.tokens)),
-        ROWS=launch.rows,
-        BLOCK=launch.block,
-        STAGES=launch.stages,
-        EVEN=inputs % launch.block == 0,
-        GATED=gated,
-        BIAS=bias is not None,
-        ADD=residual_TN is not None,
-        num_warps=launch.warps,
-        **pdl_options(values_NK.device),
-    )
-    return out_TN
 
 
 @lru_cache

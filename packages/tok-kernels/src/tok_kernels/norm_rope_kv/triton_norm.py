@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tok_kernels.launch_config import pdl_options
 
 
 def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -14,7 +17,9 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | No
     x = _rows(x_TN, weight_N)
     normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if x.numel():
-        _rms_norm_kernel[(x.shape[0],)](x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch(x))
+        _rms_norm_kernel[(x.shape[0],)](
+            x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch(x), **pdl_options(x.device)
+        )
     return normed.view(x_TN.shape)
 
 
@@ -40,12 +45,18 @@ def _rms_norm_kernel(
     eps: tl.tensor,
     size: tl.tensor,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Normalise one row of `size` entries."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(value * value) / size + eps)
-    scaled = value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = value * scale * gain
     tl.store(normed + row * size + column, scaled.to(normed.dtype.element_ty), mask=inside)

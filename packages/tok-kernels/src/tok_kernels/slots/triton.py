@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tok_kernels.launch_config import pdl_options
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 _LANES = 128
@@ -47,6 +49,7 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
             ),
             LANES=_LANES,
             num_warps=_LANES // 32,
+            **pdl_options(slot_R.device),
         )
     return out
 
@@ -106,8 +109,12 @@ def _record_sampled_tokens_kernel(
     end_ids_ptr: tl.tensor,
     ends: tl.tensor,
     LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Store the tokens of LANES rows, one per lane."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     present = row < rows
     slot = tl.load(slot_ptr + row, mask=present, other=0).to(tl.int64)

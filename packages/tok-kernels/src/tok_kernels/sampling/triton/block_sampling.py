@@ -14,8 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.batch import SamplingBatch
+from tok_kernels.launch_config import pdl_options
 
 # Measured on an H200. With one warp per program, the sums need no barrier. At temperatures 0 and 1, memory bandwidth is
 # the limit. At other temperatures, the limit is two exponentials per entry; polynomials in their place did not help.
@@ -89,6 +91,7 @@ def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False, 
             BLOCK=BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
             num_warps=PICK_WARPS,
+            **pdl_options(device),
         )
     return SampledRows(token, logprob, log_sum, sums)
 
@@ -108,6 +111,7 @@ def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
             SAMPLE=not greedy,
             BLOCK=BLOCK,
             num_warps=_SUM_WARPS,
+            **pdl_options(logits_RV.device),
         )
     return sums
 
@@ -150,6 +154,7 @@ def _sum_blocks_kernel(
     each: tl.tensor,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Compute three numbers for each of `each` blocks of a row.
 
@@ -157,6 +162,9 @@ def _sum_blocks_kernel(
     sums    sum of exponentials at temperature 1, relative to the peak
     masses  sum of exponentials at the row's own temperature, relative to the peak; only with SAMPLE
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     programs = tl.cdiv(blocks, each)
     row = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * each
@@ -199,8 +207,12 @@ def _pick_token_kernel(
     PROCESSED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Combine the blocks of a row, choose one of them, and choose an entry of that block."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     nth = tl.arange(0, BLOCKS)
     here = row * blocks + nth
