@@ -22,7 +22,7 @@ reference = ReferenceBackend()
 
 # The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
-TOKENS = (1, MAX_STREAM_TOKENS + 1, MAX_FEW_ROWS + 1)  # a kernel of one token, one of few, and torch
+TOKENS = (1, MAX_STREAM_TOKENS, MAX_STREAM_TOKENS + 1, MAX_FEW_ROWS + 1)  # a kernel for two, one of few, and torch
 FEW_ROWS = [
     FewRowsLaunch(64, 64, 4, 3),
     FewRowsLaunch(16, 128, 1, 2, tokens=32),

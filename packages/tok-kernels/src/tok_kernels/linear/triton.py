@@ -1,6 +1,6 @@
-"""Compute linear layers: one token and few tokens by kernels of their own, others by torch.
+"""Compute linear layers: up to two tokens and few tokens by kernels of their own, others by torch.
 
-These kernels are fused with activation and residual addition, and that of one token with the norm.
+These kernels are fused with activation and residual addition, and that of up to two tokens with the norm.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -37,7 +37,7 @@ def linear(
     check_linear(x_TK, weight_NK.shape, bias_N, norm, weight_NK.dtype, residual_TN)
     outputs = weight_NK.shape[0]
     if _streams(x_TK, weight_NK) and (residual_TN is None or residual_TN.stride(1) == 1):
-        launch = linear_launch(outputs, x_TK.shape[1], gated=False)
+        launch = linear_launch(len(x_TK), outputs, x_TK.shape[1], gated=False)
         return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
     if _few_rows(x_TK, weight_NK):
@@ -61,7 +61,7 @@ def gated_linear(
     if gate_up_FK.shape[0] % 2:
         raise ValueError(f"gate_up has {gate_up_FK.shape[0]} rows; allowed: even numbers, gate and up in equal parts")
     if _streams(x_TK, gate_up_FK):
-        launch = linear_launch(gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
+        launch = linear_launch(len(x_TK), gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
         return launch_stream(launch, x_TK, gate_up_FK, bias_F, norm, None, gated=True)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, gate_up_FK.dtype)
     if _few_rows(x_TK, gate_up_FK):

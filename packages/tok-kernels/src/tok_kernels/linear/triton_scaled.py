@@ -46,7 +46,7 @@ def scaled_linear(
     check_linear(x_TK, weight.values_NK.shape, bias_N, norm, dtype=None)
     if not _multiplies(x_TK, weight):
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
-    if streams(*x_TK.shape):
+    if streams(*x_TK.shape, bits=8):
         launch = scaled_stream_launch(x_TK.shape[1])
         return launch_stream(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
     rows = quantize_rows(x_TK, weight, norm)
@@ -68,7 +68,7 @@ def scaled_gated_linear(
     check_linear(x_TK, gate_up.values_NK.shape, bias_F, norm, dtype=None)
     if not _multiplies(x_TK, gate_up):
         return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
-    if streams(*x_TK.shape):
+    if streams(*x_TK.shape, bits=8):
         launch = scaled_stream_launch(x_TK.shape[1])
         return launch_stream(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
     rows = quantize_rows(x_TK, gate_up, norm)
