@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_kernels.linear.triton_config import (
-    MAX_SPLIT_TILES,
+    MAX_SPLIT_PROGRAMS,
     FewRowsLaunch,
     LinearLaunch,
     few_rows,
@@ -82,7 +82,7 @@ def test_few_rows_launch_of_known_shapes_comes_from_the_table(
 def test_few_rows_launch_of_any_shape_covers_its_tokens(tokens: int, lines: int, inputs: int, bits: int) -> None:
     launch = few_rows_launch(tokens, lines, inputs, bits=bits)
     assert tokens <= launch.tokens
-    assert launch.splits == 1 or launch.splits * -(-lines // launch.lines) <= MAX_SPLIT_TILES
+    assert launch.splits == 1 or launch.splits * -(-lines // launch.lines) <= MAX_SPLIT_PROGRAMS
     assert launch.splits <= -(-inputs // launch.block)
 
 

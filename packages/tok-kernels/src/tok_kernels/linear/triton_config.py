@@ -12,7 +12,7 @@ MAX_STREAM_TOKENS = 2
 _MAX_8_BIT_STREAM_TOKENS = 1
 # Maximum tokens for the kernel of few rows, which reads the weight once. For more, cuBLAS is as fast or faster.
 MAX_FEW_ROWS = 64
-MAX_SPLIT_TILES = 1024  # tiles of a GEMM whose inputs are divided among programs
+MAX_SPLIT_PROGRAMS = 132  # multiprocessors of a Hopper GPU; weights of fewer tiles are divided along their inputs
 VECTOR = 8  # elements of 16 bits that a thread loads at once; torch computes other inputs than multiples of it
 _MIN_BLOCK = 64  # inputs
 
@@ -83,7 +83,6 @@ _FEW_ROWS = (
     (64, FewRowsLaunch(128, 128, 8, 3, 64, prefetch=256)),
 )
 _FEW_ROWS_8_BITS, _FEW_ROWS_8_BITS_WIDE = FewRowsLaunch(64, 256, 4, 6), FewRowsLaunch(128, 256, 4, 4)
-_FULL_GPU = 132  # programs
 _MAX_SPLITS = 8
 _MAX_NARROW_TOKENS, _WIDE = 32, 16384  # for more tokens, cuBLAS is faster for weights of fewer rows
 
@@ -115,13 +114,15 @@ def chains(tokens: int, outputs: int, inputs: int) -> bool:
 def few_rows_launch(tokens: int, lines: int, inputs: int, *, bits: int = 16) -> FewRowsLaunch:
     """Return the launch of the kernel of few rows for a weight of `lines` rows and `inputs` columns.
 
-    Programs divide the inputs of few outputs among them, as long as the GPU is not full.
+    With 16 bits, programs divide the inputs of few outputs among them, as long as the GPU is not full.
     """
     launch = next(launch for most, launch in _FEW_ROWS if tokens <= most)
     if bits == 8:
         launch = replace(_FEW_ROWS_8_BITS_WIDE if lines >= _WIDE else _FEW_ROWS_8_BITS, tokens=launch.tokens)
     launch = replace(launch, block=max(min(launch.block, power_of_two(inputs)), _MIN_BLOCK))
-    splits = min(_FULL_GPU // -(-lines // launch.lines), -(-inputs // launch.block), _MAX_SPLITS)
+    if bits == 8:
+        return launch
+    splits = min(MAX_SPLIT_PROGRAMS // -(-lines // launch.lines), -(-inputs // launch.block), _MAX_SPLITS)
     return replace(launch, splits=max(1, splits))
 
 

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
-from tok_kernels.linear.triton_config import MAX_SPLIT_TILES, FewRowsLaunch
+from tok_kernels.linear.triton_config import MAX_SPLIT_PROGRAMS, FewRowsLaunch
 
 _LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
@@ -168,7 +168,7 @@ class _Counters(threading.local):
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self._counters:
-            self._counters[device] = torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+            self._counters[device] = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
         return self._counters[device]
 
 
@@ -204,8 +204,7 @@ def launch_few_rows(
     partial = arrived = values_NK
     if launch.splits > 1:
         size = launch.splits * tiles[0] * tiles[1] * launch.lines * launch.tokens
-        whole = values_NK.dtype == torch.int8
-        partial = torch.empty(size, dtype=torch.int32 if whole else torch.float32, device=x_TK.device)
+        partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
         arrived = _counters.on(x_TK.device)
     few_rows_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), x_scale_T, values_NK, scale_N, values_NK if bias is None else bias.contiguous()),
