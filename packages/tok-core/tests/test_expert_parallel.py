@@ -175,6 +175,6 @@ def test_experts_of_any_size_can_be_divided_among_ranks(tmp_path: Path) -> None:
     path = make_model("qwen2-moe", tmp_path / "model")
     config = read_config(changed(path, tmp_path / "odd", moe_intermediate_size=49))
     plan = ShardPlan.of(config, RankCoordinates(rank=1, ranks=2, ep=True))
-    assert (plan.experts.start, plan.experts.stop, plan.expert_columns.count) == (3, 6, 49)
+    assert (plan.expert_slots.start, plan.expert_slots.stop, plan.expert_columns.count) == (3, 6, 49)
     with pytest.raises(InvalidField, match="divisors of 49"):
         ShardPlan.of(config, RankCoordinates(rank=1, ranks=2))

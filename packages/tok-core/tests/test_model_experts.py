@@ -42,7 +42,7 @@ from tok_core.models.weights.targets import stacked_targets, targets
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import DenseMethod, QuantizationConfig, read_quantization
 from tok_core.worker.startup import MemoryNeeds
-from tok_kernels import Routing, choose
+from tok_kernels import ExpertCopies, Routing, choose
 from tok_kernels.backends.reference import ReferenceBackend
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
@@ -221,14 +221,16 @@ def dummy_model(path: Path, coordinates: RankCoordinates = RankCoordinates(), **
 def chosen_experts(model: CausalLM, tokens: list[int]) -> Tensor:
     """Return how many tokens of a prompt each expert of each layer computes."""
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    counted, select = torch.zeros(len(mixtures), mixtures[0].experts.size), choose(CPU).select_experts
+    counted, select = torch.zeros(len(mixtures), len(mixtures[0].placement.expert_S)), choose(CPU).select_experts
 
     class Counting(ReferenceBackend):
         def __init__(self, layer: int) -> None:
             self.layer = layer
 
-        def select_experts(self, logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
-            routing = select(logits_TE, chosen, normalize=normalize)
+        def select_experts(
+            self, logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None
+        ) -> Routing:
+            routing = select(logits_TE, chosen, normalize=normalize, copies=copies)
             counted[self.layer] += torch.bincount(routing.expert_TC.flatten(), minlength=counted.shape[1])
             return routing
 

@@ -28,6 +28,7 @@ from tok_kernels import (
     CascadeLevel,
     Contexts,
     Exchange,
+    ExpertCopies,
     ExpertWeights,
     Filters,
     LayerCache,
@@ -170,6 +171,8 @@ def mix_experts(tokens: int, group: int | None = None, dtype: torch.dtype = BF16
     x = meta(tokens, size, dtype=BF16)
     for normalize in (True, False):
         routing = BACKEND.select_experts(meta(tokens, experts, dtype=BF16), 8, normalize=normalize)
+    copies = ExpertCopies(meta(experts, 5), experts + 16)
+    BACKEND.select_experts(meta(tokens, experts, dtype=BF16), 8, normalize=True, copies=copies)
     weights = ExpertWeights(weight(count * 2 * columns, size), weight(count * size, columns), held)
     BACKEND.fused_experts(x, routing, weights)
     BACKEND.fused_experts(x, routing, weights, residual_TN=x)

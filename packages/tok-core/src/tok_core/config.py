@@ -27,6 +27,7 @@ TRACE_WARM_UP = 10
 TRACE_STEPS = 20
 MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
 MAX_DRAFT_TOKENS = 16  # limit of `speculate`, and of auto
+EXPERT_REBALANCE_STEPS = 3000  # as the step_interval of vLLM's EPLB
 MAX_MOE_SKEW = 4.0  # limit of `moe_skew`
 MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp
 _HOST_AND_PORT = re.compile(r"[^\s:/]+:\d{1,5}")
@@ -75,6 +76,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          dp × tp × pp devices
     ep                   the experts of a mixture are spread over the tensor-parallel ranks of a replica (expert
                          parallelism). Otherwise each rank holds some columns of every expert
+    redundant_experts    with ep: copies of experts in every layer, held by other ranks, which share the tokens of the
+                         experts with most. At first of any experts, then of those measured to have most tokens
+    expert_rebalance_steps  steps after which the placement of copies is reconsidered; 0: never
     ray                  Ray cluster that places the replicas, with this host as a node: auto, or the HOST:PORT of its
                          head; None: all replicas run on this host
     async_tp_threshold   tokens of a step from which GEMMs overlap with their collectives (async TP), on GPUs; 0:
@@ -135,6 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     pp: int = 1
     ep: bool = False
+    redundant_experts: int = 0
+    expert_rebalance_steps: int = EXPERT_REBALANCE_STEPS
     ray: str | None = None
     async_tp_threshold: int | None = None
     cuda_graphs: bool = True
@@ -198,6 +204,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _between(field, getattr(self, field), 1, MAX_PARALLEL_DEGREE)
         if self.ep and self.tp == 1:
             raise InvalidField("ep", True, "only if tp is above 1")
+        self._check_redundant_experts()
         self._check_ray()
         self._check_invariance()
         if self.async_tp_threshold is not None:
@@ -221,6 +228,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.moe_skew and self.load_format != "dummy":
             raise InvalidField("moe_skew", self.moe_skew, "0 unless load_format is dummy")
         self._check_trace()
+
+    def rank_coordinates(self) -> list[RankCoordinates]:
+        """Return the coordinates of all workers of a replica, in order of `number`."""
+        return list(all_coordinates(self.pp, self.tp, ep=self.ep, redundant_experts=self.redundant_experts))
+
+    def _check_redundant_experts(self) -> None:
+        _at_least("redundant_experts", self.redundant_experts, 0)
+        _at_least("expert_rebalance_steps", self.expert_rebalance_steps, 0)
+        if self.redundant_experts and not self.ep:
+            raise InvalidField("redundant_experts", self.redundant_experts, "0 unless ep is true")
+        if self.redundant_experts and self.batch_invariant:
+            allowed = "0 with batch_invariant, since the ranks that compute a token depend on its place in a step"
+            raise InvalidField("redundant_experts", self.redundant_experts, allowed)
+        if not self.redundant_experts and self.expert_rebalance_steps != EXPERT_REBALANCE_STEPS:
+            allowed = "only together with redundant_experts"
+            raise InvalidField("expert_rebalance_steps", self.expert_rebalance_steps, allowed)
 
     def _check_ray(self) -> None:
         if self.ray is None:
@@ -280,7 +303,8 @@ class RankCoordinates(msgspec.Struct, frozen=True):
 
     Workers are numbered stage by stage: `number = stage × ranks + rank`. Worker `number` of replica `i` takes device
     `i × stages × ranks + number`. The ranks of a stage communicate most and so get neighbouring devices.
-    `ep`: the experts of a mixture are spread over the ranks, instead of the columns of each.
+    `ep`: the experts of a mixture are spread over the ranks, instead of the columns of each, and each layer has
+    `redundant_experts` copies of some.
     """
 
     stage: int = 0
@@ -288,6 +312,7 @@ class RankCoordinates(msgspec.Struct, frozen=True):
     rank: int = 0
     ranks: int = 1
     ep: bool = False
+    redundant_experts: int = 0
 
     @property
     def number(self) -> int:
@@ -315,11 +340,11 @@ class RankCoordinates(msgspec.Struct, frozen=True):
         return self.last and self.rank == 0
 
 
-def all_coordinates(pp: int, tp: int, *, ep: bool = False) -> Iterator[RankCoordinates]:
+def all_coordinates(pp: int, tp: int, *, ep: bool = False, redundant_experts: int = 0) -> Iterator[RankCoordinates]:
     """Yield the coordinates of all workers of a replica, in order of `number`."""
     for stage in range(pp):
         for rank in range(tp):
-            yield RankCoordinates(stage, pp, rank, tp, ep)
+            yield RankCoordinates(stage, pp, rank, tp, ep, redundant_experts)
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -32,7 +32,7 @@ from tok_kernels.linear.quantized_weights import (
     ScaledWeight,
     pack_columns,
 )
-from tok_kernels.moe.interface import ExpertWeights, Routing
+from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 from tok_kernels.norm_rope_kv.rope_table import (
     DynamicScaling,
     LinearScaling,
@@ -58,6 +58,7 @@ __all__ = [
     "DecodeRows",
     "DynamicScaling",
     "Exchange",
+    "ExpertCopies",
     "ExpertWeights",
     "Filters",
     "HostLengths",

@@ -10,7 +10,7 @@ from torch import Tensor
 from tok_kernels.attention.interface import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
 from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
-from tok_kernels.moe.interface import ExpertWeights, Routing
+from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 
@@ -150,12 +150,17 @@ class Backend(Protocol):
         """Return W `[F, K]` in the dtype of activations: `(q - zero) * scale` in float32, rounded once."""
         ...
 
-    def select_experts(self, logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
+    def select_experts(
+        self, logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None
+    ) -> Routing:
         """Choose the `chosen` experts with the largest router logits for each token, `[T, E] -> [T, chosen]`.
 
         An expert's weight is the softmax of the token's logits, in float32. With `normalize` the weights of a token's
         experts are divided by their sum; that equals a softmax of their logits alone. Of equal logits, the lower expert
         comes first. A token with a logit that is NaN gets any experts.
+
+        With `copies`, slots take the place of experts in the result. Blocks of `COPY_TOKENS` tokens use an expert's
+        copies in turn.
         """
         ...
 

@@ -12,13 +12,22 @@ from torch.nn import functional
 
 from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
-from tok_kernels import MAX_TILES, AttentionShape, ExpertWeights, PackedWeight, Routing, ScaledWeight, pack_columns
+from tok_kernels import (
+    MAX_TILES,
+    AttentionShape,
+    ExpertCopies,
+    ExpertWeights,
+    PackedWeight,
+    Routing,
+    ScaledWeight,
+    pack_columns,
+)
 from tok_kernels.backends.reference import InvariantReferenceBackend, ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.linear.triton_quantize import quantize_rows
 from tok_kernels.measure import ExpertShape, ModelShape
 from tok_kernels.measure.expert_cases import expert_cases
-from tok_kernels.moe.interface import Weight
+from tok_kernels.moe.interface import COPY_TOKENS, Weight
 from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
 from tok_kernels.moe.triton_route import sort_pairs
 
@@ -94,6 +103,20 @@ def test_the_most_likely_experts_are_chosen(
         routing = backend.select_experts(logits_TE, chosen, normalize=normalize)
         assert routing.expert_TC.tolist() == expected.indices.tolist()
         torch.testing.assert_close(routing.weight_TC.double(), weight_TC, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_of_tokens_use_the_copies_of_an_expert_in_turn(device: torch.device) -> None:
+    slots = torch.tensor([[1, 0, 0, 0], [2, 4, 1, 0], [1, 2, 0, 0], [3, 5, 3, 6]], dtype=torch.int32, device=device)
+    copies, logits_TE = ExpertCopies(slots, 7), noise(7 * COPY_TOKENS - 5, 4, device=device)
+    expected = []
+    for token, experts in enumerate(ReferenceBackend().select_experts(logits_TE, 2, normalize=True).expert_TC.tolist()):
+        of_experts = [slots[expert, 1 : 1 + slots[expert, 0]].tolist() for expert in experts]
+        expected.append([one[token // COPY_TOKENS % len(one)] for one in of_experts])
+    assert {slot for one in expected for slot in one} == set(range(7))
+    for backend in BACKENDS:
+        routing = backend.select_experts(logits_TE, 2, normalize=True, copies=copies)
+        assert routing.expert_TC.tolist() == expected
+        assert routing.experts == 7
 
 
 @pytest.mark.parametrize("value", [0.5, float("-inf"), float("nan")])

@@ -14,10 +14,14 @@ from tok_core.messages import (
     EngineCommand,
     MemoryTag,
     MemoryTask,
+    RebalanceExperts,
     TaskResult,
     WeightsTask,
     WorkerTask,
 )
+
+REBALANCE = EngineCommand(0, "rebalance")
+"""The manager's command to itself, which no engine gets an answer to."""
 
 
 class CommandPorts(Protocol):
@@ -70,8 +74,10 @@ class CommandExecutor:
             error = self._execute(self._commands[0])
             if error is None:
                 return
-            assert self._ports is not None
-            self._ports.answer(CommandResult(self._commands.popleft().number, error))
+            command = self._commands.popleft()
+            if command is not REBALANCE:
+                assert self._ports is not None
+                self._ports.answer(CommandResult(command.number, error))
         self.holds = self._paused or bool(self._asleep)
 
     def _execute(self, command: EngineCommand) -> str | None:
@@ -94,6 +100,8 @@ class CommandExecutor:
             case "transfer":
                 assert command.task is not None
                 return self._change_weights(command.task)
+            case "rebalance":
+                return self._run_task(RebalanceExperts())
             case "sleep":
                 assert isinstance(command.task, MemoryTask)
                 return self._sleep(command.task)

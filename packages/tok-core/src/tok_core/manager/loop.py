@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from tok_core.config import EngineConfig
 from tok_core.grammar import LocalWorkers, loader
 from tok_core.manager.admission import LengthModel
-from tok_core.manager.commands import CommandExecutor, CommandPorts
+from tok_core.manager.commands import REBALANCE, CommandExecutor, CommandPorts
 from tok_core.manager.faults import Faults, Watchdog
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.grammar_workers import GrammarWorkers
@@ -98,6 +98,8 @@ class Manager:
         self.intake = RequestIntake(info, self.scheduler, self.stops, self.grammars, self.faults)
         self.requests = self.intake.requests
         self.commands = CommandExecutor(self.scheduler, self.output_processor, self.intake, command_ports)
+        self._rebalance_steps = config.expert_rebalance_steps if config.redundant_experts else 0
+        self._rebalanced_at = 0  # step
         self.reporter = Reporter(self.scheduler, self.output_processor, self.intake, config.step_timeout, clock)
 
     def run(self) -> NoReturn:
@@ -132,6 +134,7 @@ class Manager:
         if advanced or self.faults:
             self._report(advanced)
         self.intake.drop_cancelled()
+        self._rebalance_if_due()
         step = self._send_step()
         if self.commands.holds:
             self.commands.advance()
@@ -149,6 +152,13 @@ class Manager:
         if self.speculator is not None:
             self.speculator.observe(output.device_seconds, self._clock())
         self.reporter.add_output(output, time.thread_time() - began)
+
+    def _rebalance_if_due(self) -> None:
+        """Let workers place experts anew every `expert_rebalance_steps` steps, once no step is in flight."""
+        steps = self.scheduler.steps
+        if self._rebalance_steps and not self.commands.holds and steps - self._rebalanced_at >= self._rebalance_steps:
+            self._rebalanced_at = steps
+            self.commands.take(REBALANCE)
 
     def _send_step(self) -> StepInput | None:
         waits = self.speculator is not None and self.speculator.waits

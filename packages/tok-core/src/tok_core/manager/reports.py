@@ -73,12 +73,13 @@ class Reporter:
         if output.expert_tokens is not None:
             self._add_expert_tokens(output.expert_tokens)
 
-    def _add_expert_tokens(self, tokens_LE: np.ndarray) -> None:
+    def _add_expert_tokens(self, tokens_LS: np.ndarray) -> None:
         info = self._scheduler.info
-        of_ranks_LR = tokens_LE.reshape(len(tokens_LE), info.tp if info.ep else 1, -1).mean(2)
-        for name, of_layers in zip(
-            EXPERT_TOKENS, (tokens_LE.mean(1), tokens_LE.max(1), of_ranks_LR.max(1)), strict=True
-        ):
+        layers, slots = tokens_LS.shape
+        ranks, experts = info.tp if info.ep else 1, slots - info.redundant_experts
+        of_ranks_LR = tokens_LS.reshape(layers, ranks, -1).sum(2) * ranks / experts
+        of_layers_3L = tokens_LS.sum(1) / experts, tokens_LS.max(1), of_ranks_LR.max(1)
+        for name, of_layers in zip(EXPERT_TOKENS, of_layers_3L, strict=True):
             self._sums[name] += float(of_layers.sum())
 
     def stats(self) -> Stats:

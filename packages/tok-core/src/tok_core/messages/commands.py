@@ -8,7 +8,16 @@ from typing import Literal
 import msgspec
 
 CommandAction = Literal[
-    "pause", "retract", "resume", "clear_cache", "check_weights", "load_weights", "transfer", "sleep", "wake_up"
+    "pause",
+    "retract",
+    "resume",
+    "clear_cache",
+    "check_weights",
+    "load_weights",
+    "transfer",
+    "rebalance",
+    "sleep",
+    "wake_up",
 ]
 MemoryTag = Literal["weights", "kv_cache"]
 TENSOR_DTYPES = MappingProxyType(
@@ -118,7 +127,11 @@ class MemoryTask(msgspec.Struct, tag=True, frozen=True):
     keep: bool
 
 
-WorkerTask = WeightsTask | TransferTask | MemoryTask
+class RebalanceExperts(msgspec.Struct, tag=True, frozen=True):
+    """Place experts anew by the tokens that they had since the last such task. Sent while no step is in flight."""
+
+
+WorkerTask = WeightsTask | TransferTask | MemoryTask | RebalanceExperts
 
 
 class EngineCommand(msgspec.Struct, tag=True, frozen=True):
@@ -131,6 +144,7 @@ class EngineCommand(msgspec.Struct, tag=True, frozen=True):
     check_weights  check whether `weights` can be loaded; nothing changes
     load_weights   load `weights` into the parameters, and clear the cache. A failure ends the replica
     transfer       let all workers execute `task`
+    rebalance      let all workers place experts anew; the manager commands this to itself
     sleep          launch no further step until all memory is restored, and release the memory of the task's tags. If
                    the KV cache is released, running sequences are preempted and all cached pages are evicted
     wake_up        restore the memory of the task's tags

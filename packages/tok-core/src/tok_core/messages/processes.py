@@ -23,8 +23,8 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
                                                embedding, and share no cached pages with short ones; None: all prompts
                                                have the same
     rope_depends_on_length                     long prompts of different lengths share no pages, either
-    tp, pp, ep                                 tensor-parallel ranks and pipeline stages of each replica; whether ranks
-                                               hold whole experts (expert parallelism)
+    tp, pp                                     tensor-parallel ranks and pipeline stages of each replica
+    ep, redundant_experts                      as in `EngineConfig`
     """
 
     vocab_size: int
@@ -48,6 +48,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     tp: int = 1
     pp: int = 1
     ep: bool = False
+    redundant_experts: int = 0
 
     @property
     def kv_cache_tokens(self) -> int:

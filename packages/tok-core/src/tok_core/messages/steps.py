@@ -170,7 +170,7 @@ class StepOutput(msgspec.Struct, tag=True):
 
     launch_seconds  CPU time of the worker to enqueue the step
     device_seconds  time from the step's first operation on the device to its last
-    expert_tokens   int32 `[layers, experts]`: tokens that chose each expert; None: they were not counted
+    expert_tokens   int32 `[layers, slots]`: tokens of each expert, or of each copy, by ranks; None: not counted
 
     With several pipeline stages, times and counts are those of the last stage, without its wait for the previous one.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tok_core.models.decoder import CausalLM, DecoderLayer
+from tok_core.models.expert_balance import rebalance
 from tok_core.models.experts import ExpertLoad
 from tok_core.models.layers import Linear, RMSNorm, TokenEmbedding
 from tok_core.models.registry import ARCHITECTURES, build, model_bytes, weight_reads
@@ -28,6 +29,7 @@ __all__ = [
     "fill_dummy_weights",
     "load_checkpoint",
     "model_bytes",
+    "rebalance",
     "resolve_tied_embeddings",
     "weight_reads",
 ]

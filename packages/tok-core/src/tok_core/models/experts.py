@@ -1,7 +1,7 @@
 """Implement a mixture of experts as a layer's feed-forward half, whole or as one tensor-parallel rank's shard.
 
-Axes: T tokens of the step, N hidden size, E experts (that the rank holds), F intermediate size of an expert (the rank's
-own part).
+Axes: T tokens of the step, N hidden size, E experts, S slots of all ranks for experts and copies, F intermediate size
+of an expert (the rank's own part).
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from torch import Tensor, nn
 
 from tok_core.model_config import ModelConfig
 from tok_core.models.layers import MLP, FeedForward, Linear, Placement, RMSNorm
-from tok_core.parallel import Slice, TPLayout
+from tok_core.parallel import ExpertPlacement, Slice, TPLayout
 from tok_core.quantization import StackedTarget
-from tok_kernels import ExpertWeights
+from tok_kernels import ExpertCopies, ExpertWeights
 
+GATE_UP, DOWN = ("gate_proj", "up_proj"), "down_proj"  # matrices of an expert
 PASSES_PER_COUNT = 64  # forward passes for one whose experts' tokens are counted, by one more kernel for each layer
 
 
 class ExpertLoad:
-    """Counts the tokens of each expert in some forward passes of a stage, without waiting for the device."""
+    """Counts the tokens of each slot in some forward passes of a stage, without waiting for the device.
+
+    total_LS  int64 `[layers, S]`: all that were counted since this was last set to 0
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+        self._mixtures = mixtures_of(model)
         self._passes = 0
-        self._count_LE: Tensor | None = None
+        self._count_LS: Tensor | None = None
+        self.total_LS = zero_counts(self._mixtures, torch.int64)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -36,21 +41,21 @@ class ExpertLoad:
         if not self._mixtures or self._passes % PASSES_PER_COUNT != 1:
             yield
             return
-        first = self._mixtures[0]
-        size = len(self._mixtures), first.experts.size
-        self._count_LE = torch.zeros(size, dtype=torch.int32, device=next(first.parameters()).device)
-        for mixture, count_E in zip(self._mixtures, self._count_LE, strict=True):
-            mixture.count_E = count_E
+        self._count_LS = zero_counts(self._mixtures, torch.int32)
+        for mixture, count_S in zip(self._mixtures, self._count_LS, strict=True):
+            mixture.count_S = count_S
         try:
             yield
         finally:
             for mixture in self._mixtures:
-                mixture.count_E = None
+                mixture.count_S = None
 
     def take(self) -> Tensor | None:
-        """Return the tokens of each expert in the last forward pass, int32 `[layers, E]`; None: it was not counted."""
-        count_LE, self._count_LE = self._count_LE, None
-        return count_LE
+        """Return the tokens of each slot in the last forward pass, int32 `[layers, S]`; None: it was not counted."""
+        count_LS, self._count_LS = self._count_LS, None
+        if count_LS is not None:
+            self.total_LS += count_LS
+        return count_LS
 
 
 class MixtureOfExperts(FeedForward):
@@ -60,6 +65,9 @@ class MixtureOfExperts(FeedForward):
     (Lepikhin et al. 2021): each computes its part of all tokens' results, and the layout sums them. The matrices of a
     rank's experts are stacked in one `Linear`, so that weight formats store, load and shard them as those of other
     layers.
+
+    placement  experts of the slots of all ranks, of which this rank has those of `held` (None: all)
+    copies     the same on the device, if some experts have copies: ranks share their tokens
     """
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
@@ -68,22 +76,45 @@ class MixtureOfExperts(FeedForward):
         assert moe is not None, "the model has no experts"
         self.chosen, self.normalize = moe.experts_per_token, moe.normalize
         self.backend = placement.backend
-        self.count_E: Tensor | None = None  # `ExpertLoad`
+        self.count_S: Tensor | None = None  # `ExpertLoad`
         hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.expert_columns
-        self.experts = placement.shard_plan.experts
-        held = range(self.experts.start, self.experts.stop)
-        self.held = None if self.experts.is_whole else held
+        slots, coordinates = placement.shard_plan.expert_slots, placement.shard_plan.coordinates
+        self.held = None if slots.is_whole else range(slots.start, slots.stop)
         self.gate = Linear(hidden, {"gate": Slice.whole(moe.experts)}, placement)
-        parts = [f"experts.{expert}.{name}" for expert in held for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = Linear(hidden, dict.fromkeys(parts, own), placement)
-        parts = [f"experts.{expert}.down_proj" for expert in held]
-        self.down_proj = Linear(own, dict.fromkeys(parts, hidden), placement)
+        ranks = coordinates.ranks if coordinates.ep else 1
+        self._rank = coordinates.rank if coordinates.ep else 0
+        self.placement = ExpertPlacement.initial(moe.experts, slots.size, ranks)
+        self.gate_up_proj = Linear(hidden, dict.fromkeys(self._parts(*GATE_UP), own), placement)
+        self.down_proj = Linear(own, dict.fromkeys(self._parts(DOWN), hidden), placement)
+        self.copies: ExpertCopies | None = None
+        if coordinates.redundant_experts:
+            for name in (*GATE_UP, DOWN):  # raises an error if a later placement would mix formats
+                names = [f"{placement.prefix}experts.{expert}.{name}" for expert in range(moe.experts)]
+                placement.quantization.method_of(names)
+            slot_EK = torch.tensor(self.placement.copies(), dtype=torch.int32, device=placement.device)
+            self.copies = ExpertCopies(slot_EK, slots.size)
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if moe.shared_intermediate_size:
             columns = placement.shard_plan.part(moe.shared_intermediate_size)
             self.shared_expert = MLP(config, placement.within("shared_expert"), bias=False, columns=columns)
             self.shared_expert_gate = Linear(hidden, {"shared_expert_gate": Slice.whole(1)}, placement)
+
+    @property
+    def own_experts(self) -> tuple[int, ...]:
+        """Return the experts that this rank holds, in the order of their matrices."""
+        return self.placement.of_rank(self._rank)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Take note of another placement, after the matrices have moved. CUDA graphs stay valid."""
+        assert self.copies is not None, "no expert has copies"
+        self.placement = placement
+        for linear, names in ((self.gate_up_proj, GATE_UP), (self.down_proj, (DOWN,))):
+            linear.parts = dict.fromkeys(self._parts(*names), next(iter(linear.parts.values())))
+        self.copies.slot_EK.copy_(torch.tensor(placement.copies(), dtype=torch.int32))
+
+    def _parts(self, *names: str) -> list[str]:
+        return [f"experts.{expert}.{name}" for expert in self.own_experts for name in names]
 
     def stacked_targets(self) -> Iterator[tuple[str, StackedTarget]]:
         """Yield the names of tensors that hold a matrix of all experts, in place of one for each, and what each fills.
@@ -93,14 +124,15 @@ class MixtureOfExperts(FeedForward):
         for name, linear in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
             targets = dict(linear.targets())
             if all(end.endswith(".weight") and len(target.shape) == 2 for end, target in targets.items()):
-                yield f"experts.{name}", StackedTarget.of(targets, self.experts)
+                yield f"experts.{name}", StackedTarget.of(targets, self.own_experts, self.gate.parts["gate"].size)
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
         normed_TN = norm(x_TN) if layout is None else layout.gather(x_TN, norm)
-        routing = self.backend.select_experts(self.gate(normed_TN), self.chosen, normalize=self.normalize)
-        if self.count_E is not None:
-            expert_P = routing.expert_TC.flatten()
-            self.count_E.index_add_(0, expert_P, self.count_E.new_ones(1).expand(len(expert_P)))
+        logits_TE = self.gate(normed_TN)
+        routing = self.backend.select_experts(logits_TE, self.chosen, normalize=self.normalize, copies=self.copies)
+        if self.count_S is not None:
+            slot_P = routing.expert_TC.flatten()
+            self.count_S.index_add_(0, slot_P, self.count_S.new_ones(1).expand(len(slot_P)))
         gate_up, down = (one.method.operand(one) for one in (self.gate_up_proj, self.down_proj))
         weights = ExpertWeights(gate_up, down, self.held)
         residual_TN = x_TN if layout is None else None
@@ -110,3 +142,16 @@ class MixtureOfExperts(FeedForward):
             share_T1 = 1.0 / (1.0 + torch.exp(-self.shared_expert_gate(normed_TN).float()))
             out_TN += (share_T1 * self.shared_expert.result(normed_TN)).to(out_TN.dtype)
         return out_TN if layout is None else layout.add(out_TN, x_TN)
+
+
+def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
+    """Return the mixtures of experts of a model, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def zero_counts(mixtures: list[MixtureOfExperts], dtype: torch.dtype) -> Tensor:
+    """Return counts of the tokens of each slot, `[layers, S]`, all 0."""
+    if not mixtures:
+        return torch.zeros((0, 0), dtype=dtype)
+    size = len(mixtures), len(mixtures[0].placement.expert_S)
+    return torch.zeros(size, dtype=dtype, device=next(mixtures[0].parameters()).device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tok_core.parallel.expert_placement import ExpertPlacement
 from tok_core.parallel.pipeline import Pipeline
 from tok_core.parallel.pipeline_tokens import PendingTokens
 from tok_core.parallel.process_groups import ProcessGroups, join
@@ -17,6 +18,7 @@ from tok_core.parallel.tp_layouts import (
 
 __all__ = [
     "AllReduceLayout",
+    "ExpertPlacement",
     "OverlappedLayout",
     "PendingTokens",
     "Pipeline",

@@ -53,8 +53,8 @@ class ShardPlan:
     heads, kv_heads   query heads, and the key/value heads that they attend to; with more ranks than key/value heads
                       several ranks hold the same key/value head
     intermediate      columns between the MLP's two GEMMs
-    experts           experts of each layer that has experts
-    expert_columns    columns between the two GEMMs of each of these experts
+    expert_slots      places for experts and their copies in each layer that has experts
+    expert_columns    columns between the two GEMMs of each expert
     vocabulary        rows of the embedding and of the LM head
     layers            indices in the model
     """
@@ -63,7 +63,7 @@ class ShardPlan:
     heads: Slice
     kv_heads: Slice
     intermediate: Slice
-    experts: Slice
+    expert_slots: Slice
     expert_columns: Slice
     vocabulary: Slice
     layers: range
@@ -78,12 +78,13 @@ class ShardPlan:
             head = coordinates.rank * config.num_kv_heads // coordinates.ranks
             kv_heads = Slice(head, head + 1, config.num_kv_heads)
         experts, columns = (config.moe.experts, config.moe.intermediate_size) if config.moe else (0, 0)
+        slots = experts + coordinates.redundant_experts
         return cls(
             coordinates=coordinates,
             heads=Slice.of(config.num_heads, *rank),
             kv_heads=kv_heads,
             intermediate=Slice.of(config.intermediate_size, *rank),
-            experts=Slice.of(experts, *rank) if coordinates.ep else Slice.whole(experts),
+            expert_slots=Slice.of(slots, *rank) if coordinates.ep else Slice.whole(slots),
             expert_columns=Slice.whole(columns) if coordinates.ep else Slice.of(columns, *rank),
             vocabulary=Slice.of(config.vocab_size, *rank),
             layers=stage_layers(config, coordinates.stages)[coordinates.stage],
@@ -174,7 +175,9 @@ def _check_ranks(config: ModelConfig, coordinates: RankCoordinates) -> None:
     if config.moe is None or len(config.moe.layers) < config.num_layers:
         sizes["intermediate size"] = config.intermediate_size
     if config.moe is not None:
-        if coordinates.ep:
+        if coordinates.redundant_experts:
+            _check_redundant(config.moe.experts, coordinates)
+        elif coordinates.ep:
             sizes["experts (with ep)"] = config.moe.experts
         else:
             sizes["experts' intermediate size"] = config.moe.intermediate_size
@@ -184,3 +187,12 @@ def _check_ranks(config: ModelConfig, coordinates: RankCoordinates) -> None:
             raise InvalidField("tp", ranks, f"divisors of {size}, the model's {name}")
     if config.vocab_size < ranks:
         raise InvalidField("tp", ranks, f"at most {config.vocab_size}, the model's vocabulary")
+
+
+def _check_redundant(experts: int, coordinates: RankCoordinates) -> None:
+    copies, ranks = coordinates.redundant_experts, coordinates.ranks
+    most = experts * (ranks - 1)
+    if (experts + copies) % ranks or copies > most:
+        first = -experts % ranks or ranks
+        allowed = f"{first}, {first + ranks}, …, at most {most}, for the model's {experts} experts on {ranks} ranks"
+        raise InvalidField("redundant_experts", copies, allowed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -131,18 +132,29 @@ def _stays_finite(part: Tensor, cast: Tensor) -> bool:
 class StackedTarget(WeightTarget):
     """Target of a tensor that stacks the matrices of all experts, `[E, rows, columns]`; a rank may hold some of them.
 
-    pieces  targets of the matrices of this rank's experts, in order, by the names that unstacked checkpoints use
+    pieces   targets of the matrices of this rank's experts, in order, by the names that unstacked checkpoints use
+    experts  the rank's experts
     """
 
     pieces: Mapping[str, WeightTarget]
+    experts: Sequence[int]
 
     @classmethod
-    def of(cls, pieces: Mapping[str, WeightTarget], experts: Slice) -> StackedTarget:
-        """Return the target that stacks `pieces`: matrices of one shape, the same number for each expert."""
+    def of(cls, pieces: Mapping[str, WeightTarget], experts: Sequence[int], size: int) -> StackedTarget:
+        """Return the target that stacks `pieces`, matrices of one shape, of `experts` out of `size`."""
         first = next(iter(pieces.values()))
         rows, columns = first.shape
-        parts = experts, Slice.whole(len(pieces) // experts.count * rows), Slice.whole(columns)
-        return cls(first.view, parts, stored_dtypes=first.stored_dtypes, pieces=pieces)
+        parts = Slice.whole(size), Slice.whole(len(pieces) // len(experts) * rows), Slice.whole(columns)
+        return cls(first.view, parts, stored_dtypes=first.stored_dtypes, pieces=pieces, experts=experts)
+
+    @property
+    def is_whole(self) -> bool:
+        return list(self.experts) == list(range(self.parts[0].size))
+
+    def part_of(self, stored: StoredTensor | Tensor) -> Tensor:
+        runs = [[one for _, one in run] for _, run in groupby(enumerate(self.experts), lambda one: one[1] - one[0])]
+        parts = [stored[slice(run[0], run[-1] + 1), :, :] for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def fill(self, part: Tensor) -> bool:
         fits = [piece.fill(piece.part_of(matrix)) for piece, matrix in self._matrices(part)]

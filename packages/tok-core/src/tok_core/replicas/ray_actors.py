@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
+from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import EngineError
 from tok_core.messages import Failed, ProcessLaunch, encode
 from tok_core.replicas.ray_cluster import (
@@ -57,7 +57,7 @@ class RayActors:
         """Place and start all actors; return when all have started. Raise EngineError if an actor cannot start."""
         kind = kind_of_bundle(self._config)
         self._config = msgspec.structs.replace(self._config, device="cuda" if kind == "GPU" else "cpu")
-        workers = list(all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep))
+        workers = self._config.rank_coordinates()
         self._group = placement_group([{kind: 1.0} for _ in workers], strategy="PACK")
         await_placement(self._group, self._closing)
         if self._closing():
@@ -73,8 +73,7 @@ class RayActors:
 
     def run(self, replica: int, reports: str) -> None:
         """Make all actors serve; they send their reports to the address `reports`."""
-        workers = all_coordinates(self._config.pp, self._config.tp, ep=self._config.ep)
-        for role, coordinates in zip(self.members, [*workers, None], strict=True):
+        for role, coordinates in zip(self.members, [*self._config.rank_coordinates(), None], strict=True):
             launch = self.launch(role, coordinates, replica, reports)
             self._runs[self.members[role].run.remote(encode(launch), self.visible(role))] = role
 

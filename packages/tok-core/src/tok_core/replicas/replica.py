@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
-from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
+from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import TokError, to_wire
 from tok_core.messages import (
     Beat,
@@ -152,7 +152,7 @@ class ProcessReplica:
     def __init__(self, config: EngineConfig, index: int, report: Report, death: Death) -> None:
         self._config = config
         self._index = index
-        self._coordinates = list(all_coordinates(config.pp, config.tp, ep=config.ep))
+        self._coordinates = config.rank_coordinates()
         self._report = report
         self._death = death
         self._directory = ScratchDirectory("sockets")

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.messages import MemoryTask, PromptValues, StepInput, StepOutput, TaskResult, WorkerTask
+from tok_core.config import MAX_STEPS_AHEAD, RankCoordinates
+from tok_core.messages import MemoryTask, PromptValues, RebalanceExperts, StepInput, StepOutput, TaskResult, WorkerTask
 from tok_core.model_config import short_prompt
-from tok_core.models import CausalLM, ExpertLoad
+from tok_core.models import CausalLM, ExpertLoad, rebalance
 from tok_core.parallel import PendingTokens, Pipeline
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import prompt_values, step_tensors
@@ -120,7 +120,7 @@ class Runner:
         self.graphs = DecodeGraphs(
             model, backend, state, self.staging, pipeline.coordinates, prefix_groups=prefix_groups
         )
-        self._expert_load = ExpertLoad(model) if pipeline.coordinates.returns and model.config.moe else None
+        self._expert_load = ExpertLoad(model) if _counts_experts(model, pipeline.coordinates) else None
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
         self._tracer = tracer
         self._start_weights = start_weights
@@ -183,6 +183,10 @@ class Runner:
         if isinstance(task, MemoryTask):
             assert self._memory is not None
             return self._memory.execute(task, self.graphs)
+        if isinstance(task, RebalanceExperts):
+            if not self._receiver.is_staging:  # staged tensors are those of this rank's experts
+                rebalance(self.model, self._expert_load)
+            return TaskResult()
         assert self._start_weights is not None
         return change_weights(task, self.model, self.graphs, self._start_weights, self._receiver)
 
@@ -271,6 +275,13 @@ class Runner:
 
 
 NO_TOP = (torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torch.float32))
+
+
+def _counts_experts(model: CausalLM, coordinates: RankCoordinates) -> bool:
+    """Return whether a worker counts tokens of experts: for statistics, or as the first of its stage for placements."""
+    return model.config.moe is not None and (
+        coordinates.returns or (coordinates.rank == 0 and coordinates.redundant_experts > 0)
+    )
 
 
 def _pending_slots(pending_tokens: list[PendingTokens]) -> dict[str, np.ndarray]:

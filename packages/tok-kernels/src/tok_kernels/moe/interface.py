@@ -1,6 +1,7 @@
 """Inputs of a mixture of experts: each token's experts, and the experts' stacked matrices.
 
-Axes: T tokens, E experts, C experts of a token, N hidden size, F intermediate size of an expert.
+Axes: T tokens, E experts, C experts of a token, N hidden size, F intermediate size of an expert, K most copies of an
+expert.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tok_kernels.linear.quantized_weights import PackedWeight, ScaledWeight
 
 Weight: TypeAlias = Tensor | ScaledWeight | PackedWeight
 """A matrix, dense or quantised."""
+COPY_TOKENS = 16  # consecutive tokens that use one copy of an expert, so that small steps read no second copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,24 @@ class Routing:
     expert_TC: Tensor
     weight_TC: Tensor
     experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCopies:
+    """Slots that hold the experts, of which some have copies in several slots.
+
+    slot_EK  int32 `[E, 1 + K]`: the number of copies of each expert, and then the slots that hold them
+    slots    number of slots
+    """
+
+    slot_EK: Tensor
+    slots: int
+
+    def of(self, expert_TC: Tensor) -> Tensor:
+        """Return the slots that compute each token's experts, int32 `[T, C]`: blocks of tokens use copies in turn."""
+        block_T1 = torch.arange(len(expert_TC), device=expert_TC.device).unsqueeze(1) // COPY_TOKENS
+        expert_TC = expert_TC.long()
+        return self.slot_EK[expert_TC, 1 + block_T1 % self.slot_EK[expert_TC, 0]]
 
 
 @dataclass(frozen=True, slots=True)

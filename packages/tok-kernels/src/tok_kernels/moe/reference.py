@@ -12,19 +12,21 @@ from torch import Tensor
 
 from tok_kernels.linear import invariant
 from tok_kernels.linear.reference import gated_linear, linear
-from tok_kernels.moe.interface import ExpertWeights, Routing
+from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """Multiplies rows by a dense matrix."""
 
 
-def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
+def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None) -> Routing:
     """Compute `Backend.select_experts`."""
     logits_TE = logits_TE.float()
     expert_TC = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
     weight_TC = logits_TE.softmax(-1).gather(1, expert_TC)
     if normalize:
         weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
+    if copies is not None:
+        return Routing(copies.of(expert_TC), weight_TC, copies.slots)
     return Routing(expert_TC.int(), weight_TC, logits_TE.shape[1])
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options, power_of_two
-from tok_kernels.moe.interface import Routing
+from tok_kernels.moe.interface import COPY_TOKENS, ExpertCopies, Routing
 
 _SELECT_ELEMENTS = 1024  # logits of a program of `_select_kernel`
 _BLOCK_ELEMENTS = 8192  # pairs × experts that a program of `_sort_kernel` compares at once
 _MAX_CHUNKS = 128  # programs of `_sort_kernel`, each of which reads the numbers of pairs of all
 _SORT_WARPS = 8
+_COPY_TOKENS = tl.constexpr(COPY_TOKENS)
 _LOWEST = tl.constexpr(-3.0e38)  # below any logit, and above the −inf of experts that are taken
 
 
@@ -44,7 +45,7 @@ class SortedPairs:
         return self.tile_3S.shape[1]
 
 
-def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routing:
+def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None) -> Routing:
     """Compute `Backend.select_experts`. Raises ValueError for more experts of a token than there are."""
     tokens, experts = logits_TE.shape
     if not 1 <= chosen <= experts:
@@ -57,15 +58,17 @@ def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool) -> Routin
         rows = min(max(1, _SELECT_ELEMENTS // width), power_of_two(tokens))
         _select_kernel[(triton.cdiv(tokens, rows),)](
             *(logits_TE, logits_TE.stride(0), expert_TC, weight_TC, tokens),
+            expert_TC if copies is None else copies.slot_EK,
             E=experts,
             C=chosen,
+            COPIES=0 if copies is None else copies.slot_EK.shape[1],
             ROWS=rows,
             WIDTH=width,
             NORMALIZE=normalize,
             num_warps=4,
             **pdl_options(logits_TE.device),
         )
-    return Routing(expert_TC, weight_TC, experts)
+    return Routing(expert_TC, weight_TC, experts if copies is None else copies.slots)
 
 
 def sort_pairs(routing: Routing, tile_rows: int, held: range | None = None) -> SortedPairs:
@@ -104,8 +107,10 @@ def _select_kernel(
     expert_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     tokens: tl.tensor,
+    slot_ptr: tl.tensor,
     E: tl.constexpr,
     C: tl.constexpr,
+    COPIES: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -113,6 +118,7 @@ def _select_kernel(
 ) -> None:
     """Choose the C experts of ROWS tokens, one after the other.
 
+    COPIES     slots of experts are written: columns of `ExpertCopies.slot_EK`; 0: experts are
     NORMALIZE  weights of a token's experts add up to 1; else those of all experts do
     PDL        this kernel may start before its predecessor ends
     """
@@ -136,7 +142,11 @@ def _select_kernel(
     for c in tl.static_range(C):
         best = tl.argmax(left, 1)
         weight = tl.exp(tl.max(left, 1) - largest) / total
-        tl.store(expert_ptr + token * C + c, best, mask=token < tokens)
+        to = best
+        if COPIES > 0:
+            copy = token // _COPY_TOKENS % tl.load(slot_ptr + best * COPIES)
+            to = tl.load(slot_ptr + best * COPIES + 1 + copy)
+        tl.store(expert_ptr + token * C + c, to, mask=token < tokens)
         tl.store(weight_ptr + token * C + c, weight, mask=token < tokens)
         left = tl.where(expert[None, :] == best[:, None], float("-inf"), left)
 

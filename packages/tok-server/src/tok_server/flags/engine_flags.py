@@ -86,6 +86,8 @@ ENGINE_TEXTS = {
     "tp": ("N", "tensor-parallel ranks; each layer is sharded over them"),
     "pp": ("N", "pipeline stages; the layers are divided among them"),
     "ep": ("", "expert parallelism: each of the --tp ranks holds some experts of a mixture, instead of a part of each"),
+    "redundant_experts": ("N", "with --ep: copies in each layer of the experts with most tokens, held by other ranks"),
+    "expert_rebalance_steps": ("N", "with --redundant-experts: steps after which copies are chosen anew; 0: never"),
     "ray": ("ADDRESS", "Ray cluster to place the replicas on: auto, or HOST:PORT of its head (default: none)"),
     "async_tp_threshold": (
         "N",

@@ -322,7 +322,7 @@ class SkippedTensors:
         self._layers = range(model.config.num_layers)
         self._has_experts = model.config.moe is not None
         self._tied = model.config.tied
-        self._experts = model.shard_plan.experts
+        self._experts = 0 if model.config.moe is None else model.config.moe.experts
         self._targets = set(model_targets)
         self._own = {_module(name) for name in self._targets}
         self._redundant = {
@@ -336,6 +336,8 @@ class SkippedTensors:
             if isinstance(module, KVScales)
             for name in module.redundant
         }
+        names = self._targets | self._redundant
+        self._of_experts = {_of_first_expert(name) for name in names if _EXPERT.search(name)}
         found_layers = [found for module in self._own if (found := _LAYER.fullmatch(module))]
         self._of_layer = {found[2] for found in found_layers}
         self._own_layers = {found[1] for found in found_layers}
@@ -357,11 +359,15 @@ class SkippedTensors:
 
     def _is_of_other_rank(self, name: str) -> bool:
         """Return whether the tensor belongs to an expert of another rank, which has a tensor of this name."""
-        found, own = _EXPERT.search(name), self._experts
-        if found is None or own.start <= int(found[1]) < own.stop or int(found[1]) >= own.size:
+        found = _EXPERT.search(name)
+        if found is None or int(found[1]) >= self._experts or _module(name) in self._own:
             return False
-        twin = f"{name[: found.start(1)]}{own.start}{name[found.end(1) :]}"  # same tensor of this rank's first expert
-        return twin in self._targets or twin in self._redundant
+        return _of_first_expert(name) in self._of_experts
+
+
+def _of_first_expert(name: str) -> str:
+    """Return the name that a tensor of an expert would have if it were of expert 0."""
+    return _EXPERT.sub(".mlp.experts.0.", name)
 
 
 def _module(name: str) -> str:

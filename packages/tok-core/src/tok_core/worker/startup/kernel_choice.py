@@ -112,8 +112,7 @@ def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
     dtype = choose_dtype(config.dtype, choose_device(config, 0, RankCoordinates()))
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     weights = experts = kv_bytes = 0
-    for stage in range(config.pp):
-        worker = RankCoordinates(stage, config.pp, 0, config.tp, config.ep)
+    for worker in config.rank_coordinates()[:: config.tp]:
         stage_weights, stage_experts = weight_reads(model, dtype, worker, quantization)
         weights, experts = weights + stage_weights, experts + stage_experts
         kv_bytes += kv_bytes_per_token(ShardPlan.of(model, worker).local(model), cache_dtype)
@@ -203,7 +202,9 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     )
     if model.num_heads % model.num_kv_heads:
         raise InvalidField("heads", model.num_heads, f"multiples of {model.num_kv_heads}, the key/value heads")
-    shard_plan = ShardPlan.of(model, RankCoordinates(ranks=config.tp, ep=config.ep))
+    shard_plan = ShardPlan.of(
+        model, RankCoordinates(ranks=config.tp, ep=config.ep, redundant_experts=config.redundant_experts)
+    )
     local, cache_dtype = (
         shard_plan.local(model),
         choose_cache_dtype(config.kv_cache_dtype, dtype, read_quantization(path)),
@@ -211,8 +212,8 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
     experts = None
     if model.moe is not None:
-        held, columns = shard_plan.experts.count, shard_plan.expert_columns.count
-        experts = ExpertShape(model.moe.experts, model.moe.experts_per_token, columns, held)
+        slots, columns = shard_plan.expert_slots, shard_plan.expert_columns.count
+        experts = ExpertShape(slots.size, model.moe.experts_per_token, columns, slots.count)
     vocabulary = shard_plan.vocabulary.count
     return device, ModelShape(attention, local.hidden_size, local.intermediate_size, vocabulary, experts)
 

@@ -110,7 +110,7 @@ def _remedies(
         return
     ranks = 2 * config.tp
     while ranks <= MAX_PARALLEL_DEGREE:
-        worker = RankCoordinates(peers.coordinates.stage, config.pp, 0, ranks, config.ep)
+        worker = structs.replace(peers.coordinates, rank=0, ranks=ranks)
         try:
             if MemoryNeeds.of(config, model, dtype, worker).total <= free:
                 yield f"--tp {ranks}"

@@ -160,6 +160,7 @@ def set_up(
         tp=config.tp,
         pp=config.pp,
         ep=config.ep,
+        redundant_experts=config.redundant_experts,
     )
     return runner, info
 
