@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -26,6 +27,7 @@ from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import (
     CausalLM,
+    ExpertLoad,
     IncomingWeights,
     build,
     check_checkpoint,
@@ -33,7 +35,6 @@ from tok_core.models import (
     load_checkpoint,
     model_bytes,
 )
-from tok_core.models.experts import MixtureOfExperts
 from tok_core.models.layers import Linear
 from tok_core.models.weights import quantize_checkpoint
 from tok_core.models.weights.checkpoint_quantization import FLOAT8
@@ -41,9 +42,11 @@ from tok_core.models.weights.dummy_weights import zipf_shares
 from tok_core.models.weights.targets import stacked_targets, targets
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import DenseMethod, QuantizationConfig, read_quantization
+from tok_core.worker.runner import Runner
 from tok_core.worker.startup import MemoryNeeds
-from tok_kernels import ExpertCopies, Routing, choose
-from tok_kernels.backends.reference import ReferenceBackend
+from tok_core.worker.startup.dummy_steps import dummy_step
+from tok_core.worker.state import WorkerState
+from tok_kernels import choose
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -220,23 +223,11 @@ def dummy_model(path: Path, coordinates: RankCoordinates = RankCoordinates(), **
 
 def chosen_experts(model: CausalLM, tokens: list[int]) -> Tensor:
     """Return how many tokens of a prompt each expert of each layer computes."""
-    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    counted, select = torch.zeros(len(mixtures), len(mixtures[0].placement.expert_S)), choose(CPU).select_experts
-
-    class Counting(ReferenceBackend):
-        def __init__(self, layer: int) -> None:
-            self.layer = layer
-
-        def select_experts(
-            self, logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None
-        ) -> Routing:
-            routing = select(logits_TE, chosen, normalize=normalize, copies=copies)
-            counted[self.layer] += torch.bincount(routing.expert_TC.flatten(), minlength=counted.shape[1])
-            return routing
-
-    for layer, one in enumerate(mixtures):
-        one.backend = Counting(layer)
-    Sequences(model, 1, 64, max_len=1024).feed([(0, tokens)], [0])
+    load = ExpertLoad(model)
+    with load.counting():
+        Sequences(model, 1, 64, max_len=1024).feed([(0, tokens)], [0])
+    counted = load.take()
+    assert counted is not None
     return counted
 
 
@@ -253,6 +244,33 @@ def test_statistics_show_how_unevenly_experts_are_used(paths: dict[str, Path]) -
         engine.generate([prompt[:3]], SamplingParams(max_tokens=100, ignore_eos=True))  # one of whose steps is counted
         assert engine.stats()["expert_mean_tokens"] == pytest.approx(2 * 34 * 4 / 12)
         assert engine.stats()["expert_max_tokens"] == counted.max(1).values.sum() + 2
+
+
+@pytest.fixture
+def runner(paths: dict[str, Path]) -> Runner:
+    model = model_of(paths["qwen3-moe"])
+    state = WorkerState(model.config, CPU, torch.float32, slots=8, num_pages=1, page_size=16, pages_per_slot=1)
+    return Runner(model, choose(CPU), state)
+
+
+def test_padding_rows_of_graphs_choose_no_expert(runner: Runner) -> None:
+    load = ExpertLoad(runner.model)
+    with load.counting():
+        runner.graphs.launch([8])  # without a step, all rows are padding
+    counted = load.take()
+    assert counted is not None
+    assert not counted.any()
+
+
+def test_rows_of_ended_samples_choose_no_expert(runner: Runner) -> None:
+    step, load = dummy_step(decode=5), ExpertLoad(runner.model)
+    runner.launch(step)
+    runner.state.columns.ended[1:3] = 1
+    with load.counting():
+        runner.launch(structs.replace(step, new=None, max_kv=2))
+    counted = load.take()
+    assert counted is not None
+    assert counted.sum(1).tolist() == [3 * 4, 3 * 4]
 
 
 def random_tokens(vocabulary: int) -> list[int]:

@@ -151,7 +151,13 @@ class Backend(Protocol):
         ...
 
     def select_experts(
-        self, logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None
+        self,
+        logits_TE: Tensor,
+        chosen: int,
+        *,
+        normalize: bool,
+        copies: ExpertCopies | None = None,
+        length_D: Tensor | None = None,
     ) -> Routing:
         """Choose the `chosen` experts with the largest router logits for each token, `[T, E] -> [T, chosen]`.
 
@@ -161,6 +167,9 @@ class Backend(Protocol):
 
         With `copies`, slots take the place of experts in the result. Blocks of `COPY_TOKENS` tokens use an expert's
         copies in turn.
+
+        With `length_D`, int32, the context lengths of the first D ≤ T tokens, those of length 0 belong to no sequence,
+        as padding rows of a CUDA graph. They get the expert −1, so that no matrix is read for them.
         """
         ...
 

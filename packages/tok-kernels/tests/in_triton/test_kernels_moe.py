@@ -128,6 +128,31 @@ def test_experts_of_equal_logits_are_different_ones_and_the_lowest_come_first(
         assert routing.expert_TC.tolist() == [[0, 1, 2, 3]] * 3
 
 
+@pytest.mark.parametrize("held", [None, range(2, 5)])
+def test_rows_of_no_sequence_get_no_expert_and_no_result(held: range | None, device: torch.device) -> None:
+    tokens, experts, size = 21, 6, 48
+    length_D = torch.tensor([3, 0, 9, 0, 0, 1, 0, 2] * 2, dtype=torch.int32, device=device)
+    absent_T = functional.pad(length_D == 0, (0, tokens - len(length_D)))
+    logits_TE, x_TN = noise(tokens, experts, device=device), noise(tokens, size, dtype=torch.float16, device=device)
+    count = len(held or range(experts))
+    dense = dense_weights(count, size, 40, torch.float16, device)
+    weights = ExpertWeights(dense.gate_up, dense.down, held)
+    for backend in (*BACKENDS, InvariantReferenceBackend()):
+        whole = backend.select_experts(logits_TE, 3, normalize=True)
+        routing = backend.select_experts(logits_TE, 3, normalize=True, length_D=length_D)
+        assert (routing.expert_TC[absent_T] == -1).all()
+        assert torch.equal(routing.expert_TC[~absent_T], whole.expert_TC[~absent_T])
+        order = sort_pairs(routing, 16, held)
+        covered = [order.pair_R[start:end].tolist() for expert, start, end in order.tile_3S.t().tolist() if expert >= 0]
+        own = [pair for pair, one in enumerate(routing.expert_TC.flatten().tolist()) if one in (held or range(experts))]
+        assert sorted(pair for pairs in covered for pair in pairs) == own
+        residual = noise(tokens, size, dtype=torch.float16, device=device).flip(0)
+        expected = backend.fused_experts(x_TN, whole, weights, residual_TN=residual.clone())
+        expected[absent_T] = residual[absent_T]
+        found = backend.fused_experts(x_TN, routing, weights, residual_TN=residual.clone())
+        assert_near(found, expected.double())
+
+
 @pytest.mark.parametrize("tile_rows", [16, 64])
 @pytest.mark.parametrize("skew", [0.0, 4.0])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), SHAPES)

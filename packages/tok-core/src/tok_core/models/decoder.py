@@ -53,7 +53,7 @@ class DecoderLayer(nn.Module, ABC):
     def forward(self, x_TN: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:
         """Return the residual stream after this layer; may change `x` in place."""
         x_TN = self.self_attn(x_TN, self.input_layernorm, cache, step)
-        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.layout)
+        out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.layout, step.batch)
         return out_TN
 
     def run_gemms(self, x_TN: Tensor, layout: TPLayout | None) -> Tensor:

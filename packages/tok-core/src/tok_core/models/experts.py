@@ -16,7 +16,7 @@ from tok_core.model_config import ModelConfig
 from tok_core.models.layers import MLP, FeedForward, Linear, Placement, RMSNorm
 from tok_core.parallel import ExpertPlacement, Slice, TPLayout
 from tok_core.quantization import StackedTarget
-from tok_kernels import ExpertCopies, ExpertWeights
+from tok_kernels import AttentionBatch, ExpertCopies, ExpertWeights
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), "down_proj"  # matrices of an expert
 PASSES_PER_COUNT = 64  # forward passes for one whose experts' tokens are counted, by one more kernel for each layer
@@ -126,13 +126,20 @@ class MixtureOfExperts(FeedForward):
             if all(end.endswith(".weight") and len(target.shape) == 2 for end, target in targets.items()):
                 yield f"experts.{name}", StackedTarget.of(targets, self.own_experts, self.gate.parts["gate"].size)
 
-    def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
+    def forward(
+        self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None, batch: AttentionBatch | None = None
+    ) -> Tensor:
         normed_TN = norm(x_TN) if layout is None else layout.gather(x_TN, norm)
         logits_TE = self.gate(normed_TN)
-        routing = self.backend.select_experts(logits_TE, self.chosen, normalize=self.normalize, copies=self.copies)
+        routing = self.backend.select_experts(
+            *(logits_TE, self.chosen),
+            normalize=self.normalize,
+            copies=self.copies,
+            length_D=None if batch is None else batch.kv_len[: batch.num_decode],
+        )
         if self.count_S is not None:
             slot_P = routing.expert_TC.flatten()
-            self.count_S.index_add_(0, slot_P, self.count_S.new_ones(1).expand(len(slot_P)))
+            self.count_S.index_add_(0, slot_P.clamp(min=0), (slot_P >= 0).int())
         gate_up, down = (one.method.operand(one) for one in (self.gate_up_proj, self.down_proj))
         weights = ExpertWeights(gate_up, down, self.held)
         residual_TN = x_TN if layout is None else None

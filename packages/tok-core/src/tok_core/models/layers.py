@@ -275,10 +275,13 @@ class FeedForward(nn.Module, ABC):
     """
 
     @abstractmethod
-    def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
+    def forward(
+        self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None, batch: AttentionBatch | None = None
+    ) -> Tensor:
         """Return the residual stream `x` plus the layer's result for `norm(x)`; may change `x` in place.
 
-        `layout` is the tensor-parallel layout of the step: its `enter` gathers rows, its `leave` sums over the ranks.
+        layout  tensor-parallel layout of the step: its `enter` gathers rows, its `leave` sums over the ranks
+        batch   attention inputs, which say which rows belong to no sequence; None: all rows belong to some
         """
 
 
@@ -292,7 +295,9 @@ class MLP(FeedForward):
         self.gate_up_proj = Linear(hidden, {"gate_proj": own, "up_proj": own}, placement, bias=bias, gated=True)
         self.down_proj = Linear(own, {"down_proj": hidden}, placement, bias=bias)
 
-    def forward(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None) -> Tensor:
+    def forward(
+        self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None, batch: AttentionBatch | None = None
+    ) -> Tensor:
         if layout is not None:
             return layout.leave(layout.enter(x_TN, norm, self.gate_up_proj), self.down_proj, x_TN)
         gate_up = self.gate_up_proj

@@ -1,8 +1,8 @@
 """Capture decode steps as CUDA graphs, once per size, and find the graph that replays a step.
 
 A graph's kernels have fixed tensors and a fixed number of rows. A step runs on the smallest graph with enough rows.
-Padding rows use the slot that never holds a sequence; padding groups have no rows. Kernels read lengths on the device,
-so that one graph serves all lengths.
+Padding rows use the slot that never holds a sequence, and choose no experts; padding groups have no rows. Kernels read
+lengths on the device, so that one graph serves all lengths.
 """
 
 from __future__ import annotations

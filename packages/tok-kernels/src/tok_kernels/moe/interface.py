@@ -23,6 +23,8 @@ COPY_TOKENS = 16  # consecutive tokens that use one copy of an expert, so that s
 class Routing:
     """Each token's experts, the most likely first: int32 `[T, C]`, and their weights, float32 `[T, C]`.
 
+    A row of no sequence has expert −1, which no matrix is read for.
+
     experts  E
     """
 

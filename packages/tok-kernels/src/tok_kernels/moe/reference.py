@@ -18,16 +18,24 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 """Multiplies rows by a dense matrix."""
 
 
-def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None) -> Routing:
+def select_experts(
+    logits_TE: Tensor,
+    chosen: int,
+    *,
+    normalize: bool,
+    copies: ExpertCopies | None = None,
+    length_D: Tensor | None = None,
+) -> Routing:
     """Compute `Backend.select_experts`."""
     logits_TE = logits_TE.float()
     expert_TC = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
     weight_TC = logits_TE.softmax(-1).gather(1, expert_TC)
     if normalize:
         weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
-    if copies is not None:
-        return Routing(copies.of(expert_TC), weight_TC, copies.slots)
-    return Routing(expert_TC.int(), weight_TC, logits_TE.shape[1])
+    expert_TC = expert_TC.int() if copies is None else copies.of(expert_TC)
+    if length_D is not None:
+        expert_TC[: len(length_D)].masked_fill_(length_D.unsqueeze(1) == 0, -1)
+    return Routing(expert_TC, weight_TC, logits_TE.shape[1] if copies is None else copies.slots)
 
 
 def fused_experts(
@@ -55,10 +63,10 @@ def _one_by_one(
     """Compute `Backend.fused_experts` by `gated`, for gate and up projection and activation, and `multiply`."""
     expert_P = routing.expert_TC.flatten().long()
     pair_P = expert_P.argsort(stable=True)
-    counts = torch.bincount(expert_P, minlength=routing.experts).tolist()
+    none, *counts = torch.bincount(expert_P + 1, minlength=routing.experts + 1).tolist()
     chosen, held = routing.expert_TC.shape[1], weights.held_of(routing.experts)
     y_PN = x_TN.new_zeros((len(expert_P), x_TN.shape[1]))
-    for expert, pairs in enumerate(torch.split(pair_P, counts)):
+    for expert, pairs in enumerate(torch.split(pair_P[none:], counts)):
         if len(pairs) and expert in held:
             gate_up, down = weights.dense(expert, routing.experts, x_TN.dtype)
             y_PN[pairs] = multiply(gated(x_TN[pairs // chosen], gate_up), down)

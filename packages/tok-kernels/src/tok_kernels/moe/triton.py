@@ -222,7 +222,6 @@ def combine(y_PN: Tensor, routing: Routing, held: range, out_TN: Tensor, *, add:
         C=routing.expert_TC.shape[1],
         BLOCK=min(_COMBINE_BLOCK, power_of_two(size)),
         ADD=add,
-        REMOTE=len(held) < routing.experts,
         num_warps=4,
         **pdl_options(out_TN.device),
     )

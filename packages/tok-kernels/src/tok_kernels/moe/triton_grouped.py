@@ -162,13 +162,12 @@ def combine_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
-    REMOTE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Add up BLOCK columns of the C results of a token, in order, each multiplied by its weight.
 
     ADD     the values at `out` are added to the sum
-    REMOTE  only `held` experts from `first` on have results; those of others are not read
+    held    number of experts from `first` on that have results; those of others are not read
     """
     if PDL:
         gdc_launch_dependents()
@@ -178,10 +177,8 @@ def combine_kernel(
     inside = column < size
     total = tl.zeros((BLOCK,), tl.float32)
     for c in tl.static_range(C):
-        there = inside
-        if REMOTE:
-            place = tl.load(expert_ptr + token * C + c) - first
-            there = inside & (place >= 0) & (place < held)
+        place = tl.load(expert_ptr + token * C + c) - first
+        there = inside & (place >= 0) & (place < held)
         y = tl.load(y_ptr + (token * C + c) * size + column, mask=there, other=0.0).to(tl.float32)
         total += y * tl.load(weight_ptr + token * C + c)
     at = out_ptr + token * out_row + column

@@ -45,7 +45,14 @@ class SortedPairs:
         return self.tile_3S.shape[1]
 
 
-def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool, copies: ExpertCopies | None = None) -> Routing:
+def select_experts(
+    logits_TE: Tensor,
+    chosen: int,
+    *,
+    normalize: bool,
+    copies: ExpertCopies | None = None,
+    length_D: Tensor | None = None,
+) -> Routing:
     """Compute `Backend.select_experts`. Raises ValueError for more experts of a token than there are."""
     tokens, experts = logits_TE.shape
     if not 1 <= chosen <= experts:
@@ -59,6 +66,7 @@ def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool, copies: E
         _select_kernel[(triton.cdiv(tokens, rows),)](
             *(logits_TE, logits_TE.stride(0), expert_TC, weight_TC, tokens),
             expert_TC if copies is None else copies.slot_EK,
+            *((expert_TC, 0) if length_D is None else (length_D, len(length_D))),
             E=experts,
             C=chosen,
             COPIES=0 if copies is None else copies.slot_EK.shape[1],
@@ -74,7 +82,7 @@ def select_experts(logits_TE: Tensor, chosen: int, *, normalize: bool, copies: E
 def sort_pairs(routing: Routing, tile_rows: int, held: range | None = None) -> SortedPairs:
     """Sort pairs by expert, pairs of one expert by their numbers, and cut each expert's rows into tiles.
 
-    With `held`, pairs of other experts are left out, and the tiles number the held experts from 0 on.
+    Pairs of expert −1 are left out, and with `held` those of other experts; tiles number the held experts from 0 on.
     """
     held = held or range(routing.experts)
     expert_P, experts = routing.expert_TC.view(-1), len(held)
@@ -86,7 +94,7 @@ def sort_pairs(routing: Routing, tile_rows: int, held: range | None = None) -> S
     counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
     pair_R = torch.empty(pairs, dtype=torch.int32, device=device)
     tile_3S = torch.empty((3, pairs // tile_rows + min(experts, pairs)), dtype=torch.int32, device=device)
-    sizes = {"E": experts, "BLOCK": block, "WIDTH": width, "REMOTE": experts < routing.experts}
+    sizes = {"E": experts, "BLOCK": block, "WIDTH": width}
     options = {**sizes, "num_warps": _SORT_WARPS, **pdl_options(device)}
     if chunks > 1:
         _count_kernel[(chunks,)](expert_P, counts, pairs, held.start, chunk, **options)
@@ -100,7 +108,7 @@ def sort_pairs(routing: Routing, tile_rows: int, held: range | None = None) -> S
 
 
 # A value that changes from step to step must not recompile the kernel.
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "decodes"], do_not_specialize_on_alignment=["length_ptr"])
 def _select_kernel(
     logits_ptr: tl.tensor,
     logits_row: tl.tensor,
@@ -108,6 +116,8 @@ def _select_kernel(
     weight_ptr: tl.tensor,
     tokens: tl.tensor,
     slot_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    decodes: tl.tensor,
     E: tl.constexpr,
     C: tl.constexpr,
     COPIES: tl.constexpr,
@@ -118,6 +128,7 @@ def _select_kernel(
 ) -> None:
     """Choose the C experts of ROWS tokens, one after the other.
 
+    decodes    number of lengths, those of the first tokens; a token of length 0 gets expert −1
     COPIES     slots of experts are written: columns of `ExpertCopies.slot_EK`; 0: experts are
     NORMALIZE  weights of a token's experts add up to 1; else those of all experts do
     PDL        this kernel may start before its predecessor ends
@@ -133,6 +144,7 @@ def _select_kernel(
     left = tl.where((expert < E)[None, :] & (logits > _LOWEST), logits, tl.where(expert < E, _LOWEST, float("-inf")))
     largest = tl.max(left, 1)
     total = tl.sum(tl.exp(logits - largest[:, None]), 1)
+    absent = tl.load(length_ptr + token, mask=token < decodes, other=1) == 0
     if NORMALIZE:
         total = tl.zeros((ROWS,), tl.float32)
         rest = left
@@ -146,20 +158,18 @@ def _select_kernel(
         if COPIES > 0:
             copy = token // _COPY_TOKENS % tl.load(slot_ptr + best * COPIES)
             to = tl.load(slot_ptr + best * COPIES + 1 + copy)
-        tl.store(expert_ptr + token * C + c, to, mask=token < tokens)
+        tl.store(expert_ptr + token * C + c, tl.where(absent, -1, to), mask=token < tokens)
         tl.store(weight_ptr + token * C + c, weight, mask=token < tokens)
         left = tl.where(expert[None, :] == best[:, None], float("-inf"), left)
 
 
 @triton.jit
 def _held_experts(
-    expert_ptr: tl.tensor, pair: tl.tensor, pairs: tl.tensor, low: tl.tensor, E: tl.constexpr, REMOTE: tl.constexpr
+    expert_ptr: tl.tensor, pair: tl.tensor, pairs: tl.tensor, low: tl.tensor, E: tl.constexpr
 ) -> tl.tensor:
     """Return the experts of `pair`, counted from `low` on; −1 for those that are not held, and past the last pair."""
     expert = tl.load(expert_ptr + pair, mask=pair < pairs, other=-1)
-    if REMOTE:
-        expert = tl.where((expert >= low) & (expert < low + E), expert - low, -1)
-    return expert
+    return tl.where((expert >= low) & (expert < low + E), expert - low, -1)
 
 
 @triton.jit
@@ -171,10 +181,9 @@ def _matches(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    REMOTE: tl.constexpr,
 ) -> tl.tensor:
     """Return for BLOCK pairs from `first` on whether their expert is that of the column, int32 `[BLOCK, WIDTH]`."""
-    expert = _held_experts(expert_ptr, first + tl.arange(0, BLOCK), pairs, low, E, REMOTE)
+    expert = _held_experts(expert_ptr, first + tl.arange(0, BLOCK), pairs, low, E)
     return (expert[:, None] == tl.arange(0, WIDTH)[None, :]).to(tl.int32)
 
 
@@ -187,13 +196,12 @@ def _count(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    REMOTE: tl.constexpr,
 ) -> tl.tensor:
     """Return the number of pairs of each expert in this program's chunk of `size` pairs."""
     count = tl.zeros((WIDTH,), tl.int32)
     start = tl.program_id(0) * size
     for first in range(0, size, BLOCK):
-        count += tl.sum(_matches(expert_ptr, start + first, pairs, low, E, BLOCK, WIDTH, REMOTE), 0)
+        count += tl.sum(_matches(expert_ptr, start + first, pairs, low, E, BLOCK, WIDTH), 0)
     return count
 
 
@@ -207,7 +215,6 @@ def _count_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    REMOTE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Write the number of pairs of each expert in this program's chunk of `size` pairs."""
@@ -215,7 +222,7 @@ def _count_kernel(
         gdc_launch_dependents()
         gdc_wait()
     expert = tl.arange(0, WIDTH)
-    count = _count(expert_ptr, pairs, low, size, E, BLOCK, WIDTH, REMOTE)
+    count = _count(expert_ptr, pairs, low, size, E, BLOCK, WIDTH)
     tl.store(counts_ptr + tl.program_id(0) * E + expert, count, mask=expert < E)
 
 
@@ -233,7 +240,6 @@ def _sort_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    REMOTE: tl.constexpr,
     TILE: tl.constexpr,
     COUNTED: tl.constexpr,
     PDL: tl.constexpr,
@@ -241,7 +247,7 @@ def _sort_kernel(
     """Write the rows of this program's chunk of `size` pairs, and its share of the tiles.
 
     COUNTED  `_count_kernel` has counted the pairs of all chunks; else there is one chunk
-    REMOTE   only pairs of the E experts from `low` on are sorted
+    E        number of experts from `low` on whose pairs are sorted
     """
     if PDL:
         gdc_launch_dependents()
@@ -258,20 +264,17 @@ def _sort_kernel(
             total += tl.sum(count, 0)
             earlier += tl.sum(tl.where((other < chunk)[:, None], count, 0), 0)
     else:
-        total = _count(expert_ptr, pairs, low, size, E, BLOCK, WIDTH, REMOTE)
+        total = _count(expert_ptr, pairs, low, size, E, BLOCK, WIDTH)
     stop = tl.cumsum(total, 0)
     row = stop - total + earlier
     for first in range(0, size, BLOCK):
-        match = _matches(expert_ptr, chunk * size + first, pairs, low, E, BLOCK, WIDTH, REMOTE)
+        match = _matches(expert_ptr, chunk * size + first, pairs, low, E, BLOCK, WIDTH)
         pair = chunk * size + first + tl.arange(0, BLOCK)
-        own_expert = _held_experts(expert_ptr, pair, pairs, low, E, REMOTE)
+        own_expert = _held_experts(expert_ptr, pair, pairs, low, E)
         earlier_pair = own_expert[None, :] == own_expert[:, None]
         earlier_pair &= pair[None, :] < pair[:, None]
         at = tl.sum(match * row[None, :], 1) + tl.sum(earlier_pair.to(tl.int32), 1)
-        inside = pair < pairs
-        if REMOTE:
-            inside &= own_expert >= 0
-        tl.store(pair_ptr + at, pair, mask=inside)
+        tl.store(pair_ptr + at, pair, mask=own_expert >= 0)
         row += tl.sum(match, 0)
     own = tl.cdiv(total, TILE)
     last = tl.cumsum(own, 0)
