@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from support.parallel_models import CPU, greedy, model_of
-from tok_core.models import CausalLM, ExpertLoad, build, load, rebalance
+from tok_core.models import CausalLM, ExpertLoad, build, load_checkpoint, rebalance
 from tok_core.models.experts import mixtures_of
 from tok_core.parallel import ProcessGroups, TensorParallel
 from tok_core.quantization import QuantizationConfig
@@ -44,7 +44,7 @@ def moved_greedy(
         twin = build(model.config, choose(CPU), CPU, torch.float32, peers.coordinates, tensor, quantization)
         for one, other in zip(mixtures_of(twin), mixtures_of(model), strict=True):
             one.place(other.placement)
-        load(twin, path)
+        load_checkpoint(twin, path)
         expected = dict(twin.named_parameters())
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.view(torch.uint8), expected[name].view(torch.uint8)), name

@@ -185,6 +185,26 @@ def test_linear_layers_whose_bits_depend_on_the_number_of_rows_are_refused(
         check_rows(model, 70)
 
 
+def test_experts_whose_bits_depend_on_the_number_of_rows_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "experts"
+    make_model("qwen2-moe", path, max_positions=256)
+    backend = choose(torch.device("cpu"), batch_invariant=True)
+    model = build(read_config(path), backend, torch.device("cpu"), torch.bfloat16)
+    fill_dummy_weights(model, seed=0)
+    check_rows(model, 70)
+    right = backend.fused_experts
+
+    def fused_experts(x_TN: Tensor, *words: Any, residual_TN: Tensor | None = None) -> Tensor:
+        out_TN = right(x_TN, *words, residual_TN=residual_TN)
+        return out_TN * 1.01 if len(x_TN) in (5, 64) else out_TN
+
+    monkeypatch.setattr(backend, "fused_experts", fused_experts, raising=False)
+    with pytest.raises(InvalidField, match=r"batch_invariant.*layers\.1\.mlp gives .*\[5, 64\] rows than among 70"):
+        check_rows(model, 70)
+
+
 def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
     with pytest.raises(InvalidField, match=r"backend is 'flashinfer'.*batch_invariant"):
         EngineConfig(model="m", batch_invariant=True, backend="flashinfer")
@@ -194,19 +214,16 @@ def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
         EngineConfig(model="m", batch_invariant="yes")  # type: ignore[arg-type]
 
 
-def test_settings_not_invariant_on_a_gpu_are_refused_by_name(tmp_path: Path) -> None:
+def test_settings_not_invariant_on_a_gpu_are_refused_by_name() -> None:
     cuda, dense = torch.device("cuda"), QuantizationConfig()
     config = EngineConfig(model="m", batch_invariant=True)
-    model, experts = (read_config(make_model(kind, tmp_path / kind)) for kind in ("llama", "mixtral"))
-    setup._require_invariant(config, model, dense, cuda)
+    setup._require_invariant(config, dense, cuda)
     with pytest.raises(InvalidField, match=r"batch_invariant is True.*quantised"):
-        setup._require_invariant(config, model, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
-    with pytest.raises(InvalidField, match=r"batch_invariant is True.*mixtures of experts"):
-        setup._require_invariant(config, experts, dense, cuda)
+        setup._require_invariant(config, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
     for dtype, quantization in (("int8", dense), ("fp8", dense), ("auto", QuantizationConfig(kv_scales="head"))):
         narrow = msgspec.structs.replace(config, kv_cache_dtype=dtype)
         message = f"kv_cache_dtype is '{dtype}'; allowed: unquantized on cuda with batch_invariant"
         with pytest.raises(InvalidField, match=message):
-            setup._require_invariant(narrow, model, quantization, cuda)
+            setup._require_invariant(narrow, quantization, cuda)
     with pytest.raises(InvalidField, match=r"tp is 2; allowed: 1 on cuda with batch_invariant"):
-        setup._require_invariant(msgspec.structs.replace(config, tp=2), model, dense, cuda)
+        setup._require_invariant(msgspec.structs.replace(config, tp=2), dense, cuda)

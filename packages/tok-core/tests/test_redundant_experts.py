@@ -25,7 +25,7 @@ from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineConfig, InvalidField, SamplingParams
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
-from tok_core.models import CausalLM, IncomingWeights, build, dummy
+from tok_core.models import CausalLM, IncomingWeights, build, fill_dummy_weights
 from tok_core.models.weights.targets import targets
 from tok_core.parallel import ExpertPlacement, ShardPlan
 from tok_core.quantization import QuantizationConfig, read_quantization
@@ -109,14 +109,16 @@ def test_copies_hold_the_weights_of_their_experts(kind: str, tmp_path: Path) -> 
                 return model_of(path if fill == "stacked" else one_by_one, coordinates)
             model = build(config, choose(CPU), CPU, torch.float32, coordinates)
             if fill == "dummy":
-                dummy(model, 5, moe_skew=1.0)
+                fill_dummy_weights(model, 5, moe_skew=1.0)
                 return model
             incoming = IncomingWeights(model)
-            incoming.require(list(tensors), ["float32"] * len(tensors), [list(one.shape) for one in tensors.values()])
+            incoming.check_metadata(
+                list(tensors), ["float32"] * len(tensors), [list(one.shape) for one in tensors.values()]
+            )
             for name, tensor in tensors.items():
-                incoming.take(name, tensor, copy=True)
+                incoming.stage(name, tensor, copy=True)
             incoming.check(complete=True)
-            incoming.fill()
+            incoming.apply()
             return model
 
         whole = experts_of(filled(RankCoordinates()))

@@ -46,6 +46,7 @@ from tok_kernels.attention.triton import invariant
 from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.collectives.triton_exchange import exchange_sum
 from tok_kernels.linear import triton_invariant
+from tok_kernels.moe import triton_invariant as invariant_moe
 
 BF16, FP8, INT64, FLOAT = torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.float32
 HEADS, KV_HEADS, HIDDEN, INNER, VOCABULARY, SLOTS, PAGES, PAGE = 32, 8, 4096, 14336, 128256, 64, 512, 16
@@ -176,6 +177,9 @@ def mix_experts(tokens: int, group: int | None = None, dtype: torch.dtype = BF16
     weights = ExpertWeights(weight(count * 2 * columns, size), weight(count * size, columns), held)
     BACKEND.fused_experts(x, routing, weights)
     BACKEND.fused_experts(x, routing, weights, residual_TN=x)
+    if dtype == BF16:
+        routing = invariant_moe.select_experts(meta(tokens, experts, dtype=BF16), 8, normalize=True)
+        invariant_moe.fused_experts(x, routing, weights, residual_TN=x)
 
 
 def mix_packed_experts(tokens: int, bits: int, group: int | None, zeros: bool) -> None:

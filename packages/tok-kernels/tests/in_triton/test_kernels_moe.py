@@ -27,6 +27,7 @@ from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.linear.triton_quantize import quantize_rows
 from tok_kernels.measure import ExpertShape, ModelShape
 from tok_kernels.measure.expert_cases import expert_cases
+from tok_kernels.moe import triton_invariant
 from tok_kernels.moe.interface import COPY_TOKENS, Weight
 from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
 from tok_kernels.moe.triton_route import sort_pairs
@@ -151,6 +152,36 @@ def test_rows_of_no_sequence_get_no_expert_and_no_result(held: range | None, dev
         expected[absent_T] = residual[absent_T]
         found = backend.fused_experts(x_TN, routing, weights, residual_TN=residual.clone())
         assert_near(found, expected.double())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("size", [48, 64])
+def test_invariant_experts_give_a_token_the_same_bits_among_any(
+    size: int, normalize: bool, device: torch.device
+) -> None:
+    tokens, experts, dtype = 150, 6, torch.float16
+    x_TN, logits_TE = noise(tokens, size, dtype=dtype, device=device), noise(tokens, experts, device=device)
+    weights = dense_weights(experts, size, 40, dtype, device)
+
+    def computed(rows: slice) -> tuple[Tensor, Tensor]:
+        routing = triton_invariant.select_experts(logits_TE[rows], 2, normalize=normalize)
+        return triton_invariant.fused_experts(x_TN[rows], routing, weights), routing.weight_TC
+
+    whole, weight_TC = computed(slice(None))
+    routing = triton_invariant.select_experts(logits_TE, 2, normalize=normalize)
+    assert_near(whole, exact(x_TN, routing, weights))
+    for start, stop in ((0, 1), (149, 150), (3, 20), (7, 77), (0, 140)):
+        found, weight = computed(slice(start, stop))
+        assert torch.equal(found, whole[start:stop])
+        assert torch.equal(weight, weight_TC[start:stop])
+
+
+def test_invariant_experts_refuse_quantised_weights(device: torch.device) -> None:
+    x_TN, dense = noise(3, 16, device=device), dense_weights(4, 16, 8, torch.float32, device)
+    values = torch.zeros((64, 16), dtype=torch.int8, device=device)
+    gate_up = ScaledWeight(values, torch.ones((64, 1), device=device), None)
+    with pytest.raises(ValueError, match="weights are quantised; allowed in batch-invariant kernels: dense ones"):
+        triton_invariant.fused_experts(x_TN, routing_of(3, 4, 2, device), ExpertWeights(gate_up, dense.down))
 
 
 @pytest.mark.parametrize("tile_rows", [16, 64])

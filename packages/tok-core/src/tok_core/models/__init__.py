@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tok_core.models.decoder import CausalLM, DecoderLayer
 from tok_core.models.expert_balance import rebalance
-from tok_core.models.experts import ExpertLoad
+from tok_core.models.experts import ExpertLoad, MixtureOfExperts
 from tok_core.models.layers import Linear, RMSNorm, TokenEmbedding
 from tok_core.models.registry import ARCHITECTURES, build, model_bytes, weight_reads
 from tok_core.models.weights import (
@@ -22,6 +22,7 @@ __all__ = [
     "ExpertLoad",
     "IncomingWeights",
     "Linear",
+    "MixtureOfExperts",
     "RMSNorm",
     "TokenEmbedding",
     "build",

@@ -9,6 +9,7 @@ from tok_kernels.linear import triton_invariant as invariant_linear
 from tok_kernels.linear.triton import gated_linear, linear
 from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
+from tok_kernels.moe import triton_invariant as invariant_moe
 from tok_kernels.moe.triton import fused_experts, select_experts
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_kv import write_kv
@@ -46,7 +47,7 @@ class TritonBackend:
 
 
 class InvariantTritonBackend(TritonBackend):
-    """The Triton backend with GEMMs and attention by which a row's bits depend on no other row of a step.
+    """The Triton backend with GEMMs, experts and attention by which a row's bits depend on no other row of a step.
 
     Weights are dense. Constructing it changes how torch multiplies in this process (`forbid_split_k`).
     """
@@ -55,6 +56,8 @@ class InvariantTritonBackend(TritonBackend):
 
     linear = staticmethod(invariant_linear.linear)
     gated_linear = staticmethod(invariant_linear.gated_linear)
+    select_experts = staticmethod(invariant_moe.select_experts)
+    fused_experts = staticmethod(invariant_moe.fused_experts)
     attention = staticmethod(invariant_attention.attention)
 
     def __init__(self) -> None:

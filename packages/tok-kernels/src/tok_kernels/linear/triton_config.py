@@ -107,7 +107,12 @@ def streams(tokens: int, inputs: int, *, bits: int = 16) -> bool:
 
 
 def chains(tokens: int, outputs: int, inputs: int) -> bool:
-    """Return whether the batch-invariant kernel for few tokens computes a GEMM of this size; else cuBLASLt does."""
+    """Return whether the batch-invariant kernel for few tokens computes a GEMM of this size; else cuBLASLt does.
+
+    With a single output, cuBLASLt gave some rows other bits among 4,095 than among 4,096 (the gate of a shared expert).
+    """
+    if outputs < VECTOR:
+        return tokens > 0
     return 0 < tokens <= (_MAX_LONG_CHAIN_TOKENS if inputs >= _LONG * outputs else MAX_CHAIN_TOKENS)
 
 

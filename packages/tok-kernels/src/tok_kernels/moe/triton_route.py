@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.moe.interface import COPY_TOKENS, ExpertCopies, Routing
 
-_SELECT_ELEMENTS = 1024  # logits of a program of `_select_kernel`
+SELECT_ELEMENTS = 1024  # logits of a program of `_select_kernel`
 _BLOCK_ELEMENTS = 8192  # pairs × experts that a program of `_sort_kernel` compares at once
 _MAX_CHUNKS = 128  # programs of `_sort_kernel`, each of which reads the numbers of pairs of all
 _SORT_WARPS = 8
@@ -54,6 +54,18 @@ def select_experts(
     length_D: Tensor | None = None,
 ) -> Routing:
     """Compute `Backend.select_experts`. Raises ValueError for more experts of a token than there are."""
+    return select_experts_with(power_of_two(len(logits_TE)), logits_TE, chosen, normalize, copies, length_D)
+
+
+def select_experts_with(
+    rows: int,
+    logits_TE: Tensor,
+    chosen: int,
+    normalize: bool,
+    copies: ExpertCopies | None,
+    length_D: Tensor | None,
+) -> Routing:
+    """Compute `Backend.select_experts` by programs of up to `rows` tokens, which sum logits in the same order."""
     tokens, experts = logits_TE.shape
     if not 1 <= chosen <= experts:
         raise ValueError(f"chosen is {chosen}; allowed: 1 to {experts}, the number of experts")
@@ -62,7 +74,7 @@ def select_experts(
     weight_TC = torch.empty((tokens, chosen), dtype=torch.float32, device=logits_TE.device)
     if tokens:
         width = power_of_two(experts)
-        rows = min(max(1, _SELECT_ELEMENTS // width), power_of_two(tokens))
+        rows = min(max(1, SELECT_ELEMENTS // width), rows)
         _select_kernel[(triton.cdiv(tokens, rows),)](
             *(logits_TE, logits_TE.stride(0), expert_TC, weight_TC, tokens),
             expert_TC if copies is None else copies.slot_EK,

@@ -1,4 +1,4 @@
-"""Check that a linear layer's result for a row has the same bits in steps of all sizes, as `batch_invariant` promises.
+"""Check that linear layers and experts give a row the same bits in steps of all sizes, as `batch_invariant` promises.
 
 cuBLAS documents neither the order of its sums nor its choice of kernels, which depends on its version.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tok_core.errors import InvalidField
-from tok_core.models import CausalLM, Linear, TokenEmbedding
+from tok_core.models import CausalLM, DecoderLayer, Linear, MixtureOfExperts, TokenEmbedding
 from tok_core.runtime import HEARTBEAT
 
 # Numbers of rows to check, most of them small: there the choice of kernels changes most often.
@@ -21,10 +21,19 @@ _MAX_ENTRIES = 1 << 27  # entries of a result; bounds the memory
 
 @torch.inference_mode()
 def check_rows(model: CausalLM, max_rows: int) -> None:
-    """Raise InvalidField if a linear layer's results depend on the number of rows, up to `max_rows`."""
+    """Raise InvalidField if a result of a linear layer or of experts depends on the number of rows, up to `max_rows`.
+
+    Check one linear layer of each shape, and the experts of one layer together.
+    """
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DecoderLayer)]
+    layers_with_experts = [(name, layer) for name, layer in layers if isinstance(layer.mlp, MixtureOfExperts)]
+    for name, layer in layers_with_experts[:1]:
+        max_count = max(1, min(max_rows, 2 * ROWS[-1]))
+        _require_equal_bits(f"{name}.mlp", experts_function(layer, max_count), max_count)
+    stacked = {linear for _, layer in layers_with_experts for linear in (layer.mlp.gate_up_proj, layer.mlp.down_proj)}
     checked = set()
     for name, module in model.named_modules():
-        if not isinstance(module, Linear | TokenEmbedding):
+        if not isinstance(module, Linear | TokenEmbedding) or module in stacked:
             continue
         weight_NK = module.get_parameter("weight")
         gated = isinstance(module, Linear) and module.gated
@@ -32,13 +41,25 @@ def check_rows(model: CausalLM, max_rows: int) -> None:
             continue
         checked.add((weight_NK.shape, weight_NK.dtype, gated))
         HEARTBEAT.turned()
-        count = max(1, min(max_rows, 2 * ROWS[-1], _MAX_ENTRIES // len(weight_NK)))
-        different = differing_row_counts(layer_function(module, weight_NK, count), count)
-        if different:
-            shape = (
-                f"{name}, {list(weight_NK.shape)} in {weight_NK.dtype}, gives a row other bits among {different} rows"
-            )
-            raise InvalidField("batch_invariant", True, f"false here ({shape} than among {count})")
+        max_count = max(1, min(max_rows, 2 * ROWS[-1], _MAX_ENTRIES // len(weight_NK)))
+        shape = f"{name}, {list(weight_NK.shape)} in {weight_NK.dtype},"
+        _require_equal_bits(shape, layer_function(module, weight_NK, max_count), max_count)
+
+
+def _require_equal_bits(layer: str, function: Callable[[int], Tensor], max_count: int) -> None:
+    """Raise InvalidField if the function gives a row other bits among fewer rows than among `max_count`."""
+    different = differing_row_counts(function, max_count)
+    if different:
+        found = f"{layer} gives a row other bits among {different} rows than among {max_count}"
+        raise InvalidField("batch_invariant", True, f"false here ({found})")
+
+
+def experts_function(layer: DecoderLayer, max_rows: int) -> Callable[[int], Tensor]:
+    """Return a function that applies the layer's norm and experts to the first rows of a fixed random input."""
+    norm = layer.post_attention_layernorm
+    source = torch.Generator(norm.weight.device).manual_seed(0)
+    x_TN = torch.randn((max_rows, len(norm.weight)), generator=source, device=norm.weight.device).to(norm.weight.dtype)
+    return lambda rows: layer.mlp(x_TN[:rows].clone(), norm)
 
 
 def layer_function(module: Linear | TokenEmbedding, weight_NK: Tensor, max_rows: int) -> Callable[[int], Tensor]:

@@ -90,7 +90,7 @@ def set_up(
     if cache_dtype == torch.float8_e4m3fn and config.backend != "reference":
         require_float8(config.kv_cache_dtype, device)
     if config.batch_invariant and device.type != "cpu":
-        _require_invariant(config, model_config, quantization, device)
+        _require_invariant(config, quantization, device)
     shape = attention_shape(local, config.page_size, dtype, cache_dtype)
     with HEARTBEAT.coarse():  # compilers may run for minutes
         precompilation.wait()
@@ -165,12 +165,8 @@ def set_up(
     return runner, info
 
 
-def _require_invariant(
-    config: EngineConfig, model_config: ModelConfig, quantization: QuantizationConfig, device: torch.device
-) -> None:
+def _require_invariant(config: EngineConfig, quantization: QuantizationConfig, device: torch.device) -> None:
     """Raise InvalidField for a configuration that `batch_invariant` does not support on a GPU."""
-    if model_config.moe is not None:
-        raise InvalidField("batch_invariant", True, f"false on {device.type} for mixtures of experts")
     if replace(quantization, kv_scales=None) != QuantizationConfig():
         raise InvalidField("batch_invariant", True, f"false on {device.type} if weights are quantised ({quantization})")
     if choose_cache_dtype(config.kv_cache_dtype, torch.bfloat16, quantization) != torch.bfloat16:

@@ -1,0 +1,38 @@
+"""Compute a mixture of experts on a GPU so that a token's bits depend on no other token, nor on the number of tokens.
+
+Every step has the same launches: each tile of an expert's rows runs the same instructions, by which tensor cores add a
+row's products in one chain along the inputs, at whichever place in a tile the row is. A token's results are added in
+the order of its experts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
+from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
+from tok_kernels.moe.triton_route import SELECT_ELEMENTS, select_experts_with
+
+# Tiles for steps of some hundred tokens. Smaller steps read matrices, however many rows a tile has.
+LAUNCH = GroupedLaunch(rows=64, lines=128, block=64, warps=4, stages=3)
+
+
+def select_experts(
+    logits_TE: Tensor,
+    chosen: int,
+    *,
+    normalize: bool,
+    copies: ExpertCopies | None = None,
+    length_D: Tensor | None = None,
+) -> Routing:
+    """Compute `Backend.select_experts`. Raises ValueError for more experts of a token than there are."""
+    return select_experts_with(SELECT_ELEMENTS, logits_TE, chosen, normalize, copies, length_D)
+
+
+def fused_experts(
+    x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
+) -> Tensor:
+    """Compute `Backend.fused_experts` with dense weights. Raises ValueError for others, and shapes that do not fit."""
+    if not (isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)):
+        raise ValueError("weights are quantised; allowed in batch-invariant kernels: dense ones")
+    return fused_experts_with(LAUNCH, LAUNCH, x_TN, routing, weights, residual_TN)
