@@ -16,9 +16,9 @@ from tok_core.runtime import HEARTBEAT
 
 log = logging.getLogger("tok_core")
 
-MIN_TOKENS = 32  # of an expert in the mean; the load of fewer is mostly chance
-MIN_GAIN = 0.05  # of a mean rank's load, by which the load of the rank with most has to fall
-MAX_GATHERED = 1 << 28  # bytes of all ranks' matrices that are gathered at once, beside the matrices themselves
+MIN_MEAN_TOKENS = 32  # tokens per expert; the differences among fewer are mostly chance
+MIN_GAIN = 0.05  # share of a rank's mean load by which the load of the busiest rank has to fall
+MAX_GATHERED_BYTES = 1 << 28  # bytes of all ranks' matrices that are gathered at once, beside the matrices themselves
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def rebalance(model: CausalLM, load: ExpertLoad | None) -> None:
     own_LS = zero_counts(mixtures, torch.int64) if load is None else load.total_LS
     counts = tensor.gather(own_LS)[0].tolist()
     experts = mixtures[0].gate.parts["gate"].size
-    if sum(counts[0]) < MIN_TOKENS * experts:
+    if sum(counts[0]) < MIN_MEAN_TOKENS * experts:
         return
     if load is not None:
         load.total_LS.zero_()
@@ -49,7 +49,7 @@ def rebalance(model: CausalLM, load: ExpertLoad | None) -> None:
             _move(mixture, new, tensor)
         after += mixture.placement.imbalance(load_E)
     if tensor.rank == 0 and after < before:
-        text = "experts moved: tokens of the rank with most, divided by those of a mean rank, fall from %.2f to %.2f"
+        text = "experts moved: the tokens of the busiest rank, divided by the mean of the ranks, fall from %.2f to %.2f"
         log.info(text, before / len(mixtures), after / len(mixtures))
 
 
@@ -72,7 +72,7 @@ def _exchange(linear: Linear, name: str, experts: Sequence[int], source_S: list[
     for end in [own.removeprefix(starts[0]) for own in views if own.startswith(starts[0])]:
         own_S = [views[f"{start}{end}"] for start in starts]
         row_bytes = own_S[0][0].numel() * own_S[0].itemsize
-        rows = max(1, MAX_GATHERED // (row_bytes * len(starts) * tensor.ranks))
+        rows = max(1, MAX_GATHERED_BYTES // (row_bytes * len(starts) * tensor.ranks))
         for start in range(0, len(own_S[0]), rows):
             block = slice(start, start + rows)
             for view, gathered in zip(own_S, _gathered([view[block] for view in own_S], tensor)[source_S], strict=True):

@@ -1,4 +1,4 @@
-"""Place experts and copies of them in slots of ranks, so that each rank computes about equally many tokens."""
+"""Place experts and their copies in the slots of ranks, so that all ranks compute about equally many tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Experts of the slots of all ranks, S in all: `expert_S`, those of rank 0 first, equally many on each rank.
+    """The expert of each of the S slots of all ranks: `expert_S`, the slots of rank 0 first, equally many of each rank.
 
-    Each expert is in at least one slot, and in at most one of a rank.
+    Each expert is in at least one slot, and in at most one slot of a rank.
     """
 
     expert_S: tuple[int, ...]
@@ -36,8 +36,8 @@ class ExpertPlacement:
         experts = range(len(load_E))
         copies = [1] * len(load_E)
         for _ in range(slots - len(load_E)):
-            most = max((one for one in experts if copies[one] < ranks), key=lambda one: load_E[one] / copies[one])
-            copies[most] += 1
+            candidates = [expert for expert in experts if copies[expert] < ranks]
+            copies[max(candidates, key=lambda expert: load_E[expert] / copies[expert])] += 1
         share_E = [load / count for load, count in zip(load_E, copies, strict=True)]
         held: list[set[int]] = [set() for _ in range(ranks)]
         load_R = [0.0] * ranks
@@ -46,7 +46,7 @@ class ExpertPlacement:
             held[rank].add(expert)
             load_R[rank] += share_E[expert]
 
-        for expert in sorted(experts, key=lambda one: -share_E[one]):
+        for expert in sorted(experts, key=lambda expert: -share_E[expert]):
             for _ in range(copies[expert]):
                 free = [rank for rank in range(ranks) if len(held[rank]) < slots // ranks]
                 lacking = [rank for rank in free if expert not in held[rank]]
@@ -60,7 +60,7 @@ class ExpertPlacement:
                 load_R[full] -= share_E[moved]
                 put(moved, free[0])
                 put(expert, full)
-        return cls(tuple(expert for one in held for expert in sorted(one)), ranks)
+        return cls(tuple(expert for experts_of_rank in held for expert in sorted(experts_of_rank)), ranks)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the experts of the slots of a rank."""
@@ -72,10 +72,10 @@ class ExpertPlacement:
         slots: list[list[int]] = [[] for _ in range(max(self.expert_S) + 1)]
         for slot, expert in enumerate(self.expert_S):
             slots[expert].append(slot)
-        return [[len(one), *one, *[0] * (self.ranks - len(one))] for one in slots]
+        return [[len(own), *own, *[0] * (self.ranks - len(own))] for own in slots]
 
     def imbalance(self, load_E: Sequence[float]) -> float:
-        """Return the load of the rank with most, divided by that of a rank in the mean."""
+        """Return the load of the busiest rank, divided by the mean load of a rank."""
         share_E = [load / count for load, (count, *_) in zip(load_E, self.copies(), strict=True)]
-        most = max(sum(share_E[expert] for expert in self.of_rank(rank)) for rank in range(self.ranks))
-        return most * self.ranks / sum(load_E)
+        busiest = max(sum(share_E[expert] for expert in self.of_rank(rank)) for rank in range(self.ranks))
+        return busiest * self.ranks / sum(load_E)
