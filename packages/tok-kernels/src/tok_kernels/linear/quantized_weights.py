@@ -91,14 +91,14 @@ class PackedWeight:
         return len(self.words), self.columns
 
     @property
-    def middle(self) -> int:
-        """The zero point that stands for none."""
+    def symmetric_zero_point(self) -> int:
+        """The zero point of a weight that stores none."""
         return 1 << (self.bits - 1)
 
     def dense(self) -> Tensor:
         """Return W `[F, K]`, computed in float32 and rounded to the dtype of activations."""
         q_FK = unpack_columns(self.words, self.bits)[:, : self.columns]
-        zero = self.middle if self.zero_GF is None else self._of_columns(self.zero_GF.int())
+        zero = self.symmetric_zero_point if self.zero_GF is None else self._of_columns(self.zero_GF.int())
         return ((q_FK - zero) * self._of_columns(self.scale_GF)).to(self.dtype)
 
     def rows(self, rows: slice) -> PackedWeight:
