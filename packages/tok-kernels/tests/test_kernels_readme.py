@@ -40,6 +40,7 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "DecodeRows",
         "DynamicScaling",
         "Exchange",
+        "ExpertCopies",
         "ExpertWeights",
         "Filters",
         "HostLengths",
