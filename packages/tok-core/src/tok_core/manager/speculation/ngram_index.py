@@ -16,11 +16,10 @@ UInt64 = NDArray[np.uint64]
 
 CONTEXTS: Final = np.array((1, 2, 4, 8))  # lengths of contexts, in tokens
 MAX_CONTEXT: Final = 8
-# A context's count and the bonus of its length make its score. The context of the highest score predicts, if it reaches
-# MIN_SCORE; of equal scores the shorter one. Compared on Markov chains and on this repository's texts: lower values
-# draft more tokens that are rejected, and without a bonus a quarter fewer tokens of texts are accepted.
+# A context's count and the bonus of its length make its score. The context of the highest score predicts; of equal
+# scores the shorter one. Without a bonus, a quarter fewer tokens of this repository's texts are accepted.
 BONUS: Final = np.array((0, 1, 2, 3))[:, None]
-MIN_SCORE: Final = 3
+RISE: Final = 2  # of a count when its token follows again: a token that follows in a third of the cases keeps its entry
 MAX_COUNT: Final = 15
 MAX_SCORE: Final = MAX_COUNT + 3
 ENTRY_BITS: Final = 22  # the table has 2 ** 22 entries: 36 MiB once all of them are in use
@@ -44,8 +43,8 @@ class NgramIndex:
     Every sequence belongs to a group, a number. The sequences of a group, such as all with one salt, learn from each
     other, finished ones included, and from no other group.
 
-    An entry holds one context, the token predicted after it, and a count. The count rises when this token follows
-    again, and falls when another one does; where it would reach 0, the other token takes over with a count of 1. A new
+    An entry holds one context, the token predicted after it, and a count. The count rises by RISE when this token
+    follows again, and falls by 1 when another one does; where it would reach 0, the other takes over with a count of 1. A new
     context replaces the one in its entry: memory is bounded, and what is no longer used disappears. Two contexts are
     mixed up if their hashes agree in all of 54 bits; drafts are verified, so that this costs time at most.
 
@@ -66,7 +65,7 @@ class NgramIndex:
         at, fingerprint = self._entries(group_n, window_Wn)
         token, count = self._look_up(at, fingerprint)
         predicted = _best(token, count)
-        up, down = np.minimum(count + 1, MAX_COUNT), np.maximum(count, 1) - 1
+        up, down = np.minimum(count + RISE, MAX_COUNT), np.maximum(count, 1) - 1
         count = np.where((token == token_n) & (count > 0), up, down)
         replaced = count == 0
         self._fingerprint[at] = fingerprint
@@ -113,11 +112,9 @@ class NgramIndex:
 
 
 def _best(token_Cn: Int32, count_Cn: NDArray[np.uint8]) -> Predictions:
-    """Return the tokens of the contexts of the highest scores, where a score is high enough."""
+    """Return the tokens of the contexts of the highest scores; NO_TOKEN where no context is known."""
     score_Cn = np.where(count_Cn > 0, count_Cn + BONUS, 0)
     best, every = score_Cn.argmax(axis=0), np.arange(score_Cn.shape[1])
     score = score_Cn[best, every].astype(np.int32)
-    low = score < MIN_SCORE
-    score[low] = 0
-    token: Int32 = np.where(low, np.int32(NO_TOKEN), token_Cn[best, every])
+    token: Int32 = np.where(score > 0, token_Cn[best, every], np.int32(NO_TOKEN))
     return Predictions(token, score)

@@ -162,7 +162,8 @@ class Speculator:
         self._add()
         decode = table.in_state(State.DECODE)
         if in_flight and not self.waits and not len(table.in_state(State.PREFILL)):
-            drafts = self._draft(decode[~table.guided[decode]], table.free_slots, len(decode), in_flight)
+            # The tokens in flight are unknown: what can be drafted now stands for what can be drafted after them.
+            drafts = self._draft(decode[~table.guided[decode]], table.free_slots, len(decode))
             self.waits = bool((drafts != NO_TOKEN).any())
         self._waited |= self.waits
 
@@ -241,26 +242,24 @@ class Speculator:
             predicted = self.index.add(family >> HALF, np.concatenate(windows, axis=1), token)
             self.acceptance.observe(family, predicted.score, predicted.token == token)
 
-    def _draft(self, slots: Int64, room: int, rows: int, skipped: int = 0) -> Int32:
+    def _draft(self, slots: Int64, room: int, rows: int) -> Int32:
         """Return the drafts with which a step of `rows` rows pays most, at most `room` tokens together, `[n, k]`.
 
-        No token is drafted that the limit of its sequence forbids. Drafts begin `skipped` tokens after the last known
-        ones: so many steps are in flight.
+        No token is drafted that the limit of its sequence forbids.
         """
         table, most = self._table, self._max_draft
         if room <= 0 or not 0 < len(slots) <= MAX_LEARNT or not self.costs.allows(rows):
             return np.full((len(slots), 1), NO_TOKEN, np.int32)
-        shape = len(slots), skipped + most
+        shape = len(slots), most
         token, probability = np.full(shape, NO_TOKEN, np.int32), np.zeros(shape)
         guided = table.guided[slots]
         if not guided.all():
-            token[~guided], probability[~guided] = self.propose(slots[~guided], skipped + most)
+            token[~guided], probability[~guided] = self.propose(slots[~guided], most)
         for row in guided.nonzero()[0].tolist():  # the grammar has cut these drafts already
             if (matcher := table.matchers.get(int(slots[row]))) is not None:
                 allowed = len(matcher.ahead)
                 token[row, :allowed], probability[row, :allowed] = (one[:allowed] for one in matcher.draft)
-        token, probability = token[:, skipped:], probability[:, skipped:]
-        left = table.limit[slots] - table.known[slots] - skipped
+        left = table.limit[slots] - table.known[slots]
         probability[(token == NO_TOKEN) | (np.arange(most) + 1 >= left[:, None])] = 0
         if probability.sum() >= MIN_PREDICTED * rows:
             self._unpredicted = 0
