@@ -129,6 +129,8 @@ def test_markov_weights_have_the_requested_probabilities(kind: str, dtype: str, 
     tolerance = 0.0 if dtype == "float32" else 0.02
     assert abs(successors / count - p) < 5 * math.sqrt(p * (1 - p) / count) + tolerance
     assert len({counts.most_common(1)[0][0] for counts in often}) > 5
+    language = {token for counts in follows.values() for token in counts} - ends
+    assert len(language) <= (engine.info.hidden_size - 2) // 2
 
 
 def test_markov_weights_need_an_mlp(tmp_path: Path) -> None:

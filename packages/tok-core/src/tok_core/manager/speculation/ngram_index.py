@@ -44,9 +44,9 @@ class NgramIndex:
     other, finished ones included, and from no other group.
 
     An entry holds one context, the token predicted after it, and a count. The count rises by RISE when this token
-    follows again, and falls by 1 when another one does; where it would reach 0, the other takes over with a count of 1. A new
-    context replaces the one in its entry: memory is bounded, and what is no longer used disappears. Two contexts are
-    mixed up if their hashes agree in all of 54 bits; drafts are verified, so that this costs time at most.
+    follows again, and falls by 1 when another one does; where it would reach 0, the other token takes over with a count
+    of 1. A new context replaces the one in its entry: memory is bounded, and what is no longer used disappears. Two
+    contexts are mixed up if their hashes agree in all of 54 bits; drafts are verified, so that this costs time at most.
 
     The tokens of one call of `add` do not see each other. Of those after equal contexts, the last one counts.
     """

@@ -1,0 +1,123 @@
+"""A simulated GPU whose steps take given times, and samples in a Markov language: what speculation gains there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from support.schedules import EOS, engine_info, submit
+from tok_core import EngineConfig, SamplingParams
+from tok_core.config import Speculate
+from tok_core.manager.loop import Manager
+from tok_core.messages import EngineInfo, Int64, Progress, StepInput, StepOutput, ToManager
+
+FIRST = 10  # first token of the language
+SCHEDULE, LAUNCH, OUTPUT = 0.2e-3, 0.25e-3, 0.15e-3  # seconds of the host for a step, one after the other
+
+
+class SimulatedGpu:
+    """A worker in simulated time. Each token is followed by its successor with `probability`, else by any one.
+
+    Sampled tokens depend on seed, sample, position and the token before, as those of a model with one layer of memory.
+
+    states       tokens of the language
+    end          probability that a token ends its sample
+    seconds      device time of a step, by its rows
+    """
+
+    def __init__(
+        self, info: EngineInfo, states: int, probability: float, end: float, seconds: Callable[[int], float]
+    ) -> None:
+        self.states, self.probability, self.end, self.seconds = states, probability, end, seconds
+        self.now = self.free = 0.0  # seconds; `free`: when the device has computed all steps sent
+        self.inbox: list[ToManager] = []
+        self.queued: deque[tuple[float, StepOutput]] = deque()
+        self.reports: list[tuple[float, int, int]] = []  # time, tokens, samples that ended
+        self.slots = {name: np.zeros(info.max_running, np.int64) for name in ("length", "last_token", "seed", "sample")}
+
+    def requests(self) -> list[ToManager]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def outputs(self) -> list[StepOutput]:
+        if not self.queued or self.queued[0][0] > self.now:
+            return []
+        self.now += OUTPUT
+        return [self.queued.popleft()[1]]
+
+    def send(self, step: StepInput) -> None:
+        length, last = self.slots["length"], self.slots["last_token"]
+        if (new := step.new) is not None:
+            length[new.slot], last[new.slot] = new.length, new.last_token
+            self.slots["seed"][new.slot], self.slots["sample"][new.slot] = new.sampling["seed"], new.sample
+        length[step.decode_slot] += 1
+        length[step.prefill_slot] = step.prefill_start + step.prefill_count
+        last[step.prefill_slot] = step.prefill_token[np.cumsum(step.prefill_count) - 1]
+        token = self._sample(step.sample_slot)
+        last[step.sample_slot] = token
+        self.now += SCHEDULE
+        seconds = self.seconds(len(step.decode_slot) + len(step.prefill_token))
+        self.free = max(self.free, self.now + LAUNCH) + seconds
+        none = np.empty((len(token), 0))
+        logprob = np.zeros(len(token), np.float32)
+        output = StepOutput(step.step, token, logprob, none.astype(np.int32), none, LAUNCH, seconds)
+        self.queued.append((self.free, output))
+
+    def _sample(self, slots: Int64) -> np.ndarray:
+        random = np.zeros(len(slots), np.uint64)
+        for name in ("seed", "sample", "length"):
+            random = (random ^ self.slots[name][slots].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            random = (random ^ (random >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        other, chance, ends = (random >> np.uint64(shift) & np.uint64(0xFFFF) for shift in (0, 16, 32))
+        successor = (self.slots["last_token"][slots] + 1 - FIRST) % self.states
+        token = np.where(chance < self.probability * 65536, successor, other.astype(np.int64) % self.states) + FIRST
+        return np.where(ends < self.end * 65536, EOS, token).astype(np.int32)
+
+    def report(self, progress: Progress) -> None:
+        self.reports.append((self.now, len(progress.token), len(progress.finished)))
+
+    def wait(self, seconds: float) -> None:
+        until = self.queued[0][0] if self.queued else np.inf
+        self.now = max(self.now, min(until, self.now + seconds))
+
+
+@dataclass
+class Run:
+    """Seconds of a whole run, and after three quarters of its samples have ended; drafted and accepted tokens."""
+
+    seconds: float
+    tail_seconds: float
+    drafted: int
+    accepted: int
+
+
+def run(
+    speculate: Speculate,
+    prompts: int,
+    samples: int,
+    seconds: Callable[[int], float],
+    *,
+    max_tokens: int,
+    states: int = 256,
+    probability: float = 0.8,
+    end: float = 0.0,
+) -> Run:
+    """Run samples of random prompts of 64 tokens, all submitted at once, to their end."""
+    info = engine_info(
+        page_size=16, num_pages=1 << 17, max_running=8192, max_step_tokens=8192, max_model_len=4096, vocab_size=1 << 17
+    )
+    gpu = SimulatedGpu(info, states, probability, end, seconds)
+    manager = Manager(EngineConfig(model="simulated", speculate=speculate), info, gpu, None, lambda: gpu.now)
+    random = np.random.default_rng(7)
+    for rid in range(prompts):
+        params = SamplingParams(n=samples, max_tokens=max_tokens, seed=rid, ignore_eos=not end)
+        gpu.inbox.append(submit(rid, random.integers(FIRST, info.vocab_size, 64).tolist(), params))
+    while manager.turn() or manager.requests:
+        gpu.wait(0.01)
+    times, _, finished = map(np.array, zip(*gpu.reports, strict=True))
+    tail = times[np.searchsorted(np.cumsum(finished), 0.75 * prompts * samples)]
+    stats = manager.stats()
+    return Run(gpu.now, gpu.now - float(tail), stats.drafted_tokens or 0, stats.accepted_tokens or 0)
