@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -23,6 +24,7 @@ from torch import Tensor
 from support.tiny_models import make_model
 from tok_core import EngineConfig
 from tok_core.messages import StepInput
+from tok_core.model_config import ModelConfig
 from tok_core.models.registry import build
 from tok_core.worker import cuda_graphs
 from tok_core.worker.runner import Runner
@@ -35,9 +37,10 @@ from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState
 from tok_kernels import launch_config
 from tok_kernels.backends.triton import TritonBackend
-from tok_kernels.compilation import record
+from tok_kernels.compilation import Variant, record
 
 CPU, CUDA, SLOTS, TOKENS = torch.device("cpu"), torch.device("cuda"), 20, 96
+CARD = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-window", "qwen2-moe"])
@@ -156,6 +159,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     config = EngineConfig(model=str(path), load_format="dummy", max_running=4, max_step_tokens=16)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
     monkeypatch.setattr(precompile, "_import_flashinfer", lambda: None)  # takes seconds
     return config
 
@@ -194,6 +198,8 @@ def run_main(request: CompileRequest, monkeypatch: pytest.MonkeyPatch) -> Compil
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(logging, "disable", lambda: None)
     precompile.main()
+    for kernel in launch_config.launches_of(request.card) or ():  # this process goes on with the table's launches
+        launch_config.remove_override(kernel)
     return msgspec.json.decode(stdout.buffer.getvalue().lstrip(), type=CompileReport)
 
 
@@ -206,8 +212,8 @@ def test_marker_is_written_once_all_kernels_are_compiled(small: EngineConfig, mo
         return next(results)
 
     monkeypatch.setattr(precompile, "compile_variants", compile_variants)
-    marker = marker_of(small, 90)
-    request = CompileRequest(small, 90, str(marker))
+    marker = marker_of(small, CARD, 90)
+    request = CompileRequest(small, CARD, 90, str(marker))
     report = run_main(request, monkeypatch)
     assert report.errors == ["rope_kernel: RuntimeError: no compiler"]
     assert not marker.exists()
@@ -217,14 +223,34 @@ def test_marker_is_written_once_all_kernels_are_compiled(small: EngineConfig, mo
     assert calls == [report.variants] * 2  # the third process found the marker
 
 
+def test_kernels_are_compiled_with_the_launches_measured_on_the_card(
+    small: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[set[object]] = []
+
+    def compile_variants(variants: list[Variant], processes: int) -> list[str]:
+        compiled.append({one.arguments[0] for one in variants if "decode_attention" in one.name})
+        return ["not compiled"]  # leaves no marker
+
+    monkeypatch.setattr(precompile, "compile_variants", compile_variants)
+    monkeypatch.setattr(precompile, "resolve_model_config", heads_of_64)
+    for card in ("NVIDIA H200", CARD):
+        run_main(CompileRequest(small, card, 90, str(marker_of(small, card, 90))), monkeypatch)
+    assert not compiled[0] & compiled[1]
+
+
+def heads_of_64(config: EngineConfig, path: Path) -> ModelConfig:
+    return replace(resolve_model_config(config, path), head_dim=64)
+
+
 def test_marker_depends_on_what_decides_the_kernels(small: EngineConfig) -> None:
     markers = {
-        marker_of(one, capability)
+        marker_of(one, card, capability)
         for one in (small, msgspec.structs.replace(small, max_running=3), msgspec.structs.replace(small, page_size=8))
-        for capability in (90, 100)
+        for card, capability in ((CARD, 90), ("NVIDIA H100 PCIe", 90), ("NVIDIA B200", 100))
     }
-    assert len(markers) == 6
-    assert marker_of(msgspec.structs.replace(small, run_ahead=3), 90) in markers
+    assert len(markers) == 9
+    assert marker_of(msgspec.structs.replace(small, run_ahead=3), CARD, 90) in markers
 
 
 def test_process_that_cannot_compile_is_logged_and_the_start_goes_on(
@@ -255,7 +281,7 @@ def test_nothing_is_compiled_ahead_where_the_kernels_are_there_or_unknown(
     Precompilation(small, CPU, 1).wait()
     Precompilation(small, CUDA, 2).wait()
     Precompilation(msgspec.structs.replace(small, backend="reference"), CUDA, 1).wait()
-    marker = marker_of(small, 90)
+    marker = marker_of(small, CARD, 90)
     marker.parent.mkdir()
     marker.touch()
     Precompilation(small, CUDA, 1).wait()

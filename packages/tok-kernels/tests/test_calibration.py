@@ -273,6 +273,36 @@ def test_launch_alternatives_begin_with_the_table_entry_and_are_distinct(size: i
         assert 3 < len(found) == len(set(found)) < 8
 
 
+@pytest.mark.parametrize(
+    ("card", "searched"),
+    [
+        ("NVIDIA H200", False),
+        ("NVIDIA H100 80GB HBM3", False),
+        ("NVIDIA H100 PCIe", True),
+        ("NVIDIA H100 NVL", True),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", True),
+        ("NVIDIA GH200 480GB", True),
+    ],
+)
+def test_launches_are_searched_on_cards_without_measured_ones(
+    card: str, searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert bool(searches(SHAPE, torch.device("cuda"))) == searched
+
+
+def test_launches_of_a_card_replace_those_of_the_table() -> None:
+    of_table = config.decode_launch(64, 1, torch.bfloat16, torch.bfloat16)
+    try:
+        config.use_card("NVIDIA H100 80GB HBM3")
+        assert config.decode_launch(64, 1, torch.bfloat16, torch.bfloat16).warps == 4
+        assert config.decode_launch(128, 1, torch.bfloat16, torch.bfloat16).warps == of_table.warps == 1
+    finally:
+        for kernel in config.launches_of("NVIDIA H100 80GB HBM3") or ():
+            config.remove_override(kernel)
+    assert config.decode_launch(64, 1, torch.bfloat16, torch.bfloat16) == of_table
+
+
 def test_calibration_on_a_cpu_has_only_triton_and_no_launch_search() -> None:
     assert searches(SHAPE, CPU) == []
     found, left_out = candidates(SHAPE, CPU)

@@ -1,10 +1,12 @@
 """Choose launch configurations of the attention kernels by head and element size, from a table measured on an H200.
 
-On other devices, calibration measures a few alternatives and overrides the table (`use`).
+Other cards override some of the table's launches (`use`): those in `_CARDS` by launches measured once, all others by
+what calibration finds among a few alternatives.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -55,8 +57,6 @@ class Kernel(NamedTuple):
     itemsize: int
 
 
-MEASURED_ON = "H200"
-
 # (largest padded head size, launch), smallest first.
 _DECODE_16_BIT = ((128, AttentionLaunch(16, 32, 1, 2, 16)), (256, AttentionLaunch(16, 32, 2, 2, 4)))
 _DECODE_32_BIT = ((64, AttentionLaunch(16, 32, 2, 2, 8)), (256, AttentionLaunch(16, 16, 4, 2, 4)))
@@ -74,12 +74,38 @@ _TILE_16_BIT = (
 )
 _TILE_32_BIT = ((64, AttentionLaunch(32, 32, 4, 2, 2)), (256, AttentionLaunch(16, 32, 4, 1, 2)))
 
+# Launches that were faster on a card than the table's, by a pattern of the whole name that CUDA gives the card. All
+# others are the table's, also for sizes measured on the H200 alone: it has as many multiprocessors of the same kind as
+# the H100 with SXM. The H100 for PCIe and the NVL have other numbers or memory, and parts of a card (MIG) do, too.
+_CARDS: dict[str, dict[Kernel, AttentionLaunch]] = {
+    r"NVIDIA H200( NVL)?": {},
+    r"NVIDIA H100 \d+GB HBM3": {
+        Kernel("decode", 64, 2): AttentionLaunch(16, 32, 4, 2, 16),
+        Kernel("split", 64, 2): AttentionLaunch(16, 32, 1, 3, 8),
+        Kernel("tile", 128, 2): AttentionLaunch(64, 64, 4, 2, 3),
+    },
+}
+
 _found: dict[Kernel, AttentionLaunch] = {}
+
+
+def launches_of(card: str) -> Mapping[Kernel, AttentionLaunch] | None:
+    """Return the launches that replace the table's on a card, by the name that CUDA gives it; None: not measured.
+
+    >>> launches_of("NVIDIA H200"), launches_of("NVIDIA H100 PCIe")
+    ({}, None)
+    """
+    return next((launches for name, launches in _CARDS.items() if re.fullmatch(name, card)), None)
 
 
 def use(launches: Mapping[Kernel, AttentionLaunch]) -> None:
     """Launch the kernels with the given configurations instead of the table's, in this process."""
     _found.update(launches)
+
+
+def use_card(card: str) -> None:
+    """Launch the kernels with the configurations measured on a card, if there are any, in this process."""
+    use(launches_of(card) or {})
 
 
 def remove_override(kernel: Kernel) -> None:

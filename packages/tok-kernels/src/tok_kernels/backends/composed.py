@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tok_kernels import launch_config as config
 from tok_kernels.attention.interface import PHASES, AttentionShape, Phase, PhaseKernel
 from tok_kernels.attention.triton.operands import unusable
 from tok_kernels.backend import Backend
@@ -64,6 +65,7 @@ def compose(device: torch.device, requested: str, shape: AttentionShape | None, 
     if not among:
         raise ValueError(f"backend is {requested!r}; allowed here: auto, triton, reference ({left_out[requested]})")
     if {one.name for one in among} == {TRITON} and not searches(shape, device):
+        config.use_card(torch.cuda.get_device_name(device))
         return TritonBackend()
     try:
         return _backend(calibrate(shape, device, among, directory=directory), among, shape.cache_dtype)

@@ -68,13 +68,15 @@ def calibrate(
     """Choose for each phase the first of the candidates `among`, or the fastest if that is faster by 5 %.
 
     A stored choice of these candidates is read from disk, unless `anew` is set. Otherwise the candidates are measured
-    and the choice is stored. `launches` are the searches for launch configurations of Triton's kernels; by default, the
-    configurations that the table lacks are searched. From this call on, Triton's kernels use the chosen configurations.
+    and the choice is stored. `launches` are the searches for launch configurations of Triton's kernels, by default
+    `searches`. From this call on, Triton's kernels use the chosen configurations.
 
     Measurement takes seconds, longer if kernels have to be built first, and 1 GiB of device memory. Raises ValueError,
     with the reasons, if a phase has no working candidate.
     """
     directory = directory or store.cache_directory()
+    if device.type == "cuda":
+        config.use_card(torch.cuda.get_device_name(device))
     key = store.key_of(shape, device, among)
     choice = None if anew else store.read(directory, key)
     if choice is None or not _among(choice, among):

@@ -58,8 +58,8 @@ class Search:
 
 
 def searches(shape: AttentionShape, device: torch.device) -> list[Search]:
-    """Return the searches for this shape's kernels; none without CUDA, or if the table was measured on this device."""
-    if device.type != "cuda" or config.MEASURED_ON in torch.cuda.get_device_name(device):
+    """Return the searches for this shape's kernels; none without CUDA, or if launches were measured on this card."""
+    if device.type != "cuda" or config.launches_of(torch.cuda.get_device_name(device)) is not None:
         return []
     padded, size = max(16, config.power_of_two(shape.head_dim)), shape.dtype.itemsize
     steps: tuple[tuple[KernelName, Sequence[AttentionStep]], ...]

@@ -38,6 +38,7 @@ from tok_core.worker.startup.sizes import mask_words, resolve_model_config, reso
 from tok_core.worker.startup.warmup import steps_of
 from tok_core.worker.state import WorkerState
 from tok_kernels.compilation import compile_variants, hash_kernels, kernel_builds, record
+from tok_kernels.launch_config import use_card
 
 if TYPE_CHECKING:
     from tok_kernels import Backend
@@ -57,9 +58,13 @@ KERNEL_FIELDS = (
 
 
 class CompileRequest(msgspec.Struct, frozen=True):
-    """Message to the compiling process: compile the kernels of a startup with `config`, then write `marker`."""
+    """Message to the compiling process: compile the kernels of a startup with `config`, then write `marker`.
+
+    card  name that CUDA gives the device, whose measured launches are compiled
+    """
 
     config: EngineConfig
+    card: str
     capability: int
     marker: str
 
@@ -88,7 +93,8 @@ class Precompilation:
         major, minor = torch.cuda.get_device_capability(device)
         if workers > 1 or major != HOPPER:
             return
-        request = CompileRequest(config, 10 * major + minor, str(marker_of(config, 10 * major + minor)))
+        card, capability = torch.cuda.get_device_name(device), 10 * major + minor
+        request = CompileRequest(config, card, capability, str(marker_of(config, card, capability)))
         if not Path(request.marker).exists():
             self._start(request)
 
@@ -137,7 +143,7 @@ def log_compiled() -> None:
     log.debug("start: %d kernels compiled one by one: %s", len(compiled), ", ".join(compiled))
 
 
-def marker_of(config: EngineConfig, capability: int) -> Path:
+def marker_of(config: EngineConfig, card: str, capability: int) -> Path:
     """Return the marker file in Triton's cache for a startup of this configuration."""
     from triton import knobs  # type: ignore[import-untyped]
 
@@ -148,6 +154,7 @@ def marker_of(config: EngineConfig, capability: int) -> Path:
         "fields": {name: getattr(config, name) for name in KERNEL_FIELDS},
         "model": (path / "config.json").read_text(encoding="utf-8"),
         "guided": (path / "tokenizer.json").is_file(),
+        "card": card,
         "capability": capability,
         "versions": versions(),
         "kernels": sources_digest(),
@@ -170,6 +177,7 @@ def main() -> None:
 
 
 def _compile(request: CompileRequest, began: float) -> CompileReport:
+    use_card(request.card)
     variants = start_variants(request.config, request.capability)
     marker = Path(request.marker)
     marker.parent.mkdir(parents=True, exist_ok=True)
