@@ -15,6 +15,7 @@ from support.engines import manager_of, random_prompts
 from tok_core import Engine, EngineConfig, SamplingParams
 from tok_core.config import BackendName
 from tok_core.messages import StepInput
+from tok_core.worker import cuda_graphs
 from tok_core.worker.runner import Launched, Runner
 
 
@@ -30,18 +31,23 @@ class SetUpLate(NamedTuple):
     waits: set[str]
 
 
-def set_up_late(path: Path, backend: BackendName = "auto") -> SetUpLate:
-    """Run a bfloat16 engine over requests of every kind in a process of its own, and return what it set up late."""
+def set_up_late(path: Path, backend: BackendName = "auto", *, late_graphs: bool = False) -> SetUpLate:
+    """Run a bfloat16 engine over requests of every kind in a process of its own, and return what it set up late.
+
+    late_graphs  leave all CUDA graphs but the largest to the steps that need them, as engines do
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_serve, path, backend).result(timeout=300)
+        return pool.submit(_serve, path, backend, late_graphs).result(timeout=300)
 
 
-def _serve(path: Path, backend: BackendName) -> SetUpLate:
+def _serve(path: Path, backend: BackendName, late_graphs: bool) -> SetUpLate:
     from triton import knobs  # type: ignore[import-untyped]
 
     sizes: dict[str, Any] = {"max_running": 300, "kv_cache_tokens": 65_536, "max_step_tokens": 1024}
     config = EngineConfig(model=str(path), device="cuda", backend=backend, **sizes)
     late: list[str] = []
+    if not late_graphs:
+        cuda_graphs.MAX_STALL_SECONDS = 0.0
     with Engine(config, in_process=True) as engine:
         runner: Runner = manager_of(engine).ports._runner  # type: ignore[attr-defined]
         manager_of(engine).paging.min_shared_entries = 1000  # so that both ways of sharing a prompt's pages are used

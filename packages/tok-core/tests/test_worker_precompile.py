@@ -172,6 +172,7 @@ def test_without_prefix_groups_no_cascade_kernel_is_compiled_or_captured(small: 
     runner = precompile.meta_runner(alone)
     with record(90) as launched:
         runner.graphs.capture([2, 4])
+        assert runner.graphs.find(dummy_step(decode=2)) is not None
     assert launched.keys() <= few
     grouped = dummy_step(decode=4, groups=2, prefix=16)
     assert runner.graphs.find(dummy_step(decode=3)) is not None
@@ -180,7 +181,6 @@ def test_without_prefix_groups_no_cascade_kernel_is_compiled_or_captured(small: 
     with record(90):
         other.graphs.capture([2, 4])
     assert other.graphs.find(grouped) is not None
-    assert len(other.graphs) == 2 * len(runner.graphs)
 
 
 def test_variants_are_those_of_the_engine_configuration(small: EngineConfig) -> None:

@@ -1,14 +1,20 @@
-"""Capture decode steps as CUDA graphs, once per size, and find the graph that replays a step.
+"""Capture decode steps as CUDA graphs, once per size and variant, and find the graph that replays a step.
 
 A graph's kernels have fixed tensors and a fixed number of rows. A step runs on the smallest graph with enough rows.
 Padding rows use the slot that never holds a sequence, and choose no experts; padding groups have no rows. Kernels read
 lengths on the device, so that one graph serves all lengths.
+
+The first step that needs a graph captures it, which takes the host as long as one launch kernel by kernel. All kernels
+are loaded before (`DecodeGraphs.launch`), so that a capture neither compiles nor loads any. Only the largest graphs,
+whose memory the others reuse, are captured at the start.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,6 +28,7 @@ from tok_core.messages import StepInput
 from tok_core.models import CausalLM
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import step_tensors
+from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.sampling import sampling_batch
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
@@ -32,6 +39,9 @@ MAX_GRAPH_GROUPS = 256  # prefix groups; steps with more, or with nested groups,
 # fixes it.
 FINE_GRAPH_ROWS = 512  # up to this many there are two variants
 SHORT_KV_TOKENS = 2048  # longest context of the short variant
+MAX_STALL_SECONDS = 0.04  # capture time up to which graphs are left to the steps that need them
+
+log = logging.getLogger("tok_core")
 
 
 class GraphKey(NamedTuple):
@@ -98,53 +108,67 @@ class DecodeGraphs:
         self._prefix_groups = prefix_groups
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []
-        self._suspended = self._stale = False
+        self._suspended = self._stale = self._memory_full = False
+        self._recorder: _Recorder | None = None
         self._graphs: dict[tuple[int, GraphKey], DecodeGraph] = {}
 
     def __len__(self) -> int:
-        return len({id(graph) for graph in self._graphs.values()})
+        return len(self._graphs)
 
     def find(self, step: StepInput) -> DecodeGraph | None:
-        """Return the graph for a step; None for steps with prefill chunks or nested groups, and for too large ones."""
+        """Return the graph for a step, captured now if it is the first of its kind.
+
+        None for steps with prefill chunks or nested groups, for too large ones, and if no memory is left for a capture.
+        """
         count, groups = len(step.decode_slot), len(step.levels[0].start) if step.levels else 0
         if len(step.prefill_slot) or len(step.levels) > 1 or not self._sizes or count > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]
-        graph = self._graphs.get((size, GraphKey(groups > 0, step.max_kv > SHORT_KV_TOKENS)))
-        return graph if graph is not None and groups <= graph.groups else None
+        if groups > _group_count(size, self._prefix_groups):
+            return None
+        key = GraphKey(groups > 0, step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(size))
+        if (size, key) not in self._graphs and not self._memory_full:
+            self._capture_late(size, key)
+        return self._graphs.get((size, key))
 
     @torch.inference_mode()
-    def capture(self, graph_sizes: Iterable[int]) -> None:
-        """Capture graphs of these sizes, largest first, so that smaller ones reuse the memory of larger ones."""
-        recorder, largest_first = _Recorder(self._state.device), sorted(graph_sizes)[::-1]
+    def launch(self, graph_sizes: Sequence[int]) -> None:
+        """Launch the kernels of all graphs of these sizes one by one: compile or load them ahead of captures."""
         if not self._coordinates.first:
-            self._stage_input = self._make_stage_input(largest_first)
-        for size in largest_first:
-            for groups in self._groupings(size):
-                long, *short = (self._capture(size, groups, max_kv, recorder) for max_kv in self._max_kvs(size))
-                self._graphs |= {
-                    (size, GraphKey(groups, True)): long,
-                    (size, GraphKey(groups, False)): short[0] if short else long,
-                }
-        self._sizes = sorted({size for size, _ in self._graphs})
+            self._allocate_stage_input(graph_sizes)
+        for size, key in self._keys(graph_sizes):
+            HEARTBEAT.turned()
+            put, q_start = self._inputs(size, key)
+            hidden = self._forward(put, self._input_of_stage(size), q_start, self._max_kv(key))
+            if self._coordinates.last:
+                self._sample(put, hidden)
 
-    @torch.inference_mode()
-    def launch(self, graph_sizes: Iterable[int]) -> None:
-        """Launch what `capture` captures at the first and last stage, on any device."""
-        for size in graph_sizes:
-            for groups in self._groupings(size):
-                for max_kv in self._max_kvs(size):
-                    put, q_start = self._inputs(size, groups)
-                    self._sample(put, self._forward(put, None, q_start, max_kv))
+    def capture(self, graph_sizes: Iterable[int]) -> None:
+        """Offer graphs of these sizes, whose kernels `launch` has loaded, in place of those offered before.
+
+        All are captured now, the largest first, if workers must capture together or if a capture would stall a step.
+        """
+        self._sizes, self._graphs, self._memory_full = sorted(graph_sizes), {}, False
+        if not self._sizes:
+            return
+        self._recorder = _Recorder(self._state.device)
+        # The least time counts, since the first capture of a process takes longer.
+        seconds = min([self._timed_capture(size, key) for size, key in self._keys(self._sizes[-1:])])
+        if self._coordinates.workers > 1 or seconds > MAX_STALL_SECONDS:
+            for size, key in self._keys(self._sizes[-2::-1]):
+                self._timed_capture(size, key)
 
     def capture_again(self) -> None:
-        """Capture all graphs again, once parameters of the model were replaced and no memory is released."""
+        """Discard all graphs, once parameters of the model were replaced, and capture as at the start.
+
+        While memory is released, this waits until it is there again.
+        """
         self._stale = self._suspended
-        if self._stale:
+        if self._stale or not self._sizes:
             return
-        sizes, self._sizes, self._graphs = self._sizes, [], {}
-        if sizes:
-            self.capture(sizes)
+        with different_layers_only(self._model, self._state):
+            self.launch(self._sizes)  # parameters of other dtypes have other kernels
+        self.capture(self._sizes)
 
     def suspend(self, suspended: bool) -> None:
         """Take note whether weights or KV cache have no memory now, so that no graph can be captured."""
@@ -152,42 +176,64 @@ class DecodeGraphs:
         if self._stale:
             self.capture_again()
 
-    def _capture(self, size: int, grouped: bool, max_kv: int, recorder: _Recorder) -> DecodeGraph:
+    def _capture_late(self, size: int, key: GraphKey) -> None:
+        """Capture a graph between steps, or none from then on if no memory is left for it."""
+        try:
+            seconds = self._timed_capture(size, key)
+            log.debug("CUDA graph of %d rows captured in %.0f ms: %s", size, seconds * 1e3, key)
+        except torch.OutOfMemoryError as error:
+            self._memory_full = True
+            log.warning("no memory is left for further CUDA graphs: some steps launch kernels one by one (%s)", error)
+
+    def _timed_capture(self, size: int, key: GraphKey) -> float:
+        """Capture a graph, and return the seconds that it took the host."""
+        began = time.monotonic()
+        self._graphs[size, key] = self._capture(size, key)
+        return time.monotonic() - began
+
+    @torch.inference_mode()
+    def _capture(self, size: int, key: GraphKey) -> DecodeGraph:
         HEARTBEAT.turned()
-        put, q_start = self._inputs(size, grouped)
-        stage_input = None if self._stage_input is None else self._stage_input[: self._model.stream_rows(size)]
-        hidden = self._forward(put, stage_input, q_start, max_kv)  # compiles kernels and initialises libraries
-        sampled_tokens = self._sample(put, hidden) if self._coordinates.last else NO_SAMPLED_TOKENS
-        torch.cuda.synchronize(self._state.device)
-        with recorder.recording() as forward:
-            hidden = self._forward(put, stage_input, q_start, max_kv)
-        sample_graph = None
+        assert self._recorder is not None
+        put, q_start = self._inputs(size, key)
+        stage_input, sample_graph, sampled_tokens = self._input_of_stage(size), None, NO_SAMPLED_TOKENS
+        with self._recorder.recording() as forward:
+            hidden = self._forward(put, stage_input, q_start, self._max_kv(key))
         if self._coordinates.last:
-            with recorder.recording() as sample_graph:
+            with self._recorder.recording() as sample_graph:
                 sampled_tokens = self._sample(put, hidden)
-        padding, groups = self._state.slots, _group_count(size, grouped)
+        padding, groups = self._state.slots, _group_count(size, key.groups)
         return DecodeGraph(
             size, groups, padding, forward, stage_input, hidden, sample_graph, sampled_tokens, (q_start,)
         )
 
-    def _groupings(self, size: int) -> tuple[bool, ...]:
-        """Return whether graphs of a size are captured without and with prefix groups; a single row is in no group."""
-        return (False, True) if self._prefix_groups and size > 1 else (False,)
+    def _keys(self, graph_sizes: Iterable[int]) -> Iterator[tuple[int, GraphKey]]:
+        """Yield the sizes and variants of all graphs; a single row is in no group."""
+        for size in graph_sizes:
+            for groups in (False, True) if self._prefix_groups and size > 1 else (False,):
+                for long in (True, False) if self._has_short_variant(size) else (True,):
+                    yield size, GraphKey(groups, long)
 
-    def _max_kvs(self, size: int) -> list[int]:
-        """Return the bounds of a context's length for which graphs of a size are captured, the greatest first."""
-        longest = self._state.max_len
-        return [longest, SHORT_KV_TOKENS] if size <= FINE_GRAPH_ROWS and longest > SHORT_KV_TOKENS else [longest]
+    def _has_short_variant(self, size: int) -> bool:
+        return size <= FINE_GRAPH_ROWS and self._state.max_len > SHORT_KV_TOKENS
 
-    def _inputs(self, size: int, grouped: bool) -> tuple[dict[str, Tensor], Tensor]:
+    def _max_kv(self, key: GraphKey) -> int:
+        return self._state.max_len if key.long else SHORT_KV_TOKENS
+
+    def _inputs(self, size: int, key: GraphKey) -> tuple[dict[str, Tensor], Tensor]:
         """Return the arrays of a step of padding rows on the device, and its `q_start`."""
-        put = self._staging.put(_arrays(None, size, _group_count(size, grouped), self._state.slots))
+        put = self._staging.put(_arrays(None, size, _group_count(size, key.groups), self._state.slots))
         return put, torch.arange(size + 1, dtype=torch.int32, device=self._state.device)
 
-    def _make_stage_input(self, graph_sizes: Iterable[int]) -> Tensor:
+    def _allocate_stage_input(self, graph_sizes: Iterable[int]) -> None:
         """Allocate the input of all sizes, `[rows, N]`; zeros, because steps run on it before their capture."""
-        rows = max(self._model.stream_rows(size) for size in graph_sizes)
-        return torch.zeros((rows, self._model.config.hidden_size), dtype=self._model.dtype, device=self._state.device)
+        rows = max((self._model.stream_rows(size) for size in graph_sizes), default=0)
+        shape = rows, self._model.config.hidden_size
+        self._stage_input = torch.zeros(shape, dtype=self._model.dtype, device=self._state.device)
+
+    def _input_of_stage(self, size: int) -> Tensor | None:
+        """Return the input of graphs of a size; None at the first stage."""
+        return None if self._stage_input is None else self._stage_input[: self._model.stream_rows(size)]
 
     def _forward(self, put: dict[str, Tensor], stage_input: Tensor | None, q_start: Tensor, max_kv: int) -> Tensor:
         state, size = self._state, len(put["slots"])

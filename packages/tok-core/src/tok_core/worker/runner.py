@@ -139,10 +139,10 @@ class Runner:
         HEARTBEAT.turned()  # startup launches steps to measure and to warm up
         if self._tracer is not None:
             self._tracer.before(step.step)
+        graph = self.graphs.find(step)
         self._watch.begin()
         time_began = time.perf_counter()
         coordinates, pending_tokens = self.pipeline.coordinates, self.pipeline.pending_tokens(step)
-        graph = self.graphs.find(step)
         arrays = step_tensors.arrays(step) if graph is None else graph.arrays(step)
         output_arrays = sampling_arrays(step) | prompt_values.arrays(step) if coordinates.last else {}
         put = self.staging.put({**arrays, **changes(step), **output_arrays, **_pending_slots(pending_tokens)})

@@ -8,13 +8,13 @@ compute one after the other, and lose about a second for each new kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch
 
-from tok_core.models import CausalLM, DecoderLayer, Linear
+from tok_core.models import CausalLM, DecoderLayer
 from tok_core.parallel import choose_layout
+from tok_core.worker.layer_kinds import different_layers
 
 MAX_CONSECUTIVE_ROWS = 1024  # every number of rows up to this is warmed up
 LAYER_ROW_STEP = 16  # above it, multiples of this for layers,
@@ -38,18 +38,6 @@ def warm_up_gemms(model: CausalLM, max_tokens: int, max_rows: int) -> None:
             layer.run_gemms(torch.zeros((model.stream_rows(tokens), size), dtype=model.dtype, device=device), layout)
     for rows in row_counts(max_rows, HEAD_ROW_STEP) if model.shard_plan.coordinates.last else ():
         model.logits(torch.zeros((rows, size), dtype=model.dtype, device=device))
-
-
-def different_layers(model: CausalLM) -> list[int]:
-    """Return the numbers of a stage's layers that run different kernels: the first layer of each kind.
-
-    Layers of one kind agree in the methods and dtypes of their linear layers, in MLP or experts, and in their window.
-    """
-    different: dict[object, int] = {}
-    for layer in cast("Iterable[DecoderLayer]", model.model.layers.values()):
-        formats = tuple((module.method, module.dtype) for module in layer.modules() if isinstance(module, Linear))
-        different.setdefault((formats, type(layer.mlp), layer.self_attn.window), layer.number)
-    return list(different.values())
 
 
 def row_counts(max_rows: int, step: int) -> list[int]:

@@ -24,16 +24,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from torch import nn
 
 from tok_core.config import EngineConfig
 from tok_core.models import build
 from tok_core.quantization import read_quantization
 from tok_core.worker.cuda_graphs import graph_sizes
+from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.backend import choose_cache_dtype, choose_dtype
 from tok_core.worker.startup.dummy_steps import dummy_step
-from tok_core.worker.startup.gemm_warmup import different_layers
 from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
 from tok_core.worker.startup.warmup import steps_of
 from tok_core.worker.state import WorkerState
@@ -206,18 +205,18 @@ def launch_start(config: EngineConfig) -> None:
     words = mask_words(runner.model.config, path)
     steps = steps_of(runner, max_step_tokens, words)
     steps += [dummy_step(decode=rows) for rows in range(1, min(max_running, MAX_DECODE_ROWS) + 1)]
-    for step in steps:
-        runner.reset()
-        runner.launch(step)
-    if config.cuda_graphs:
-        runner.graphs.launch(graph_sizes(max_running))
+    with different_layers_only(runner.model, runner.state):
+        for step in steps:
+            runner.reset()
+            runner.launch(step)
+        if config.cuda_graphs:
+            runner.graphs.launch(graph_sizes(max_running))
 
 
 def meta_runner(config: EngineConfig) -> Runner:
     """Return a runner on the device "meta", whose launches compute nothing.
 
-    It has only one layer of each kind (`different_layers`). The page table covers `max_model_len`, or the model's
-    maximum length. The size of the KV cache changes no kernel.
+    The page table covers `max_model_len`, or the model's maximum length. The size of the KV cache changes no kernel.
     """
     path, meta = Path(config.model), torch.device("meta")
     model_config = resolve_model_config(config, path)
@@ -239,9 +238,6 @@ def meta_runner(config: EngineConfig) -> Runner:
         scales=scales,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
     )
-    kept = different_layers(model)
-    state.caches = [state.caches[number] for number in kept]
-    model.model.layers = nn.ModuleDict({str(number): model.model.layers[str(number)] for number in kept})
     return Runner(model, backend, state, prefix_groups=config.prefix_groups)
 
 

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
 from tok_core.worker.cuda_graphs import graph_sizes
+from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.sampling import MAX_GATHERED_ROWS
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
@@ -24,22 +25,27 @@ log = logging.getLogger("tok_core")
 
 
 def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: int = 0) -> None:
-    """Capture the decode graphs, and run a step of each kind, on a CUDA device. `words`: as in `warm_up_steps`."""
-    state = runner.state
-    if measured.graph_rows:
-        began = time.monotonic()
-        runner.graphs.capture(graph_sizes(measured.graph_rows))
-        log.debug("start: %d CUDA graphs captured in %.1f s", len(runner.graphs), time.monotonic() - began)
+    """Run a step of each kind, and capture CUDA graphs, on a CUDA device. `words`: as in `warm_up_steps`."""
+    state, sizes = runner.state, graph_sizes(measured.graph_rows) if measured.graph_rows else []
     # Allocate one block and free it: steps then reuse it, and the allocator does not call the driver again.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
     warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
-    for step in steps_of(runner, max_step_tokens, words):
-        run_dummy_step(runner, step)
-    runner.reset()
-    for length in (1, 2):  # the second step records the tokens that another stage sampled in the first
-        runner.launch(structs.replace(dummy_step(decode=1), max_kv=length)).output()
-    runner.reset()
-    torch.cuda.synchronize(state.device)
+    began = time.monotonic()
+    with different_layers_only(runner.model, state):
+        for step in steps_of(runner, max_step_tokens, words):
+            run_dummy_step(runner, step)
+        runner.reset()
+        for length in (1, 2):  # the second step records the tokens that another stage sampled in the first
+            runner.launch(structs.replace(dummy_step(decode=1), max_kv=length)).output()
+        runner.reset()
+        runner.graphs.launch(sizes)
+        torch.cuda.synchronize(state.device)
+    warm = time.monotonic()
+    runner.graphs.capture(sizes)
+    log.debug(
+        "start: a step of each kind: %.1f s; %d CUDA graphs captured in %.1f s",
+        *(warm - began, len(runner.graphs), time.monotonic() - warm),
+    )
 
 
 def steps_of(runner: Runner, max_step_tokens: int, words: int) -> list[StepInput]:
