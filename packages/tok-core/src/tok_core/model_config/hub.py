@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from tok_core.errors import InvalidField, ModelError
 
 WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # excludes pickles and code
@@ -55,6 +45,17 @@ def _resolve(what: str, source: str, data_dir: str | None, files: list[str], rev
 
 
 def _download(what: str, source: str, data_dir: str | None, files: list[str], revision: str | None) -> Path:
+    # Importing it takes half a second, in each process, and most models are directories.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     cache = None if data_dir is None else Path(data_dir).expanduser() / "models"
     tried = f"{what} {source!r}: is no directory, and as a hub id"
     try:
