@@ -1,22 +1,31 @@
 """Rerun tests of Triton kernels on the CPU, in a process of their own in which Triton interprets kernels.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so that a process interprets either all kernels or none. A
-module of such tests has one test that calls `rerun(__file__)`.
+module of such tests has one test that calls `rerun(__file__)`. The processes are forks of one that has imported torch,
+Triton and the kernels, which takes longer than the tests of a small file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.patience import PATIENCE
+
+TESTS = Path(__file__).resolve().parents[1]
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,6 +34,8 @@ DEVICES = ["cpu"] if INTERPRETING else [pytest.param("cuda", marks=pytest.mark.g
 
 # The interpreter converts arrays of one element to loop bounds, which NumPy deprecates.
 _ITS_OWN = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+# Pytest would rewrite assertions of plugins; those that are already imported have none.
+_IMPORTED = "ignore:Module already imported so cannot be rewritten"
 
 # Pytest plugins of other packages, which take longer to load than the tests of a small file.
 _NOT_NEEDED = ("xdist", "langsmith_plugin", "schemathesis", "anyio")
@@ -83,13 +94,57 @@ if INTERPRETING:
 
 def rerun(module: str, timeout: float = 3 * PATIENCE) -> None:
     """Run the tests of the file `module` in an interpreting process; fail with its output."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["TRITON_INTERPRET"] = "1"
     without = [word for plugin in ("cacheprovider", *_NOT_NEEDED) for word in ("-p", f"no:{plugin}")]
     # Processes that share a base directory delete each other's old directories while they list it, which warns.
     with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "output")
         own = ("--basetemp", f"{folder}/tests")
-        command = [sys.executable, "-m", "pytest", "-q", *without, *own, "-m", "not gpu", "-W", _ITS_OWN, module]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    if ended.returncode:
-        pytest.fail(f"under the interpreter:\n{ended.stdout}{ended.stderr}", pytrace=False)
+        arguments = ["-q", *without, *own, "-m", "not gpu", "-W", _ITS_OWN, "-W", _IMPORTED, module]
+        status = _fork_server().run(arguments, output, timeout)
+        if status:
+            pytest.fail(f"under the interpreter, with status {status}:\n{output.read_text()}", pytrace=False)
+
+
+class _ForkServer:
+    """A process that interprets kernels and runs pytest in forks of itself."""
+
+    def __init__(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment["TRITON_INTERPRET"] = "1"
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), environment.get("PYTHONPATH")]))
+        command = [sys.executable, "-c", "from support.interpreted import serve_forks; serve_forks()"]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self, arguments: list[str], output: Path, timeout: float) -> int:
+        """Return the exit status of pytest with these arguments, whose output goes to a file."""
+        requests, statuses = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert statuses is not None
+        requests.write(json.dumps([arguments, str(output)]).encode() + b"\n")
+        requests.flush()
+        assert select.select([statuses], [], [], timeout)[0], f"{arguments[-1]} did not end within {timeout:g} s"
+        return int(statuses.readline() or -1)
+
+
+@cache
+def _fork_server() -> _ForkServer:
+    return _ForkServer()
+
+
+def serve_forks() -> None:
+    """For each line of stdin, arguments and the path of an output, run pytest in a fork; print its exit status."""
+    for name in ("tok_core.engine.core", "tok_kernels.backends.triton"):
+        import_module(name)
+    torch.use_deterministic_algorithms(False)  # imports torch's compiler
+    for line in sys.stdin:
+        arguments, output = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            status = int(pytest.main(arguments))
+            sys.stdout.flush()
+            os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
