@@ -26,12 +26,20 @@ class SimulatedGpu:
     states       tokens of the language
     end          probability that a token ends its sample
     seconds      device time of a step, by its rows
+    delay        seconds by which the first step of each number of rows takes longer
     """
 
     def __init__(
-        self, info: EngineInfo, states: int, probability: float, end: float, seconds: Callable[[int], float]
+        self,
+        info: EngineInfo,
+        states: int,
+        probability: float,
+        end: float,
+        seconds: Callable[[int], float],
+        delay: float = 0.0,
     ) -> None:
-        self.states, self.probability, self.end, self.seconds = states, probability, end, seconds
+        self.states, self.probability, self.end, self.seconds, self.delay = states, probability, end, seconds, delay
+        self.sizes: set[int] = set()  # numbers of rows, as powers of two
         self.now = self.free = 0.0  # seconds; `free`: when the device has computed all steps sent
         self.inbox: list[ToManager] = []
         self.queued: deque[tuple[float, StepOutput]] = deque()
@@ -59,7 +67,9 @@ class SimulatedGpu:
         token = self._sample(step.sample_slot)
         last[step.sample_slot] = token
         self.now += SCHEDULE
-        seconds = self.seconds(len(step.decode_slot) + len(step.prefill_token))
+        rows = len(step.decode_slot) + len(step.prefill_token)
+        seconds = self.seconds(rows) + self.delay * (rows.bit_length() not in self.sizes)
+        self.sizes.add(rows.bit_length())
         self.free = max(self.free, self.now + LAUNCH) + seconds
         none = np.empty((len(token), 0))
         logprob = np.zeros(len(token), np.float32)
@@ -104,12 +114,13 @@ def run(
     states: int = 256,
     probability: float = 0.8,
     end: float = 0.0,
+    delay: float = 0.0,
 ) -> Run:
     """Run samples of random prompts of 64 tokens, all submitted at once, to their end."""
     info = engine_info(
         page_size=16, num_pages=1 << 17, max_running=8192, max_step_tokens=8192, max_model_len=4096, vocab_size=1 << 17
     )
-    gpu = SimulatedGpu(info, states, probability, end, seconds)
+    gpu = SimulatedGpu(info, states, probability, end, seconds, delay)
     manager = Manager(EngineConfig(model="simulated", speculate=speculate), info, gpu, None, lambda: gpu.now)
     random = np.random.default_rng(7)
     for rid in range(prompts):

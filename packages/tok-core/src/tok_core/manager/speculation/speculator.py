@@ -5,6 +5,7 @@ Legend: n sequences with a draft, k tokens of the longest draft.
 
 from __future__ import annotations
 
+from collections import deque
 from hashlib import blake2b
 from typing import Final, Literal, NamedTuple
 
@@ -25,7 +26,8 @@ MAX_LAZINESS: Final = 4  # times as many, while nothing can be predicted either
 MIN_PREDICTED: Final = 0.1  # expected tokens of a sequence's draft, below which nothing can be predicted
 MAX_GUIDED_DRAFT: Final = 8  # tokens of a draft of a guided sequence, each of which takes a mask
 MIN_GUIDED_PROBABILITY: Final = 0.3  # of a token that is worth a mask
-MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones: 0.3 µs each to learn, while no step is scheduled
+MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones
+MAX_PROMPT_PARTS: Final = 1024  # that wait to be learned, the newest ones; each has at most MAX_LEARNT tokens
 
 HALF: Final = np.uint64(32)
 NOBODY: Final[Int64] = np.empty(0, np.int64)
@@ -99,6 +101,7 @@ class Speculator:
         self._drafts: Drafts | None = None  # of the step in flight
         self._appended: list[tuple[Int64, Int64]] = []  # slots and positions of tokens since the last `learn`
         self._unlearned: list[tuple[UInt64, Int32, Int32]] = []  # families, windows and tokens
+        self._prompts = deque[tuple[int, Int32]](maxlen=MAX_PROMPT_PARTS)  # salts and parts of prompts, to be learned
         self._idle_turns = 0  # calls of `learn` since a step with drafts was sent
         self._unpredicted = 0  # times in a row that drafts were considered and hardly a token was predicted
         self._considers = True  # whether drafts are considered now: seldom, while there were none lately
@@ -116,14 +119,16 @@ class Speculator:
         return self._idle_turns <= LAZY_STEPS
 
     def open(self, request: Request) -> None:
-        """Learn the prompt of a new request.
+        """Take note of the prompt of a new request, which `learn` will learn in parts.
 
         The upper half of `family` stands for the salt: requests of one salt learn from each other, as they share cached
         prefixes. The lower half stands for the prompt: its samples are equally easy to predict.
         """
-        salt, prompt = (blake2b(one, digest_size=4).digest() for one in (request.salt, request.prompt.tobytes()))
-        request.family = int.from_bytes(salt + prompt)
-        self.index.add_text(request.family >> 32, request.prompt[-MAX_PROMPT_TOKENS:])
+        salt, text = (blake2b(one, digest_size=4).digest() for one in (request.salt, request.prompt.tobytes()))
+        request.family = int.from_bytes(salt + text)
+        prompt, salt_number = request.prompt[-MAX_PROMPT_TOKENS:], request.family >> 32
+        parts = (prompt[at : at + MAX_LEARNT] for at in range(0, len(prompt), MAX_LEARNT))
+        self._prompts.extend((salt_number, part) for part in parts)
 
     def note(self, slots: Int64) -> None:
         """Take note of the last known token of each slot, which `learn` will learn; of some if there are very many."""
@@ -161,6 +166,8 @@ class Speculator:
         self._unpredicted += 1
         self._add()
         decode = table.in_state(State.DECODE)
+        if self._prompts and len(decode) <= MAX_LEARNT:
+            self.index.add_text(*self._prompts.popleft())
         if in_flight and not self.waits and not len(table.in_state(State.PREFILL)):
             # The tokens in flight are unknown: what can be drafted now stands for what can be drafted after them.
             drafts = self._draft(decode[~table.guided[decode]], table.free_slots, len(decode))

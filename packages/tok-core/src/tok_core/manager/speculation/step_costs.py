@@ -45,9 +45,10 @@ class StepCosts:
 
     Estimates may be wrong, so that an account is kept. Each plain step pays in MAX_LOSS of its time. A step with
     drafts pays what it took, and is paid the time that plain steps would have taken for its tokens. Nothing is drafted
-    while the account is below zero: drafts cannot cost more than this share of the time. A size is tried only if it
-    has at most twice the rows of the largest known one, or of the plain step. What was not measured for FORGET_STEPS
-    steps is unknown again, and is then tried once more.
+    while the account is below zero: drafts cannot cost more than this share of the time. The first step of a size has
+    no part in this, since it may load kernels and capture a graph. A size is tried only if it has at most twice
+    the rows of the largest known one, or of the plain step. What was not measured for FORGET_STEPS steps is unknown
+    again, and is then tried once more.
 
     measured  False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
               more if it has drafts
@@ -79,11 +80,11 @@ class StepCosts:
         if not self._measured:
             return
         size = self._sizes.setdefault(_size(rows), Recent())
-        seconds = max(device_seconds, 0.0)
+        seconds, first = max(device_seconds, 0.0), size.empty
         if size.known(self._step):
             seconds = min(seconds, MAX_OVERRUN * size.seconds)
         size.add(self._step, seconds, rows)
-        if self._step == 1:
+        if self._step == 1 or (first and rows > sequences):
             return
         device = size.seconds if rows == sequences else float(self._device(np.array([sequences]))[0])
         plain = device + self._lost(waited=False)
@@ -156,6 +157,11 @@ class Recent:
         self.seconds = self.rows = 0.0
         self._newest = 0
         self._pairs = deque[tuple[float, int]](maxlen=RECENT)
+
+    @property
+    def empty(self) -> bool:
+        """Return whether nothing was ever observed."""
+        return not self._pairs
 
     def known(self, step: int) -> bool:
         """Return whether there is an estimate in this step."""
