@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tok_core import EngineConfig, InvalidField
+from tok_core.runtime import MANIFEST
 from tok_core.worker.startup import cache_directory
-from tok_core.worker.startup.cache_directory import MANIFEST, CacheDirectory
+from tok_core.worker.startup.cache_directory import CacheDirectory
 
 H200 = {"device": "NVIDIA H200", "driver": "CUDA 13.0", "torch": "2.11.0"}
 H100 = {"device": "NVIDIA H100", "driver": "CUDA 12.4", "torch": "2.11.0"}

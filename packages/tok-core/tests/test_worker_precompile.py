@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from tok_core import EngineConfig
 from tok_core.messages import StepInput
 from tok_core.model_config import ModelConfig
 from tok_core.models.registry import build
+from tok_core.runtime import MANIFEST, compiler_process, is_first_start
 from tok_core.worker import cuda_graphs
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup import precompile
@@ -272,6 +274,62 @@ def test_process_that_cannot_run_is_logged_and_the_start_goes_on(
     Precompilation(small, CUDA, 1).wait()
     (line,) = caplog.messages
     assert line.startswith("kernels are compiled one by one: the compiling process ")
+
+
+ECHO = """
+import sys, msgspec
+request = msgspec.json.decode(sys.stdin.buffer.read())
+sys.stdout.write("imported" + chr(10) + msgspec.json.encode(
+    {"variants": 1, "seconds": 0.0, "errors": [f"{request['card']} {request['environment']}"]}).decode())
+"""
+
+
+def python(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_process_that_started_with_the_worker_gets_the_request(
+    small: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Precompilation(small, CUDA, 1, python(ECHO)).wait()
+    (line,) = caplog.messages
+    environment = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    assert line == f"kernels are compiled at their first launch: {CARD} {environment}"
+
+
+def test_process_that_started_with_the_worker_ends_if_it_is_not_needed(small: EngineConfig) -> None:
+    compiler = python("import time; time.sleep(600)")
+    Precompilation(small, CPU, 1, compiler).wait()
+    assert compiler.returncode is not None
+
+
+def test_compiling_process_without_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=stdout))
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    precompile.main()
+    assert stdout.getvalue() == b""
+
+
+def test_first_start_is_one_on_a_gpu_without_kernels_of_another(
+    small: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_process, "GPU_DRIVER", tmp_path / "driver")
+    assert not is_first_start(None)
+    (tmp_path / "driver").touch()
+    directory = str(tmp_path / "kernels")
+    assert is_first_start(None)
+    assert is_first_start(directory)
+    marker = marker_of(small, CARD, 90)
+    marker.parent.mkdir()
+    marker.touch()
+    assert not is_first_start(None)
+    assert is_first_start(directory)
+    part = tmp_path / "kernels" / "part"
+    part.mkdir(parents=True)
+    (part / MANIFEST).touch()
+    assert not is_first_start(directory)
 
 
 def test_nothing_is_compiled_ahead_where_the_kernels_are_there_or_unknown(

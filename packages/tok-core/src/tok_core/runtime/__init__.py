@@ -1,7 +1,8 @@
-"""Utilities of every process: heartbeat, lifeline to the parent, log format, scratch directories, free memory."""
+"""Utilities of processes: heartbeat, lifeline to the parent, log format, scratch directories, free memory, compiler."""
 
 from __future__ import annotations
 
+from tok_core.runtime.compiler_process import MANIFEST, START_MARKER, is_first_start, start_compiler
 from tok_core.runtime.garbage_collection import freeze_gc_heap
 from tok_core.runtime.heartbeat import HEARTBEAT, MAX_TURN_SECONDS
 from tok_core.runtime.host_memory import available_memory, memory_of_siblings
@@ -13,7 +14,9 @@ from tok_core.runtime.trace_paths import trace_file, trace_files
 __all__ = [
     "EXTRA_FIELDS",
     "HEARTBEAT",
+    "MANIFEST",
     "MAX_TURN_SECONDS",
+    "START_MARKER",
     "TEXT_FORMAT",
     "JsonFormatter",
     "ScratchDirectory",
@@ -21,8 +24,10 @@ __all__ = [
     "close_in_forks",
     "configure_logging",
     "freeze_gc_heap",
+    "is_first_start",
     "logs_json",
     "memory_of_siblings",
+    "start_compiler",
     "trace_file",
     "trace_files",
 ]

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import zmq
 from tok_core.errors import TokError
 from tok_core.messages import Beat, FromWorker, ProcessLaunch, Receiver, Sender, ToManager, ToWorker, decoder, encode
 from tok_core.replicas.processes.failure_report import report_failure
-from tok_core.runtime import HEARTBEAT, configure_logging
+from tok_core.runtime import HEARTBEAT, configure_logging, is_first_start, start_compiler
 
 log = logging.getLogger("tok_core")
 
@@ -90,15 +91,29 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: W
         steps: Receiver[ToWorker] = Receiver(context, launch.steps[launch.coordinates.number], ToWorker)
         if work is not None:
             work(context, launch, steps)
+        compiler = _compiler(launch)  # imports torch while this process does, too
         from tok_core.replicas.processes.worker_process import run_worker
 
-        run_worker(context, launch, launch.coordinates, steps)
+        run_worker(context, launch, launch.coordinates, steps, compiler)
     else:
         requests: Receiver[list[ToManager]] = Receiver(context, launch.requests, list[ToManager])
         outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
         from tok_core.replicas.processes.manager_process import run_manager
 
         run_manager(context, launch, requests, outputs)
+
+
+def _compiler(launch: ProcessLaunch) -> subprocess.Popen[bytes] | None:
+    """Start the process that compiles a worker's kernels if it is likely to be needed; else the worker does."""
+    config = launch.config
+    on_gpu = config.device != "cpu" and config.backend != "reference"
+    if not on_gpu or len(config.rank_coordinates()) > 1 or not is_first_start(config.cache_dir):
+        return None
+    try:
+        return start_compiler()
+    except OSError as error:
+        log.warning("the compiling process cannot be started yet (%s)", error)
+        return None
 
 
 def _watch_lifeline() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import subprocess
 import threading
 from pathlib import Path
 from typing import NoReturn
@@ -23,12 +24,15 @@ def run_worker(
     launch: ProcessLaunch,
     coordinates: RankCoordinates,
     steps: Receiver[ToWorker],
+    compiler: subprocess.Popen[bytes] | None = None,
 ) -> NoReturn:
-    """Run a worker."""
+    """Run a worker. `compiler`: see `set_up`."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(leave_one_core(len(os.sched_getaffinity(0)), launch.workers_on_host))
     rendezvous = Path(launch.rendezvous) if isinstance(launch.rendezvous, str) else launch.rendezvous
-    runner, info = set_up(launch.config, launch.replica, coordinates, rendezvous, launch.device, launch.workers_on_host)
+    runner, info = set_up(
+        *(launch.config, launch.replica, coordinates, rendezvous, launch.device, launch.workers_on_host, compiler)
+    )
     freeze_gc_heap()
     launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs) if coordinates.returns else None

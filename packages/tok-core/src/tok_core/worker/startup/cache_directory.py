@@ -21,11 +21,10 @@ import torch
 
 from tok_core.config import EngineConfig
 from tok_core.errors import InvalidField
-from tok_core.runtime import ScratchDirectory
+from tok_core.runtime import MANIFEST, ScratchDirectory
 
 log = logging.getLogger("tok_core")
 
-MANIFEST = "manifest.json"
 KERNEL_CACHE = "tok_kernels.movable_cache:MovableCache"
 
 _copies: list[ScratchDirectory] = []  # removed when the process ends

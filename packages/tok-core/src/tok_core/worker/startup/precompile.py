@@ -1,8 +1,9 @@
 """Compile the Triton kernels that a worker's startup launches, in parallel processes, before it launches them.
 
-The worker starts a compiling process. That process builds the model on the device "meta" and launches all steps of the
-startup on it, which computes nothing but records the variants of kernels. It compiles them in a pool of processes. The
-worker then loads them from Triton's cache. A marker file in the cache says that it has all kernels of a startup of this
+The worker has a compiling process; on a first start, it starts with the worker, and imports torch at the same time. The
+process builds the model on the device "meta" and launches all steps of the startup on it, which computes nothing but
+records the variants of kernels. It compiles them in a pool of processes. The worker then loads them from Triton's
+cache. A marker file in the cache says that it has all kernels of a startup of this
 configuration, so that later startups skip this. Kernels that are missing nevertheless are compiled at first launch.
 """
 
@@ -15,9 +16,9 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ import torch
 from tok_core.config import EngineConfig
 from tok_core.models import build
 from tok_core.quantization import read_quantization
+from tok_core.runtime import START_MARKER, start_compiler
 from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tok_core")
 
 HOPPER = 9  # major compute capability of the GPUs that meta tensors stand for
+CACHE_VARIABLES = "TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"  # set by `CacheDirectory.use`
 MAX_PROCESSES = 16
 MAX_DECODE_ROWS = 64  # every number of decode rows up to this is launched: kernels for experts change most often there
 MAX_WAIT_SECONDS = 300.0  # until the worker compiles by itself
@@ -59,13 +62,15 @@ KERNEL_FIELDS = (
 class CompileRequest(msgspec.Struct, frozen=True):
     """Message to the compiling process: compile the kernels of a startup with `config`, then write `marker`.
 
-    card  name that CUDA gives the device, whose measured launches are compiled
+    card         name that CUDA gives the device, whose measured launches are compiled
+    environment  variables by which Triton finds its cache
     """
 
     config: EngineConfig
     card: str
     capability: int
     marker: str
+    environment: dict[str, str] = {}
 
 
 class CompileReport(msgspec.Struct, frozen=True):
@@ -83,28 +88,42 @@ class Precompilation:
     a single worker on a Hopper GPU.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, workers: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        workers: int,
+        compiler: subprocess.Popen[bytes] | None = None,
+    ) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        request = self._request(config, device, workers)
+        if request is not None:
+            self._send(request, compiler)
+        elif compiler is not None:
+            compiler.kill()
+            compiler.communicate()
+
+    @staticmethod
+    def _request(config: EngineConfig, device: torch.device, workers: int) -> CompileRequest | None:
         if device.type != "cuda" or config.backend == "reference" or find_spec("triton") is None:
-            return
+            return None
         kernel_builds()  # starts to list the kernels that are built
         hash_kernels()
         major, minor = torch.cuda.get_device_capability(device)
         if workers > 1 or major != HOPPER:
-            return
+            return None
         card, capability = torch.cuda.get_device_name(device), 10 * major + minor
-        request = CompileRequest(config, card, capability, str(marker_of(config, card, capability)))
-        if not Path(request.marker).exists():
-            self._start(request)
+        marker = marker_of(config, card, capability)
+        environment = {name: os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
+        return None if marker.exists() else CompileRequest(config, card, capability, str(marker), environment)
 
-    def _start(self, request: CompileRequest) -> None:
-        # -c with this process's import path, so that the child finds the packages wherever this process loaded them.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from tok_core.worker.startup.precompile import main; main()"
+    def _send(self, request: CompileRequest, compiler: subprocess.Popen[bytes] | None) -> None:
         try:
-            with tempfile.TemporaryFile() as file:
-                file.write(msgspec.json.encode(request))
-                file.seek(0)
-                self._process = subprocess.Popen([sys.executable, "-c", code], stdin=file, stdout=subprocess.PIPE)
+            process = compiler or start_compiler()
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(request))
+            process.stdin.close()
+            process.stdin, self._process = None, process  # `communicate` expects no closed stream
         except OSError as error:
             log.warning("kernels are compiled one by one: the compiling process cannot be started (%s)", error)
 
@@ -159,14 +178,19 @@ def marker_of(config: EngineConfig, card: str, capability: int) -> Path:
         "kernels": sources_digest(),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return Path(knobs.cache.dir) / f"tok-start-{digest[:24]}"
+    return Path(knobs.cache.dir) / f"{START_MARKER}{digest[:24]}"
 
 
 def main() -> None:
     """Run the compiling process: read a CompileRequest from standard input, and write a CompileReport."""
     logging.disable()  # the worker logs the same
+    import_module("torch._dynamo")  # operations on meta tensors import it, which takes seconds
+    data = sys.stdin.buffer.read()
+    if not data:  # the worker needs nothing compiled, or has ended
+        return
     began = time.monotonic()
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileRequest)
+    request = msgspec.json.decode(data, type=CompileRequest)
+    os.environ.update(request.environment)
     try:
         report = _compile(request, began)
     # The worker meets the same error of the configuration and reports it.

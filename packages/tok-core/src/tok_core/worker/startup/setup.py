@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -61,6 +62,7 @@ def set_up(
     rendezvous: Path | Rendezvous | None = None,
     gpu: int | None = None,
     workers_on_host: int | None = None,
+    compiler: subprocess.Popen[bytes] | None = None,
 ) -> tuple[Runner, EngineInfo]:
     """Return a worker's runner and the sizes and settings that it resolved. Waits for the replica's other workers.
 
@@ -69,6 +71,7 @@ def set_up(
     rendezvous       file or address through which the workers of `replica` find each other
     gpu              see `choose_device`
     workers_on_host  number of workers that share this host's memory; None: all workers of all replicas
+    compiler         process of `start_compiler` that this worker may use; None: it starts one if needed
 
     Raises ModelError, InvalidField, or EngineError if the memory is too small: see `require_memory`.
     """
@@ -79,7 +82,7 @@ def set_up(
     local = ShardPlan.of(model_config, coordinates).local(model_config)
     device = choose_device(config, replica, coordinates, gpu)
     cache = CacheDirectory.of(config, device)
-    precompilation = Precompilation(config, device, coordinates.workers)
+    precompilation = Precompilation(config, device, coordinates.workers, compiler)
     peers = join(coordinates, rendezvous, device)
     clock.done("device and peers")
     dtype = choose_dtype(config.dtype, device)
