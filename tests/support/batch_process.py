@@ -1,7 +1,4 @@
-"""Start servers with batches, and `tok batch`, on a tiny model in processes that tests can kill.
-
-A fork server with preloaded modules starts them, so that each is ready within a second.
-"""
+"""Start servers with batches, and `tok batch`, on a tiny model in processes that tests can kill."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from support.fork_server import fork_server
 from support.patience import PATIENCE
 from support.serving import serving
 from tok_core import AsyncEngine, EngineConfig
@@ -23,28 +20,12 @@ from tok_server import Settings
 from tok_server import serve as serve_module
 from tok_server.batch.offline.offline import OfflineBatch
 
-TESTS = Path(__file__).resolve().parents[1]
-LOADED = [
-    "tok_core.replicas.processes.manager_process",
-    "tok_core.worker.startup.setup",
-    "tok_kernels.backends.reference",
-    "support.batch_process",
-]
-
-
-def context() -> ForkServerContext:
-    """Return the fork-server context of these processes."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    found = get_context("forkserver")
-    found.set_forkserver_preload(LOADED)
-    return found
-
 
 @contextmanager
 def killed_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
     """Start a server process and yield it with its port once it answers; kill it when the context ends."""
-    ours, theirs = context().Pipe()
-    process = context().Process(target=_serve, args=(model, data_dir, theirs), daemon=True)
+    ours, theirs = fork_server().Pipe()
+    process = fork_server().Process(target=_serve, args=(model, data_dir, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -65,8 +46,8 @@ def _serve(model: Path, data_dir: Path, port: Connection) -> None:
 @contextmanager
 def told_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
     """Like `killed_server`, but the process runs `serve`, which handles signals."""
-    ours, theirs = context().Pipe()
-    process = context().Process(target=_serve_until_told, args=(model, data_dir, theirs), daemon=True)
+    ours, theirs = fork_server().Pipe()
+    process = fork_server().Process(target=_serve_until_told, args=(model, data_dir, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -91,8 +72,8 @@ def answer_file(model: Path, file: Path, output: Path, *, stops: bool = False) -
 
     stops  the process then sends itself SIGSTOP in the middle of its work
     """
-    ours, theirs = context().Pipe()
-    process = context().Process(target=_answer, args=(model, file, output, theirs, stops), daemon=True)
+    ours, theirs = fork_server().Pipe()
+    process = fork_server().Process(target=_answer, args=(model, file, output, theirs, stops), daemon=True)
     process.start()
     theirs.close()
     return process, ours

@@ -6,12 +6,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from support.fork_server import fork_server
 from tok_core.config import RankCoordinates
 from tok_core.parallel.process_groups import ProcessGroups, join
 
@@ -32,7 +33,7 @@ def run_ranks(
     The function must be importable by name, like the functions in `support`. Raise AssertionError with the tracebacks
     of failed processes; all processes end with the first failure, and with this process.
     """
-    context = get_context("spawn")
+    context = fork_server()
     results: dict[int, R] = {}
     with tempfile.TemporaryDirectory() as directory:
         pipes, children = {}, []
