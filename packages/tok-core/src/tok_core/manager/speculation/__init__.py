@@ -1,4 +1,4 @@
-"""Draft tokens from what was generated before, and let one step verify several tokens of a sequence."""
+"""Speculative decoding by n-grams: draft tokens from earlier texts, and verify several in one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learn how often the predictions of an `NgramIndex` are right."""
+"""Estimate the acceptance rate of an `NgramIndex`'s predictions, by family and score."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tok_core.messages import Int32, Int64
 
 Float64 = NDArray[np.float64]
 
-FAMILY_BITS: Final = 12  # families are kept apart if their numbers differ in so many of the last bits
+FAMILY_BITS: Final = 12  # last bits of a family's number; families that agree in them share their counts
 SCORES: Final = MAX_SCORE + 1
-WINDOW: Final = 64  # predictions of a family and score after which older ones count half
-PRIOR: Final = 4  # predictions that the share among all families counts for, in a family of its own
+WINDOW: Final = 64  # predictions of a family and score; with more, the counts are halved
+PRIOR: Final = 4  # predictions; weight of all families' share in the estimate of one family
 
 
 class Acceptance:
     """Shares of right predictions, by family and by the score of the prediction.
 
-    Every token that a sample gets shows whether it was predicted, drafted or not, so that nothing has to be drafted to
-    find out. A family with few predictions of a score is taken to be like all others together:
+    Every new token of a sample is compared with its prediction, drafted or not, so the shares are known without drafts.
+    The share of a family with few predictions is close to that of all families:
 
         share = (right predictions + PRIOR · share of all families) / (predictions + PRIOR)
     """
@@ -34,7 +34,7 @@ class Acceptance:
         self._all_made = np.ones(SCORES)
 
     def observe(self, family: UInt64, score: Int32, right: NDArray[np.bool_]) -> None:
-        """Count predictions. Those of score 0 are none."""
+        """Count predictions and the right ones among them; skip entries of score 0, which predict nothing."""
         made = score > 0
         if not made.any():
             return
@@ -43,7 +43,7 @@ class Acceptance:
         np.add.at(self._made, at, 1)
         np.add.at(self._right, at[right], 1)
         old = at[self._made[at] > WINDOW]
-        self._right[old] /= 2  # once, however often `old` has an entry
+        self._right[old] /= 2  # once for each entry, even if it is in `old` several times
         self._made[old] /= 2
         self._all_made += np.bincount(score, minlength=SCORES)
         self._all_right += np.bincount(score[right], minlength=SCORES)

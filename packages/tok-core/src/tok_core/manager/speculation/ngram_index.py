@@ -1,4 +1,4 @@
-"""Learn which token follows which tokens, and draft how sequences go on.
+"""Learn which token follows which n-gram, and draft continuations of sequences.
 
 Legend: n sequences or tokens, W = MAX_CONTEXT tokens of a window, C lengths of contexts.
 """
@@ -16,11 +16,11 @@ UInt64 = NDArray[np.uint64]
 
 CONTEXTS: Final = np.array((1, 2, 4, 8))  # lengths of contexts, in tokens
 MAX_CONTEXT: Final = 8
-# A context's count and the bonus of its length make its score. The context of the highest score predicts; of equal
-# scores the shorter one. Without a bonus, a quarter fewer tokens of this repository's texts are accepted.
+# The score of a context is its count plus the bonus of its length. The context of the highest score predicts; of equal
+# scores, the shorter context does. Without a bonus, a quarter fewer tokens of this repository's texts are accepted.
 BONUS: Final = np.array((0, 1, 2, 3))[:, None]
-RISE: Final = 2  # of a count when its token follows again: a token that follows in a third of the cases keeps its entry
-MAX_COUNT: Final = 15
+RISE: Final = 2  # added to a count when its token follows again; so a token of a third of the cases keeps its entry
+MAX_COUNT: Final = 15  # limit of a count, so that a token that no longer follows is soon replaced
 MAX_SCORE: Final = MAX_COUNT + 3
 ENTRY_BITS: Final = 22  # the table has 2 ** 22 entries: 36 MiB once all of them are in use
 NO_TOKEN: Final = -1
@@ -31,7 +31,7 @@ _LENGTH_KEYS: Final = np.array([0xD1B54A32D192ED03 * int(i) % 2**64 for i in CON
 
 
 class Predictions(NamedTuple):
-    """Predicted tokens, and the scores of the contexts that predict them: NO_TOKEN and 0 where none does."""
+    """Predicted tokens and the scores of their contexts; NO_TOKEN and 0 where no context predicts."""
 
     token: Int32
     score: Int32
@@ -44,11 +44,11 @@ class NgramIndex:
     other, finished ones included, and from no other group.
 
     An entry holds one context, the token predicted after it, and a count. The count rises by RISE when this token
-    follows again, and falls by 1 when another one does; where it would reach 0, the other token takes over with a count
-    of 1. A new context replaces the one in its entry: memory is bounded, and what is no longer used disappears. Two
-    contexts are mixed up if their hashes agree in all of 54 bits; drafts are verified, so that this costs time at most.
+    follows again, and falls by 1 when another token does. At 0 the other token replaces it, with a count of 1. A new
+    context replaces the one in its entry, so memory is bounded and unused contexts disappear. Two contexts are confused
+    if their hashes agree in all of 54 bits. A wrong draft costs time only, since drafts are verified.
 
-    The tokens of one call of `add` do not see each other. Of those after equal contexts, the last one counts.
+    The tokens of one call of `add` do not see each other. If equal contexts occur in a call, the last one counts.
     """
 
     def __init__(self, entry_bits: int = ENTRY_BITS) -> None:
@@ -58,9 +58,9 @@ class NgramIndex:
         self._count = np.zeros(1 << entry_bits, np.uint8)  # 0: the entry is empty
 
     def add(self, group_n: UInt64, window_Wn: Int32, token_n: Int32) -> Predictions:
-        """Learn that each token follows the tokens of its window, the last of which comes first.
+        """Learn that each token follows its window; return the tokens that the index predicted before.
 
-        Windows that reach beyond the start of a sequence are padded by NO_TOKEN. Return what was predicted until now.
+        A window's last token comes first. Windows that reach beyond the start of a sequence are padded by NO_TOKEN.
         """
         at, fingerprint = self._entries(group_n, window_Wn)
         token, count = self._look_up(at, fingerprint)
@@ -95,7 +95,7 @@ class NgramIndex:
         return drafts
 
     def _look_up(self, at: UInt64, fingerprint: NDArray[np.uint32]) -> tuple[Int32, NDArray[np.uint8]]:
-        """Return tokens and counts of the entries; a count of 0 if an entry holds another context or none."""
+        """Return tokens and counts of the entries; the count is 0 if an entry is empty or holds another context."""
         count = self._count[at]
         count[self._fingerprint[at] != fingerprint] = 0
         return self._token[at], count
@@ -112,7 +112,7 @@ class NgramIndex:
 
 
 def _best(token_Cn: Int32, count_Cn: NDArray[np.uint8]) -> Predictions:
-    """Return the tokens of the contexts of the highest scores; NO_TOKEN where no context is known."""
+    """Return each token of the context of the highest score; NO_TOKEN if no context is known."""
     score_Cn = np.where(count_Cn > 0, count_Cn + BONUS, 0)
     best, every = score_Cn.argmax(axis=0), np.arange(score_Cn.shape[1])
     score = score_Cn[best, every].astype(np.int32)

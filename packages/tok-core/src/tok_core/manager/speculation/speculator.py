@@ -20,14 +20,14 @@ from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, Ngra
 from tok_core.manager.speculation.step_costs import StepCosts
 from tok_core.messages import Int32, Int64, StepInput
 
-MAX_LEARNT: Final = 1024  # tokens learned in a step, and sequences up to which a step drafts; bounds the CPU's time
-LAZY_STEPS: Final = 4  # while nothing is drafted, every so many steps' tokens are learned together
-MAX_LAZINESS: Final = 4  # times as many, while nothing can be predicted either
-MIN_PREDICTED: Final = 0.1  # expected tokens of a sequence's draft, below which nothing can be predicted
-MAX_GUIDED_DRAFT: Final = 8  # tokens of a draft of a guided sequence, each of which takes a mask
-MIN_GUIDED_PROBABILITY: Final = 0.3  # of a token that is worth a mask
-MAX_PROMPT_TOKENS: Final = 8192  # of a prompt, its last ones
-MAX_PROMPT_PARTS: Final = 1024  # that wait to be learned, the newest ones; each has at most MAX_LEARNT tokens
+MAX_LEARNT: Final = 1024  # tokens learned in a step, and sequences that may draft in one; bounds the CPU's time
+LAZY_STEPS: Final = 4  # steps; while nothing is drafted, their tokens are learned together
+MAX_LAZINESS: Final = 4  # factor of LAZY_STEPS while nothing is predicted either
+MIN_PREDICTED: Final = 0.1  # expected accepted tokens per sequence; fewer count as no prediction
+MAX_GUIDED_DRAFT: Final = 8  # drafted tokens of a guided sequence, each of which needs a mask
+MIN_GUIDED_PROBABILITY: Final = 0.3  # acceptance probability of a token that is worth its mask
+MAX_PROMPT_TOKENS: Final = 8192  # last tokens of a prompt that are learned
+MAX_PROMPT_PARTS: Final = 1024  # newest parts of prompts that wait to be learned, of up to MAX_LEARNT tokens each
 
 HALF: Final = np.uint64(32)
 NOBODY: Final[Int64] = np.empty(0, np.int64)
@@ -59,28 +59,28 @@ class Drafts(NamedTuple):
 class Speculator:
     """Speculative decoding without a draft model: drafts come from an `NgramIndex` over prompts and their samples.
 
-    A draft of k tokens adds k decode rows to the step, each in a slot that is free, lent for this step alone. Row i
-    feeds the i-th drafted token at its position. It reads the sequence's own pages, to which all rows have written
-    before any reads, and samples with the sequence's parameters, seed and sample number:
+    A draft of k tokens adds k decode rows to the step, each in a free slot that is lent for this step. Row i feeds the
+    i-th drafted token at its position. All rows write to the sequence's own pages before any row reads them. They
+    sample with the sequence's parameters, seed and sample number:
 
         known tokens … a b;  draft c d;  rows (b, p) (c, p + 1) (d, p + 2) sample c, x, y:  c and x are kept
 
     Sampling is keyed by (seed, sample, position), so a row whose context is right samples the token of plain decoding.
-    A drafted token is accepted if it equals the token sampled there, which is kept either way. It is accepted with its
-    probability, as in rejection sampling from a draft without randomness. The tokens are those of plain decoding at
-    every temperature, up to the rounding of steps of another size.
+    A drafted token is accepted if it equals the token sampled at its position; the sampled token is kept either way.
+    So a drafted token is accepted with its probability, as in rejection sampling from a deterministic draft (Leviathan
+    et al. 2023). Tokens are those of plain decoding at every temperature, up to the rounding of steps of other sizes.
 
-    Drafts begin where a sequence's last token is known. So no step is launched until one with drafts is back, and none
-    while steps are in flight after which drafts pay (`waits`). The slots lent are free again by then.
+    A draft begins after a sequence's last known token. So no step is launched while one with drafts is in flight, nor
+    while drafts will pay once the steps in flight have returned (`waits`). The lent slots are free again by then.
 
-    `Acceptance` knows how often predictions of a family are right, and so with which probability each drafted token is
-    accepted: the product of the shares up to it. `StepCosts` chooses how many of all sequences' drafted tokens are
-    verified, the most probable ones first, or none.
+    `Acceptance` estimates the share of right predictions of a family. The product of the shares up to a drafted token
+    is the probability that it is accepted. `StepCosts` chooses how many of all sequences' drafted tokens a step
+    verifies, the most probable first, or none.
 
-    Drafts of guided sequences are sent to their grammar's worker with the last known token. It returns the masks after
-    the drafted tokens that the grammar allows, and only these are drafted (`draft_guided`).
+    Drafts of guided sequences are sent to their grammar's worker with the last known token. The worker returns masks
+    for the drafted tokens that the grammar allows, and only these are drafted (`draft_guided`).
 
-    tokens  most tokens to draft for a sequence, by assumed step times; auto: by measured ones
+    tokens  maximum tokens to draft for a sequence, by assumed step times; auto: by measured ones
 
     draft_steps      steps that verified drafts
     drafted_tokens   tokens drafted
@@ -100,11 +100,11 @@ class Speculator:
         self._max_draft = MAX_DRAFT_TOKENS if tokens == "auto" else tokens
         self._drafts: Drafts | None = None  # of the step in flight
         self._appended: list[tuple[Int64, Int64]] = []  # slots and positions of tokens since the last `learn`
-        self._unlearned: list[tuple[UInt64, Int32, Int32]] = []  # families, windows and tokens
+        self._unlearned: list[tuple[UInt64, Int32, Int32]] = []  # families, windows and tokens, not yet in the index
         self._prompts = deque[tuple[int, Int32]](maxlen=MAX_PROMPT_PARTS)  # salts and parts of prompts, to be learned
         self._idle_turns = 0  # calls of `learn` since a step with drafts was sent
-        self._unpredicted = 0  # times in a row that drafts were considered and hardly a token was predicted
-        self._considers = True  # whether drafts are considered now: seldom, while there were none lately
+        self._unpredicted = 0  # consecutive turns that considered drafts and predicted hardly a token
+        self._considers = True  # whether this turn considers drafts; few do while none were made lately
         self._waited = False  # whether the next step was held back for drafts
         self._accepted_before = 0
 
@@ -131,18 +131,18 @@ class Speculator:
         self._prompts.extend((salt_number, part) for part in parts)
 
     def note(self, slots: Int64) -> None:
-        """Take note of the last known token of each slot, which `learn` will learn; of some if there are very many."""
+        """Remember the last known token of each slot for `learn`, or of every k-th slot beyond MAX_LEARNT."""
         slots = slots[:: max(1, -(-len(slots) // MAX_LEARNT))]
         self._appended.append((slots, self._table.known[slots].astype(np.int64) - 1))
 
     def sent(self, step: StepInput) -> None:
-        """Take note of a step that was sent."""
+        """Record the rows of a step that was sent."""
         drafted = len(self._drafts.lent) if self._drafts is not None and self._drafts.step == step.step else 0
         self.costs.sent(step, drafted, waited=self._waited)
         self._waited = self.waits
 
     def observe(self, device_seconds: float, now: float) -> None:
-        """Learn how long the oldest step took, once its drafts are accepted or not."""
+        """Learn how long the oldest step in flight took, once its drafts are accepted or rejected."""
         accepted, self._accepted_before = self.accepted_tokens - self._accepted_before, self.accepted_tokens
         self.costs.returned(device_seconds, now, accepted)
 
@@ -186,7 +186,7 @@ class Speculator:
         return drafts.token, np.cumprod(share, axis=1, out=share)
 
     def draft_guided(self, slots: Int64) -> list[tuple[list[int], list[float]]]:
-        """Return tokens that may follow the last known ones of guided sequences, and their probabilities, for each."""
+        """Return a draft for each guided sequence: tokens after its last known one, and their probabilities."""
         if not len(slots) or len(slots) > MAX_LEARNT:
             return [([], [])] * len(slots)
         token, probability = self.propose(slots, min(self._max_draft, MAX_GUIDED_DRAFT))
@@ -229,7 +229,7 @@ class Speculator:
         return lent
 
     def returned(self, step: int) -> Drafts | None:
-        """Return the drafts that this step has verified, and give the slots back that were lent for it."""
+        """Return the drafts that this step has verified, if any, and take back the slots lent for it."""
         drafts = self._drafts
         if drafts is None or drafts.step != step:
             return None
@@ -241,7 +241,7 @@ class Speculator:
         return drafts
 
     def _add(self) -> None:
-        """Add the tokens noted to the index, and count which were predicted."""
+        """Add the remembered tokens to the index, and count those that it had predicted."""
         if self._unlearned:
             families, windows, tokens = zip(*self._unlearned, strict=True)
             self._unlearned = []
@@ -250,9 +250,9 @@ class Speculator:
             self.acceptance.observe(family, predicted.score, predicted.token == token)
 
     def _draft(self, slots: Int64, room: int, rows: int) -> Int32:
-        """Return the drafts with which a step of `rows` rows pays most, at most `room` tokens together, `[n, k]`.
+        """Return the drafts that make a step of `rows` rows fastest per token, `[n, k]`, with up to `room` tokens.
 
-        No token is drafted that the limit of its sequence forbids.
+        Drafts stay within the limits of their sequences.
         """
         table, most = self._table, self._max_draft
         if room <= 0 or not 0 < len(slots) <= MAX_LEARNT or not self.costs.allows(rows):
@@ -262,7 +262,7 @@ class Speculator:
         guided = table.guided[slots]
         if not guided.all():
             token[~guided], probability[~guided] = self.propose(slots[~guided], most)
-        for row in guided.nonzero()[0].tolist():  # the grammar has cut these drafts already
+        for row in guided.nonzero()[0].tolist():  # the grammar has already cut these drafts
             if (matcher := table.matchers.get(int(slots[row]))) is not None:
                 allowed = len(matcher.ahead)
                 token[row, :allowed], probability[row, :allowed] = (one[:allowed] for one in matcher.draft)
@@ -278,9 +278,9 @@ class Speculator:
         return token[:, : max(1, int((token != NO_TOKEN).sum(axis=1).max()))]
 
     def _grow(self, slots: Int64, drafted: Int64) -> bool:
-        """Allocate the pages that the sequences lack for their drafts, if there are enough; return whether there are.
+        """Allocate the pages that the drafts need; return False, and allocate none, if too few are free or evictable.
 
-        Nothing is preempted for drafts.
+        No sequence is preempted for drafts.
         """
         paging, length = self._paging, self._table.length[slots] + 1 + drafted
         short = (-(-length // paging.page_size) > self._table.num_pages[slots]).nonzero()[0].tolist()

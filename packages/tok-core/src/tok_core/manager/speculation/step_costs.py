@@ -1,4 +1,4 @@
-"""Learn how long steps take, and choose how many drafted tokens a step verifies."""
+"""Model the time of a step by its rows, and choose how many drafted tokens a step verifies."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tok_core.messages import StepInput
 
 Float64 = NDArray[np.float64]
 
-RECENT: Final = 16  # observations that an estimate is made of
+RECENT: Final = 16  # latest observations that an estimate uses
 FORGET_STEPS: Final = 256  # steps without an observation after which an estimate is unknown again
-MIN_OBSERVATIONS: Final = 2  # that make an estimate: the first step of a size may take longer
-MIN_GAIN: Final = 1.03  # expected speed-up from which on drafts are verified; less may be an error of the estimates
-MAX_LOSS: Final = 0.01  # share of the time of plain steps that drafts may lose
-MAX_CREDIT_STEPS: Final = 4.0  # plain steps whose time drafts may lose at once, after they have gained more
-MAX_OVERRUN: Final = 2.0  # times its expected seconds that a step counts at most: the machine may stand still
+MIN_OBSERVATIONS: Final = 2  # of an estimate; the first step of a size may take longer
+MIN_GAIN: Final = 1.03  # minimum expected speed-up of a step with drafts; less is within the error of estimates
+MAX_LOSS: Final = 0.01  # share of the time of plain steps that drafts may cost
+MAX_CREDIT_STEPS: Final = 4.0  # plain steps; limit of the time saved earlier that drafts may lose later
+MAX_OVERRUN: Final = 2.0  # factor of the expected seconds that limits an observation; the machine may pause
 ASSUMED_ROWS: Final = 256.0  # without measurements: rows that take as long as the rest of a step
 ASSUMED_WAIT: Final = 0.25  # without measurements: time lost by waiting, as a share of a step's fixed time
 
 
 class StepCosts:
-    """Seconds that a step takes, by its rows, and the number of drafted tokens with which it pays most.
+    """Model of a step's seconds by its rows, which gives the number of drafted tokens with the highest speed.
 
         seconds(rows) = device(rows) + overhead
 
     device(rows) is the time on the device: measured, for sizes that are half an octave apart, and interpolated. The
-    overhead is the rest of the time from one step's return to the next one's. It is small for steps that were queued
-    while another one ran. It is larger for a step with drafts, before which the manager waits for values.
+    overhead is the rest of the time from the return of one step to the return of the next. It is small for a step that
+    was queued while another ran, and larger for a step with drafts, before which the manager waits for values.
 
     A step of n sequences yields n tokens; a prompt's tokens count as sequences, too. Drafted tokens, accepted with
     probabilities p1 ≥ p2 ≥ …, each add a row:
@@ -43,12 +43,12 @@ class StepCosts:
     5 and 6 rows take 2.0, 2.1 and 2.2 ms, and 0.2 ms longer after a wait; drafts of two sequences are accepted with
     probabilities 0.9 and 0.3. Then speed(0) = 2.00, speed(1) = 4.9 / 2.3 = 2.13 and speed(2) = 5.2 / 2.4 = 2.17: k = 2.
 
-    Estimates may be wrong, so that an account is kept. Each plain step pays in MAX_LOSS of its time. A step with
-    drafts pays what it took, and is paid the time that plain steps would have taken for its tokens. Nothing is drafted
-    while the account is below zero: drafts cannot cost more than this share of the time. The first step of a size has
-    no part in this, since it may load kernels and capture a graph. A size is tried only if it has at most twice
-    the rows of the largest known one, or of the plain step. What was not measured for FORGET_STEPS steps is unknown
-    again, and is then tried once more.
+    A credit in seconds bounds the loss by wrong estimates. Each plain step adds MAX_LOSS of its time. A step with
+    drafts adds the time that plain steps would have taken for its tokens, and subtracts its own. No step has drafts
+    while the credit is negative, so drafts cost at most the share MAX_LOSS of the time. The first step of a size does
+    not count, since it may load kernels and capture a graph. A size is tried only if it has at most twice the rows of
+    the largest known size, or of the plain step. A size without a measurement for FORGET_STEPS steps is unknown again,
+    and may be tried again.
 
     measured  False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
               more if it has drafts
@@ -64,16 +64,16 @@ class StepCosts:
         self._credit = 0.0  # seconds
 
     def sent(self, step: StepInput, drafted: int, *, waited: bool) -> None:
-        """Take note of a step that was sent.
+        """Record the rows of a step that was sent.
 
         drafted  rows that verify drafts
-        waited   whether it was sent later than it could have been, for the sake of drafts
+        waited   whether the step was held back for drafts
         """
         rows = len(step.decode_slot) + len(step.prefill_token)
         self._sent.append((rows, rows - drafted, waited))
 
     def returned(self, device_seconds: float, now: float, accepted: int) -> None:
-        """Learn from the oldest step sent, which has returned. `accepted`: drafted tokens of it that were accepted."""
+        """Learn from the oldest step sent, which has returned with `accepted` of its drafted tokens accepted."""
         rows, sequences, waited = self._sent.popleft()
         interval, self._returned = max(now - self._returned, 0.0), now
         self._step += 1
@@ -101,11 +101,11 @@ class StepCosts:
         self._credit = min(self._credit, MAX_CREDIT_STEPS * plain)
 
     def allows(self, sequences: int) -> bool:
-        """Return whether a step may have drafts: the time of so many sequences is known, the account not below zero."""
+        """Return whether a step may have drafts: its time without them is known, and the credit is not negative."""
         return not self._measured or (self._known(sequences) and self._credit >= 0)
 
     def choose(self, sequences: int, probability: Float64) -> int:
-        """Return how many tokens to draft, of those that are accepted with these probabilities, in falling order."""
+        """Return how many tokens to draft; `probability` holds their acceptance probabilities in falling order."""
         if not self.allows(sequences):
             return 0
         largest = max((one.rows for one in self._sizes.values() if one.known(self._step)), default=math.inf)
@@ -122,14 +122,14 @@ class StepCosts:
         return size is not None and size.known(self._step)
 
     def _lost(self, *, waited: bool) -> float:
-        """Return the overhead of a step. As long as it is unknown, it is taken to be that of the other kind."""
+        """Return the overhead of a step in seconds; while it is unknown, the overhead of the other kind."""
         if not self._measured:
             return ASSUMED_WAIT if waited else 0.0
         own, other = self._overhead[waited], self._overhead[not waited]
         return own.seconds if own.known(self._step) or not other.known(self._step) else other.seconds
 
     def _device(self, rows: NDArray[np.int64]) -> Float64:
-        """Return the seconds on the device of steps of so many rows: never fewer for more rows.
+        """Return the device seconds of steps by their rows; they never fall as rows grow.
 
         Beyond the largest known size the time grows as a power of the rows, as between the smallest and the largest.
         """
@@ -148,9 +148,9 @@ class StepCosts:
 
 
 class Recent:
-    """Mean of the lower half of the latest observations, since what disturbs a step makes it longer.
+    """Mean of the lower half of the latest observations, since disturbances only lengthen a step.
 
-    Unknown before there are MIN_OBSERVATIONS, and again once they are old.
+    The mean is unknown before MIN_OBSERVATIONS, and again FORGET_STEPS after the last observation.
     """
 
     def __init__(self) -> None:
