@@ -1,7 +1,7 @@
 """Compute linear layers on a CPU so that a row's bits do not depend on the other rows, nor on their number.
 
-A CPU's GEMM chooses its kernel by the number of rows, and kernels add products in different orders. Here every GEMM of
-a weight has `TILE_ROWS` rows; the last tile is padded with zeros.
+A CPU's BLAS chooses a kernel by the number of rows, and kernels accumulate in different orders. Here every GEMM of a
+weight has `TILE_ROWS` rows; the last tile is padded with zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantised weights: numbers of 8 bits with scales, and integers packed in words; activations rounded to 8 bits.
+"""Define quantised weights (8-bit numbers with scales, integers packed in words) and quantised activations.
 
 Axes: N or F rows, K columns, G groups of columns, W words of a row, T tokens.
 """
@@ -66,10 +66,10 @@ class PackedWeight:
     words            int32 `[F, W]`, made by `pack_columns`
     scale_GF         float32, of each group and row
     zero_GF          uint8; None: half of q's range
-    columns          K; zeros fill the last words
+    columns          K; the last words are padded with zeros
     group            number of consecutive columns that share a scale; None: all
-    dtype            of activations, to which weights are rounded where they are dequantised
-    arrived          int32 zeros `[MAX_TILES]`, which kernels of this weight count in and leave as zeros
+    dtype            dtype of activations, to which dequantised weights are rounded
+    arrived          int32 zeros `[MAX_TILES]`: split-K arrival counters, which kernels leave as zeros
     group_of_column  int32 `[parts, K]`: the group of each column of each stacked matrix, in place of `group`
     part_rows        number of rows of each stacked matrix
     """
@@ -112,7 +112,7 @@ class PackedWeight:
         return replace(own, words=self.words[rows], scale_GF=self.scale_GF[:, rows], zero_GF=zero_GF)
 
     def _of_columns(self, values_GF: Tensor) -> Tensor:
-        """Return the value that each column has, of the values of its groups, `[F, K]` or `[F, 1]`."""
+        """Expand values of groups to columns, `[F, K]`, or `[F, 1]` if all columns share a group."""
         if self.group_of_column is not None:
             parts = torch.split(values_GF, list(self.part_rows), 1)
             return torch.cat([part[of.long()].t() for part, of in zip(parts, self.group_of_column, strict=True)])
@@ -124,9 +124,9 @@ class PackedWeight:
 def pack_columns(q: Tensor, bits: int) -> Tensor:
     """Pack unsigned int32 values along the last axis into int32 words, in the order in which tensor cores read them.
 
-    Four words hold consecutive columns. Word c of them has columns 8p + 2c and 8p + 2c + 1 in its bits from `bits · p`
-    and from `16 + bits · p` on: with 4 bits p < 4, and the first word holds columns 0, 8, 16, 24, 1, 9, 17, 25. Two
-    neighbouring columns thus come out of a word by one mask. Zeros fill the last four words.
+    Four words hold consecutive columns. Word c has column 8p + 2c from bit `bits · p` on, and column 8p + 2c + 1 from
+    bit `16 + bits · p` on. With 4 bits p < 4, and word 0 holds columns 0, 8, 16, 24, 1, 9, 17, 25. So one mask
+    extracts two neighbouring columns. The last four words are padded with zeros.
     """
     pairs = WORD_BITS // bits // 2
     padded = functional.pad(q, (0, -q.shape[-1] % (CHUNK_WORDS * 2 * pairs)))

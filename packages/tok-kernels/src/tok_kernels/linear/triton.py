@@ -1,6 +1,6 @@
-"""Compute linear layers: up to two tokens and few tokens by kernels of their own, others by torch.
+"""Compute linear layers: a GEMV kernel for up to two tokens, a tensor-core kernel for few, and torch for more.
 
-These kernels are fused with activation and residual addition, and that of up to two tokens with the norm.
+Both kernels are fused with bias, gated activation and residual addition; the GEMV kernel also with the norm.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -80,7 +80,7 @@ def launch_stream(
     *,
     gated: bool,
 ) -> Tensor:
-    """Launch the fused kernel with the given configuration; the other arguments are those of `linear`, checked.
+    """Launch the GEMV kernel with the given configuration; the other arguments are those of `linear`, checked.
 
     The result has the dtype of the weight, or of x if the weight has 8 bits.
     """
@@ -119,13 +119,13 @@ def _streams(x_TK: Tensor, weight: Tensor) -> bool:
 
 
 def _few_rows(x_TK: Tensor, weight: Tensor) -> bool:
-    # The launches need the shared memory of Hopper GPUs. Under Triton's interpreter any will do.
+    # The launches need the shared memory of Hopper GPUs; Triton's interpreter has no such limit.
     runs = supports_pdl(x_TK.device) or x_TK.device.type == "cpu"
     return runs and _short(x_TK, weight) and few_rows(len(x_TK), *weight.shape)
 
 
 def _short(x_TK: Tensor, weight: Tensor) -> bool:
-    """Return whether kernels of 16-bit numbers take these operands."""
+    """Return whether the kernels of 16-bit numbers take these operands."""
     return {x_TK.dtype, weight.dtype} <= {torch.float16, torch.bfloat16} and weight.is_contiguous()
 
 

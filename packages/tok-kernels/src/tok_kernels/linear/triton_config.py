@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tok_kernels.launch_config import power_of_two
 from tok_kernels.linear.quantized_weights import PackedWeight
 
-# Maximum tokens for the fused kernel. For more, the kernel of few rows is faster, since it uses tensor cores.
+# Maximum tokens for the GEMV kernel. For more, the kernel of few rows is faster, since it uses tensor cores.
 MAX_STREAM_TOKENS = 2
 _MAX_8_BIT_STREAM_TOKENS = 1
 # Maximum tokens for the kernel of few rows, which reads the weight once. For more, cuBLAS is as fast or faster.
@@ -19,7 +19,7 @@ _MIN_BLOCK = 64  # inputs
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """Launch configuration of the fused kernel for one token or two.
+    """Launch configuration of the GEMV kernel for one token or two.
 
     rows    outputs of a program
     block   inputs that it reads at a time
@@ -42,7 +42,7 @@ class FewRowsLaunch:
     warps     Triton's num_warps
     stages    Triton's num_stages
     tokens    tokens of a program
-    splits    parts that the inputs are divided into, each with programs of its own
+    splits    programs that divide the inputs of a tile (split-K)
     prefetch  inputs whose weights are read into the L2 cache before the predecessor ends; 0: none
     """
 
@@ -101,13 +101,13 @@ def linear_launch(tokens: int, outputs: int, inputs: int, *, gated: bool) -> Lin
 
 
 def streams(tokens: int, inputs: int, *, bits: int = 16) -> bool:
-    """Return whether the fused kernel computes a GEMM of this size with a weight of 16 or 8 bits."""
+    """Return whether the GEMV kernel (`triton_stream`) takes a GEMM of this size with a weight of 16 or 8 bits."""
     most = MAX_STREAM_TOKENS if bits == 16 else _MAX_8_BIT_STREAM_TOKENS
     return 0 < tokens <= most and inputs > 0 and inputs % VECTOR == 0
 
 
 def chains(tokens: int, outputs: int, inputs: int) -> bool:
-    """Return whether the batch-invariant kernel for few tokens computes a GEMM of this size; else cuBLASLt does.
+    """Return whether the kernel of few rows takes a batch-invariant GEMM of this size; otherwise cuBLASLt does.
 
     With a single output, cuBLASLt gave some rows other bits among 4,095 than among 4,096 (the gate of a shared expert).
     """
@@ -119,7 +119,7 @@ def chains(tokens: int, outputs: int, inputs: int) -> bool:
 def few_rows_launch(tokens: int, lines: int, inputs: int, *, bits: int = 16) -> FewRowsLaunch:
     """Return the launch of the kernel of few rows for a weight of `lines` rows and `inputs` columns.
 
-    With 16 bits, programs divide the inputs of few outputs among them, as long as the GPU is not full.
+    With 16 bits and few outputs, split-K divides the inputs among programs until they fill the GPU.
     """
     launch = next(launch for most, launch in _FEW_ROWS if tokens <= most)
     if bits == 8:
@@ -132,7 +132,7 @@ def few_rows_launch(tokens: int, lines: int, inputs: int, *, bits: int = 16) -> 
 
 
 def few_rows(tokens: int, lines: int, inputs: int) -> bool:
-    """Return whether the kernel of few rows computes a GEMM of 16-bit numbers of this size; otherwise torch does."""
+    """Return whether the kernel of few rows takes a 16-bit GEMM of this size; otherwise torch does."""
     fits = 0 < tokens <= (MAX_FEW_ROWS if lines >= _WIDE else _MAX_NARROW_TOKENS)
     return fits and inputs > 0 and inputs % VECTOR == 0
 
@@ -172,10 +172,10 @@ class PackedDotLaunch:
     lines     rows of the weight of a program
     tokens    tokens of a program
     block     inputs that it reads at a time; they share a scale
-    splits    parts that the inputs are cut into, each with programs of its own
+    splits    programs that divide the inputs of a tile (split-K)
     warps     Triton's num_warps
     stages    Triton's num_stages
-    scaled    scales are applied to weights, which are rounded then, rather than to sums of products
+    scaled    scales are applied to the weights, which are then rounded; else to the sums
     """
 
     lines: int

@@ -1,7 +1,7 @@
-"""Multiply few rows of activations by a weight, which is read once, at the memory's bandwidth.
+"""Multiply few rows of activations by a weight (skinny GEMM), which is read once, at the memory's bandwidth.
 
-The weight is the first operand of the tensor cores' products, whose tiles have at least 64 rows; the few rows of
-activations are the second one. Both have 16 bits, or both have 8.
+Tensor cores compute `W xᵀ`: the weight fills their tiles of at least 64 rows, and the activations are the narrow second
+operand. Both have 16 bits, or both have 8.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -24,7 +24,7 @@ _LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
 @triton.jit
 def _block(ptrs: tl.tensor, block: tl.tensor, K: tl.tensor, BLOCK: tl.constexpr, EVEN: tl.constexpr) -> tl.tensor:
-    """Return BLOCK columns of each row of a weight, which is read once; zeros past the end."""
+    """Load BLOCK columns of each row of a weight, which is read once; zeros past the end."""
     if EVEN:
         return tl.load(ptrs + block * BLOCK, eviction_policy="evict_first")
     inside = tl.arange(0, BLOCK) < K - block * BLOCK
@@ -33,7 +33,7 @@ def _block(ptrs: tl.tensor, block: tl.tensor, K: tl.tensor, BLOCK: tl.constexpr,
 
 @triton.jit
 def _prefetch(row_ptrs: tl.tensor, first: tl.tensor, end: tl.tensor, PREFETCH: tl.constexpr) -> None:
-    """Bring up to PREFETCH columns of each row, from column `first` on and before `end`, into the L2 cache."""
+    """Prefetch up to PREFETCH columns of each row, from column `first` on and before `end`, into the L2 cache."""
     size: tl.constexpr = _LINE_BYTES // (row_ptrs.dtype.element_ty.primitive_bitwidth // 8)
     start = tl.minimum(first + tl.arange(0, PREFETCH // size) * size, end - 1)
     tl.inline_asm_elementwise(
@@ -76,13 +76,13 @@ def few_rows_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute the outputs of LINES rows of the weight for T tokens, or a part of their sums.
+    """Compute the outputs of LINES rows of the weight for T tokens, or their partial sums (split-K).
 
-    SPLITS    programs among which the columns of each tile are divided; the last to arrive adds their sums, in order
+    SPLITS    programs that divide the columns of each tile; the last to arrive adds their partial sums, in order
     PREFETCH  columns of the weight that are read into the L2 cache before the predecessor ends; 0: none
     EVEN      K is a multiple of BLOCK
     SCALED    x and the weight have 8 bits, and each of their rows a scale
-    ROUNDED   the product is rounded to the weight's dtype before bias, gate and residual follow
+    ROUNDED   the sums are rounded to the weight's dtype before bias, gate and residual follow
     GATED     row `n` of the weight is a gate, and row `n + outputs` its up projection; the result is silu(gate) * up
     BIAS      the bias is added to the result
     ADD       the values at `out` are added to the result
@@ -158,9 +158,9 @@ def few_rows_kernel(
 
 
 class _Counters(threading.local):
-    """Counters of programs that have arrived, by device, which kernels leave as zeros.
+    """Split-K arrival counters by device, which kernels leave as zeros.
 
-    Each thread has its own, since only the launches of one thread surely follow one another.
+    Each host thread has its own, since launches of different threads may overlap.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def launch_few_rows(
 ) -> Tensor:
     """Launch the kernel with the given configuration; the other arguments are those of `linear`, checked.
 
-    x is quantised if the weight is. With `rounded`, the product is rounded before bias, gate and residual follow.
+    x is quantised if the weight is. With `rounded`, the GEMM is rounded before bias, gate and residual follow.
     """
     if isinstance(x, QuantizedRows):
         x_TK, x_scale_T, tokens, dtype = x.values_TK, x.scale_TG, x.tokens, x.dtype

@@ -1,11 +1,11 @@
 """Compute linear layers on a GPU so that a row's bits do not depend on the other rows, nor on their number.
 
-Every kernel adds a row's products in one chain along the inputs: tensor cores add 16 products at a time to a float32
-sum. cuBLASLt's kernels do so on Hopper unless they split the inputs among thread blocks, which `forbid_split_k`
-excludes. Without these, cuBLASLt is slow for few rows, which a kernel of this module computes instead.
+Every kernel accumulates along the inputs in one chain: tensor cores add 16 products at a time to a float32 sum.
+cuBLASLt's kernels do so on Hopper unless they use split-K, which `forbid_split_k` excludes. Without split-K, cuBLASLt
+is slow for few rows, so the kernel of `triton_few_rows` computes them.
 
-The product is rounded to the weight's dtype before bias, gate and residual follow, whichever kernel computes them.
-cuBLASLt's own additions round otherwise for some numbers of rows.
+Every kernel rounds the GEMM to the weight's dtype before bias, gate and residual follow. The epilogues of cuBLASLt
+round differently for some numbers of rows, so they are not used.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -23,7 +23,7 @@ from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 
 
 def forbid_split_k() -> None:
-    """Make torch's GEMMs of 16-bit numbers run in cuBLASLt, without kernels that split the inputs, in this process."""
+    """Make torch's 16-bit GEMMs in this process use cuBLASLt without split-K."""
     settings = torch.backends.cuda.matmul
     torch.backends.cuda.preferred_blas_library("cublaslt")
     settings.allow_bf16_reduced_precision_reduction = (False, False)

@@ -1,4 +1,4 @@
-"""Compute linear layers of packed integer weights: unpacked within the GEMM for few tokens, before it for many."""
+"""Compute linear layers with packed integer weights: unpack within the GEMM for few tokens, before it for many."""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tok_kernels.linear.triton_packed_dot import dequantize_kernel, packed_dot_k
 from tok_kernels.linear.triton_packed_stream import packed_stream_kernel
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 
-_DENSE_ROWS, _DENSE_BLOCK = 16, 256  # rows and columns of a program that dequantises
-_PAIR_BYTES = 4  # of two numbers of 16 bits, which the kernel of one token loads together
-_STREAM_BITS = 4  # of the kernel of one token
+_DENSE_ROWS, _DENSE_BLOCK = 16, 256  # rows and columns that a program dequantises
+_PAIR_BYTES = 4  # bytes of two 16-bit numbers, which the kernel of one token loads together
+_STREAM_BITS = 4  # bits of the only weights that the kernel of one token takes
 _MIN_CAPABILITY = (8, 0)
-_MIN_GROUP = 32  # columns; tensor cores multiply 16 at once, and a word has up to 8
+_MIN_GROUP = 32  # columns; a chunk of four words of 4 bits has 32
 
 
 def packed_linear(
@@ -38,7 +38,7 @@ def packed_linear(
     """Compute `Backend.packed_linear`. Raises ValueError as `linear`."""
     check_linear(x_TK, weight.shape, bias_N, norm, weight.dtype, residual_TN)
     if residual_TN is None or residual_TN.stride(1) == 1:
-        out_TN = _multiply(x_TK, weight, bias_N, norm, residual_TN, gated=False)
+        out_TN = _unpacking_linear(x_TK, weight, bias_N, norm, residual_TN, gated=False)
         if out_TN is not None:
             return out_TN
     return linear(x_TK, dequantize(weight), bias_N, norm=norm, residual_TN=residual_TN)
@@ -49,11 +49,11 @@ def packed_gated_linear(
 ) -> Tensor:
     """Compute `Backend.packed_gated_linear`. Raises ValueError as `gated_linear`."""
     check_linear(x_TK, gate_up.shape, bias_F, norm, gate_up.dtype)
-    out_TN = _multiply(x_TK, gate_up, bias_F, norm, None, gated=True)
+    out_TN = _unpacking_linear(x_TK, gate_up, bias_F, norm, None, gated=True)
     return gated_linear(x_TK, dequantize(gate_up), bias_F, norm=norm) if out_TN is None else out_TN
 
 
-def _multiply(
+def _unpacking_linear(
     x_TK: Tensor,
     weight: PackedWeight,
     bias: Tensor | None,
@@ -62,7 +62,7 @@ def _multiply(
     *,
     gated: bool,
 ) -> Tensor | None:
-    """Return the product by kernels that unpack the weight; None: it has to be dequantised."""
+    """Return the layer's result by kernels that unpack the weight; None: it has to be dequantised."""
     if not unpacks(x_TK, weight, norm) or (gated and weight.shape[0] % 2):
         return None
     if len(x_TK) == 1 and weight.bits == _STREAM_BITS:
@@ -201,5 +201,5 @@ def unpacks(x_TK: Tensor, weight: PackedWeight, norm: tuple[Tensor, float] | Non
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or for none the other one, which a kernel gets but does not read."""
+    """Return the tensor, or if it is None a placeholder, which a kernel gets but does not read."""
     return other if tensor is None else tensor

@@ -1,7 +1,7 @@
 """Multiply by packed integer weights on tensor cores, which read the unpacked weights from registers.
 
-A program computes `LINES` outputs of `TOKENS` tokens, or with SPLIT a part of their sums. Whichever program of a tile
-ends last adds the parts, in their order: equal inputs give equal bits.
+A program computes `LINES` outputs of `TOKENS` tokens, or with SPLIT a partial sum of each (split-K). The last program
+of a tile to finish adds the partial sums in a fixed order, so equal inputs give equal bits.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -16,7 +16,7 @@ _HALVES = tl.constexpr(0x00010001)
 
 @triton.jit
 def _negative_offset(zero: tl.tensor, BITS: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
-    """Return the bits of `-(offset + zero)` as `unpack_words` adds it, where the offset comes from its bit pattern."""
+    """Return the bits of `-(offset + zero)` for `unpack_words`, whose bit pattern adds the offset to q."""
     if HALF:
         return zero * _HALVES + (-0x1BFF1C00)  # two float16 of -(1024 + zero)
     if BITS == 4:
@@ -30,7 +30,8 @@ def unpack_words(
 ) -> tl.tensor:
     """Return q - zero of int32 words `[R, W]`, in float16 with HALF or else bfloat16, `[R, W * 32 / BITS]`.
 
-    The bits of an unsigned q, inserted into the lowest bits of a power of two, make a float of that power plus q.
+    The bits of an unsigned q, inserted into the lowest mantissa bits of a power of two, make that power plus q. For
+    example, float16 0x6400 is 1024, and 0x6405 is 1029. Two values come out of a word at a time.
     """
     if ASM:
         if BITS == 4:
@@ -117,6 +118,12 @@ def dequantize_kernel(
     ORDERED: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
+    """Write LINES rows and BLOCK columns of the dense weight, for rows from `first` to `last`.
+
+    ORDERED  `group_ptr` has the group of each column; else GROUP consecutive columns share a group
+    ZEROS    groups have zero points
+    ASM      for a GPU; else for Triton's interpreter
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     per_word: tl.constexpr = 32 // BITS
     line = first + tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -175,11 +182,11 @@ def packed_dot_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute the outputs of LINES rows of the weight for TOKENS tokens, or a part of their sums.
+    """Compute the outputs of LINES rows of the weight for TOKENS tokens, or their partial sums (split-K).
 
-    BLOCK   columns of a matrix product; they share a scale
-    SPLIT   there are `splits` programs for each tile; the last of them to arrive adds the sums of all
-    SCALED  scales are applied to weights, which are then rounded, rather than to sums of products
+    BLOCK   columns of a `tl.dot`; they share a scale
+    SPLIT   `splits` programs divide the columns of a tile; the last to arrive adds their partial sums
+    SCALED  scales are applied to the weights, which are then rounded; else to the sums
     GATED   row `n` of the weight is a gate, and row `n + outputs` its up projection; the result is silu(gate) * up
     ZEROS   groups have zero points
     BIAS    the bias is added to the result

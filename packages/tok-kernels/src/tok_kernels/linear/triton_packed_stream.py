@@ -1,7 +1,9 @@
-"""Multiply one token by packed integer weights: each program reads its rows of the weights once, block by block.
+"""Multiply one token by packed 4-bit weights (GEMV): each program reads its rows of the weights once, block by block.
 
-A 4-bit q in the right bits of a float32 makes 256 + q or 16 + q. Sums of products therefore exceed the right ones by
-sums of x alone, which all rows share and which are subtracted before the scale is applied.
+A 4-bit q in certain mantissa bits of a float32 makes 16 + q or 256 + q. Each dot product thus exceeds `q · x` by
+16 or 256 times the sum of x. This excess is the same for all rows, and is subtracted before the scale is applied:
+
+    (16 + q0) · x0 + (256 + q1) · x1 = (q0 · x0 + q1 · x1) + (16 · x0 + 256 · x1)
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -32,7 +34,7 @@ def _field(words: tl.tensor, SHIFT: tl.constexpr, BIT: tl.constexpr, ASM: tl.con
     else:
         moved = words >> (-SHIFT)
     if ASM:
-        # One instruction, while `&` and `|` become two.
+        # LOP3 is one instruction; `&` and `|` become two.
         operands: tl.constexpr = "0x00780000, 0x41800000" if BIT == 19 else "0x00078000, 0x43800000"
         bits = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, " + operands + ", 0xea;", "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1
@@ -55,7 +57,7 @@ def _inputs(
 ) -> tuple[tl.tensor, ...]:
     """Return x (times the norm's weight) in the order of the words, one tensor for each value of a word.
 
-    With them come the sum of what words add to q, the sum of x, and the sum of squares.
+    Also return, for each word, the excess of its dot product, the sum of x, and the sum of squares.
     """
     word = tl.arange(0, BLOCK // 8)
     at = start // 2 + word // 4 * 16 + word % 4
@@ -84,8 +86,8 @@ def _inputs(
 
 
 @triton.jit
-def _products(words: tl.tensor, x: tl.tuple, ASM: tl.constexpr) -> tl.tensor:
-    """Return the sums of the products of each word `[LINES, W]`, too large by `_inputs`' extra."""
+def _dot_words(words: tl.tensor, x: tl.tuple, ASM: tl.constexpr) -> tl.tensor:
+    """Return the dot product of each word and its inputs, `[LINES, W]`, with the excess that `_inputs` returns."""
     product = _field(words, 19, 19, ASM) * x[0][None, :]
     product += _field(words, 3, 19, ASM) * x[1][None, :]
     product += _field(words, 11, 15, ASM) * x[2][None, :]
@@ -131,7 +133,7 @@ def _add(
     """Add a block of columns to the sums `[LINES, chunks]`; a chunk is four words."""
     chunks: tl.constexpr = BLOCK // 32
     x, extra, total, squares = _inputs(x_ptr, norm_ptr, squares, start, K, BLOCK, HALF, NORM)
-    product = tl.sum(tl.reshape(_products(words, x, ASM), (LINES, chunks, 4)), 2)
+    product = tl.sum(tl.reshape(_dot_words(words, x, ASM), (LINES, chunks, 4)), 2)
     extra = tl.sum(tl.reshape(extra, (chunks, 4)), 1)
     total = tl.sum(tl.reshape(total, (chunks, 4)), 1)
     if GROUP < K:

@@ -1,4 +1,4 @@
-"""Round activations to 8 bits, fused with the norm or the gated activation that makes them; apply scales to results.
+"""Quantise activations to 8 bits, fused with the norm or gated activation before, and apply scales to results.
 
 One program computes a row, in chunks of BLOCK columns that it holds in registers.
 """
@@ -15,14 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.linear.quantized_weights import MAX_VALUES, QuantizedRows, ScaledWeight
 
-_MAX_BLOCK = 4096  # columns of a chunk
+_MAX_BLOCK = 4096  # maximum columns of a chunk
 _FINISH_BLOCK = 2048  # columns that a program of `finish_rows` computes
-_INTEGERS = tl.constexpr(1.5 * 2**23)  # float32 numbers near this one are integers
-_ROW_MULTIPLE = 4  # cuBLAS multiplies by block-wise scales for such numbers of rows only
+_INTEGERS = tl.constexpr(1.5 * 2**23)  # float32 numbers near it are integers: adding it rounds, ties to even
+_ROW_MULTIPLE = 4  # cuBLAS takes block-wise scales only for multiples of so many rows
 
 
 def quantize_rows(x_TK: Tensor, weight: ScaledWeight, norm: tuple[Tensor, float] | None = None) -> QuantizedRows:
-    """Return x, or `rms_norm(x)` with a norm, rounded for a product with `weight`."""
+    """Quantise x, or `rms_norm(x)` with a norm, for a GEMM with `weight`."""
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
     rows = _empty_rows(x_TK, x_TK.shape[1], weight)
@@ -33,7 +33,7 @@ def quantize_rows(x_TK: Tensor, weight: ScaledWeight, norm: tuple[Tensor, float]
 def gate_and_quantize(
     sums_TF: Tensor, x_scale_TG: Tensor | None, weight: ScaledWeight, bias_F: Tensor | None, down: ScaledWeight
 ) -> QuantizedRows:
-    """Return `silu(gate) * up`, rounded for a product with `down`.
+    """Quantise `silu(gate) * up` for a GEMM with `down`.
 
     `[gate, up]` are the halves of `sums · x_scale · scale + bias`, where `x_scale` and the weight's scales belong to
     rows; x_scale None: of `sums + bias`.
@@ -120,7 +120,7 @@ def _quantize_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Round one row of `size` columns, so that the largest of each group of columns (0: of all) becomes LIMIT.
+    """Quantise one row of `size` columns; the largest magnitude of each GROUP of columns (0: of all) becomes LIMIT.
 
     NORM    x is divided by its root mean square and multiplied by `gain`
     GATED   a row of x is a gate, then its up projection; both are multiplied by their scales (SCALED), get their bias

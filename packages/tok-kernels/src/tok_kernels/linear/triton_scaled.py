@@ -1,11 +1,11 @@
-"""Compute linear layers with weights of 8 bits; activations are rounded to 8 bits, too, except for a single token's.
+"""Compute linear layers with 8-bit weights: W8A8 for two tokens or more, and unrounded activations for one token.
 
-One token is computed by the fused kernel of 16-bit weights, few by a Triton kernel, others by cuBLAS. Where a kernel of
-ours follows anyway, to add the residual stream or to apply the gate, cuBLAS multiplies without scales, which is faster,
-and that kernel applies them. Weights with scales of blocks are multiplied by cuBLAS from two tokens on.
+The GEMV kernel of 16-bit weights computes one token, the Triton kernel of few rows up to 64, and cuBLAS more. A Triton
+kernel that adds the residual or applies the gate after cuBLAS also applies the scales, since cuBLAS is faster without
+them. Weights with block-wise scales are multiplied by cuBLAS from two tokens on.
 
-The tensor cores sum float8 products with 14 bits (`use_fast_accum`). Sums in float32 take cuBLAS 6 to 10 % longer, and
-Triton's kernel 18 to 40 %.
+Tensor cores accumulate float8 with 14 bits (`use_fast_accum`). Accumulation in float32 takes cuBLAS 6 to 10 % longer,
+and the Triton kernel 18 to 40 %.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -26,10 +26,10 @@ from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, q
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 
 MIN_CAPABILITY = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
-"""Capability of GPUs whose tensor cores multiply numbers of a dtype."""
+"""Minimum compute capability of GPUs whose tensor cores multiply a dtype."""
 
-_BLOCK = 128  # rows and columns of the blocks that cuBLAS has scales for
-_MULTIPLE = 16  # cuBLAS multiplies 8-bit matrices whose sizes are multiples of this
+_BLOCK = 128  # rows and columns that share a block-wise scale of cuBLAS
+_MULTIPLE = 16  # cuBLAS requires that rows and columns of 8-bit matrices are multiples of it
 
 
 def scaled_linear(
@@ -42,9 +42,9 @@ def scaled_linear(
 ) -> Tensor:
     """Compute `Backend.scaled_linear`. Raises ValueError as `linear`."""
     if isinstance(x_TK, QuantizedRows):
-        return _product(x_TK, weight, bias_N, residual_TN)
+        return _cublas(x_TK, weight, bias_N, residual_TN)
     check_linear(x_TK, weight.values_NK.shape, bias_N, norm, dtype=None)
-    if not _multiplies(x_TK, weight):
+    if not _is_supported(x_TK, weight):
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
     if streams(*x_TK.shape, bits=8):
         launch = scaled_stream_launch(x_TK.shape[1])
@@ -53,7 +53,7 @@ def scaled_linear(
     if len(x_TK) <= MAX_FEW_ROWS and weight.group is None:
         few = few_rows_launch(len(x_TK), *weight.values_NK.shape, bits=8)
         return launch_few_rows(few, rows, weight, bias_N, residual_TN, gated=False)
-    return _product(rows, weight, bias_N, residual_TN)
+    return _cublas(rows, weight, bias_N, residual_TN)
 
 
 def scaled_gated_linear(
@@ -66,7 +66,7 @@ def scaled_gated_linear(
 ) -> Tensor | QuantizedRows:
     """Compute `Backend.scaled_gated_linear`. Raises ValueError as `gated_linear`."""
     check_linear(x_TK, gate_up.values_NK.shape, bias_F, norm, dtype=None)
-    if not _multiplies(x_TK, gate_up):
+    if not _is_supported(x_TK, gate_up):
         return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
     if streams(*x_TK.shape, bits=8):
         launch = scaled_stream_launch(x_TK.shape[1])
@@ -75,17 +75,17 @@ def scaled_gated_linear(
     if len(x_TK) <= MAX_FEW_ROWS and gate_up.group is None:
         few = few_rows_launch(len(x_TK), *gate_up.values_NK.shape, bits=8)
         return launch_few_rows(few, rows, gate_up, bias_F, None, gated=True)
-    if down is None or not _multiplies(x_TK, down):
-        return silu_and_mul(_product(rows, gate_up, bias_F, None))
+    if down is None or not _is_supported(x_TK, down):
+        return silu_and_mul(_cublas(rows, gate_up, bias_F, None))
     if gate_up.group is not None:
-        return gate_and_quantize(_product_of_blocks(rows, gate_up), None, gate_up, bias_F, down)
-    return gate_and_quantize(_product_without_scales(rows, gate_up), rows.scale_TG, gate_up, bias_F, down)
+        return gate_and_quantize(_cublas_blockwise(rows, gate_up), None, gate_up, bias_F, down)
+    return gate_and_quantize(_cublas_unscaled(rows, gate_up), rows.scale_TG, gate_up, bias_F, down)
 
 
-def _product(rows: QuantizedRows, weight: ScaledWeight, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
-    """Return the product by cuBLAS, with bias, or add it to the residual."""
+def _cublas(rows: QuantizedRows, weight: ScaledWeight, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
+    """Return `x Wᵀ + bias` by cuBLAS, or add it to the residual in place."""
     if weight.group is not None:
-        y_TN = _product_of_blocks(rows, weight)
+        y_TN = _cublas_blockwise(rows, weight)
         y_TN = y_TN if bias_N is None else y_TN.add_(bias_N)
         return y_TN if residual_TN is None else residual_TN.add_(y_TN)
     if residual_TN is None and weight.values_NK.dtype != torch.int8:
@@ -96,15 +96,15 @@ def _product(rows: QuantizedRows, weight: ScaledWeight, bias_N: Tensor | None, r
             use_fast_accum=True,
         )
         return y_TN.to(rows.dtype)
-    sums_TN = _product_without_scales(rows, weight)
+    sums_TN = _cublas_unscaled(rows, weight)
     out_TN = residual_TN
     if out_TN is None:
         out_TN = torch.empty(sums_TN.shape, dtype=rows.dtype, device=sums_TN.device)
     return finish_rows(sums_TN, rows.scale_TG, weight, bias_N, out_TN, add=residual_TN is not None)
 
 
-def _product_without_scales(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
-    """Return the product of the values by cuBLAS: bfloat16, or int32 of integers."""
+def _cublas_unscaled(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
+    """Return the GEMM of the values without their scales: bfloat16 of float8, int32 of int8."""
     if weight.values_NK.dtype == torch.int8:
         return torch._int_mm(rows.values_TK, weight.values_NK.t())
     one = _one(rows.values_TK.device)
@@ -113,10 +113,10 @@ def _product_without_scales(rows: QuantizedRows, weight: ScaledWeight) -> Tensor
     )
 
 
-def _product_of_blocks(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
-    """Return the product by cuBLAS, with scales of 128 columns (activations) and of 128 × 128 entries (weight)."""
+def _cublas_blockwise(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
+    """Return the GEMM with scales of 128 columns (activations) and of 128 × 128 entries (weight)."""
     scale_BG = weight.scale_NG[::_BLOCK]
-    # The scales of a block of rows begin at a multiple of 16 bytes.
+    # cuBLAS requires that the scales of each block of rows begin at a multiple of 16 bytes.
     scale_BG = functional.pad(scale_BG, (0, -scale_BG.shape[1] % 4)).contiguous()
     y_PN: Tensor = functional.scaled_mm(
         *(rows.values_TK, weight.values_NK.t(), rows.scale_TG, ScalingType.BlockWise1x128),
@@ -131,8 +131,8 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
-def _multiplies(x_TK: Tensor, weight: ScaledWeight) -> bool:
-    """Return whether these kernels compute the product; otherwise the weight is dequantised."""
+def _is_supported(x_TK: Tensor, weight: ScaledWeight) -> bool:
+    """Return whether W8A8 kernels take these operands; otherwise the weight is dequantised."""
     values = weight.values_NK
     capability = torch.cuda.get_device_capability(x_TK.device) if x_TK.device.type == "cuda" else (9, 0)
     if not len(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or capability < MIN_CAPABILITY[values.dtype]:

@@ -1,6 +1,6 @@
-"""Compute linear layers for few tokens: each program reads its rows of the weights once, block by block.
+"""Compute linear layers for one token or two (GEMV): each program reads its rows of the weights once, block by block.
 
-A program sums `ROWS` outputs of all tokens without tensor cores, because reading the weights takes all the time. The
+A program sums `ROWS` outputs of all tokens without tensor cores, since the time is that of reading the weights. The
 partial sums of the threads are added once, at the end, in a fixed order.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"

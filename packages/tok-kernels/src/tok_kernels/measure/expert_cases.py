@@ -94,7 +94,7 @@ class _ExpertStep:
 
     def kernels(self) -> Iterator[Case]:
         """Yield the cases of Triton's kernels one by one. Importing them loads Triton."""
-        from tok_kernels.moe.triton import combine, grouped_launch, multiply
+        from tok_kernels.moe.triton import combine, grouped_gemm, grouped_launch
         from tok_kernels.moe.triton_route import sort_pairs
 
         x_TN, routing, held = self.x_TN, self.routing, range(self.shape.held)
@@ -111,13 +111,13 @@ class _ExpertStep:
         )
         yield self._case(
             "grouped GEMM, gate and up",
-            lambda: multiply(gate_up, x_TN, next(self.copies).gate_up, h_RF, order, chosen, gated=True),
+            lambda: grouped_gemm(gate_up, x_TN, next(self.copies).gate_up, h_RF, order, chosen, gated=True),
             min(tokens, self.pairs) * size * x_TN.itemsize + rows,
             matrices=2,
         )
         yield self._case(
             "grouped GEMM, down",
-            lambda: multiply(down, h_RF, next(self.copies).down, y_PN, order, chosen, gated=False),
+            lambda: grouped_gemm(down, h_RF, next(self.copies).down, y_PN, order, chosen, gated=False),
             rows + self.pairs * size * x_TN.itemsize,
             matrices=1,
         )

@@ -23,7 +23,7 @@ COPY_TOKENS = 16  # consecutive tokens that use one copy of an expert, so that s
 class Routing:
     """Each token's experts, the most likely first: int32 `[T, C]`, and their weights, float32 `[T, C]`.
 
-    A row of no sequence has expert −1, which no matrix is read for.
+    Expert −1 marks rows of no sequence, such as padding rows; no matrix is read for them.
 
     experts  E
     """
@@ -35,7 +35,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCopies:
-    """Slots that hold the experts, of which some have copies in several slots.
+    """Slots of experts; some experts have copies in several slots (redundant experts).
 
     slot_EK  int32 `[E, 1 + K]`: the number of copies of each expert, and then the slots that hold them
     slots    number of slots
@@ -57,8 +57,8 @@ class ExpertWeights:
 
     gate_up  `[E × 2F, N]`: rows of expert 0's gate projection, of its up projection, then those of expert 1, …
     down     `[E × N, F]`
-    held     the consecutive experts whose matrices these are: with experts 4 to 7 held, the first rows are those of
-             expert 4. Others add nothing to a token's result; None: all are held
+    held     consecutive experts whose matrices these are; None: all. With experts 4 to 7, the first rows are those of
+             expert 4. Experts that are not held add nothing to a token's result
     """
 
     gate_up: Weight
@@ -66,11 +66,11 @@ class ExpertWeights:
     held: range | None = None
 
     def held_of(self, experts: int) -> range:
-        """Return the experts, of `experts` in all, whose matrices these are."""
+        """Return the held experts of `experts` in all."""
         return range(experts) if self.held is None else self.held
 
     def dense(self, expert: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the matrices of one of `experts` that is held, `[2F, N]` and `[N, F]`."""
+        """Return the matrices of one held expert of `experts` in all, `[2F, N]` and `[N, F]`."""
         held = self.held_of(experts)
         place = expert - held.start
         gate_up, down = (_dense_rows(weight, place, len(held), dtype) for weight in (self.gate_up, self.down))

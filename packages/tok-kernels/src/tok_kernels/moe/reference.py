@@ -41,7 +41,7 @@ def select_experts(
 def fused_experts(
     x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
 ) -> Tensor:
-    """Compute `Backend.fused_experts`. On a GPU this waits for the numbers of tokens of the experts."""
+    """Compute `Backend.fused_experts`. On a GPU the host waits for the token counts of the experts."""
     return _one_by_one(x_TN, routing, weights, residual_TN, gated_linear, linear)
 
 

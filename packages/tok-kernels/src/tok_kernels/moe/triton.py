@@ -24,18 +24,18 @@ __all__ = [
     "combine",
     "fused_experts",
     "fused_experts_with",
+    "grouped_gemm",
     "grouped_launch",
-    "multiply",
     "select_experts",
 ]
 
 _COMBINE_BLOCK = 1024  # columns that a program of the weighted sum computes
-_MAX_QUANTIZED_ROWS = 32  # of a tile, up to which quantised weights are converted as they are multiplied
-_DEQUANTIZED_ROWS = 1 << 14  # of a weight, dequantised at once
+_MAX_QUANTIZED_ROWS = 32  # rows of a tile; for larger tiles, weights are dequantised before the grouped GEMM
+_DEQUANTIZED_ROWS = 1 << 14  # rows of a weight that are dequantised at once
 _MIN_GROUP = 16  # columns that tensor cores multiply at once
-_ACTIVATION_GROUP = 128  # columns that share a scale, for which activations are quantised, too
-_MIN_ROWS, _MAX_ROWS = 16, 128  # of a tile
-# Rows of a tile: lines, block and stages of plain and of gated GEMMs with 4 warps.
+_W8A8_GROUP = 128  # columns that share a block-wise scale; W8A8 takes no other group
+_MIN_ROWS, _MAX_ROWS = 16, 128  # rows of a tile
+# By rows of a tile: (lines, block, stages) of plain and of gated GEMMs with 4 warps.
 _LAUNCHES = {
     16: ((64, 128, 3), (64, 128, 3)),
     32: ((64, 128, 3), (64, 64, 4)),
@@ -63,7 +63,7 @@ class GroupedLaunch:
 
 
 def grouped_launch(tokens: int, routing: Routing, dtype: torch.dtype, *, gated: bool) -> GroupedLaunch:
-    """Return the launch for `tokens` of `dtype`: tiles hold about twice the tokens that an expert has in the mean.
+    """Return the launch for `tokens` of `dtype`: tiles have room for twice the mean tokens of an expert.
 
     Measured on an H200 with the experts of Qwen3-30B-A3B at 1, 16, 64, 256 and 8,192 tokens; launches of 32-bit
     activations are not measured.
@@ -79,7 +79,7 @@ def grouped_launch(tokens: int, routing: Routing, dtype: torch.dtype, *, gated: 
 
 
 def w8a8_launch(rows: int, *, gated: bool) -> GroupedLaunch:
-    """Return the launch for activations of 8 bits, sorted into tiles of `rows`.
+    """Return the W8A8 launch for tiles of `rows`.
 
     Measured on an H200 with the experts of Qwen3-30B-A3B at 128, 512, 2,048 and 8,192 tokens. The second GEMM of the
     largest step takes 0.32 ms by programs of 64 rows, and 0.43 ms by programs of 128.
@@ -98,7 +98,7 @@ def fused_experts(
     """
     gate_up, down = (grouped_launch(len(x_TN), routing, x_TN.dtype, gated=gated) for gated in (True, False))
     if not (isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)):
-        if gate_up.rows > _MIN_ROWS and all(_takes_w8a8(x_TN, weight) for weight in (weights.gate_up, weights.down)):
+        if gate_up.rows > _MIN_ROWS and all(_supports_w8a8(x_TN, weight) for weight in (weights.gate_up, weights.down)):
             gate_up, down = (w8a8_launch(gate_up.rows, gated=gated) for gated in (True, False))
             return fused_experts_with(gate_up, down, x_TN, routing, weights, residual_TN, w8a8=True)
         if gate_up.rows > _MAX_QUANTIZED_ROWS:
@@ -135,13 +135,13 @@ def fused_experts_with(
     order = sort_pairs(routing, gate_up.rows, held)
     h_RF = torch.empty((tokens * chosen, columns), dtype=x_TN.dtype, device=x_TN.device)
     y_PN = torch.empty((tokens * chosen, size), dtype=x_TN.dtype, device=x_TN.device)
-    multiply(gate_up, _activations(x_TN, weights.gate_up, w8a8), weights.gate_up, h_RF, order, chosen, gated=True)
-    multiply(down, _activations(h_RF, weights.down, w8a8), weights.down, y_PN, order, chosen, gated=False)
+    grouped_gemm(gate_up, _activations(x_TN, weights.gate_up, w8a8), weights.gate_up, h_RF, order, chosen, gated=True)
+    grouped_gemm(down, _activations(h_RF, weights.down, w8a8), weights.down, y_PN, order, chosen, gated=False)
     combine(y_PN, routing, held, out_TN, add=residual_TN is not None)
     return out_TN
 
 
-def multiply(
+def grouped_gemm(
     launch: GroupedLaunch,
     x: Tensor | QuantizedRows,
     weight: Weight,
@@ -153,17 +153,18 @@ def multiply(
 ) -> None:
     """Multiply sorted rows by their experts' matrices: tokens by gate and up projections, or their results by down.
 
-    gated  write `silu(gate) * up` of rows of tokens, in the order of sorted rows; else write rows in the order of pairs
+    gated  x has tokens, and `out` gets `silu(gate) * up` in the order of sorted rows; else x has sorted rows, and
+           `out` gets results in the order of pairs
     """
     w8a8 = isinstance(x, QuantizedRows)
     x, x_scale, x_scale_group = (
         (x.values_TK, x.scale_TG, x.scale_TG.stride(1)) if isinstance(x, QuantizedRows) else (x, x, 0)
     )
     outputs, inputs = out.shape[1], x.shape[1]
-    if not w8a8 and not _multiplies(weight, x):
+    if not w8a8 and not _is_supported(weight, x):
         weight = _dequantized(weight, x.dtype)
     if isinstance(weight, PackedWeight):
-        _multiply_packed(launch, x, weight, out, order, chosen, gated=gated)
+        _packed_grouped_gemm(launch, x, weight, out, order, chosen, gated=gated)
         return
     values, scale, group, block = weight, weight, 0, launch.block
     if isinstance(weight, ScaledWeight):
@@ -189,7 +190,7 @@ def multiply(
     )
 
 
-def _multiply_packed(
+def _packed_grouped_gemm(
     launch: GroupedLaunch, x: Tensor, weight: PackedWeight, out: Tensor, order: SortedPairs, chosen: int, *, gated: bool
 ) -> None:
     (lines, columns), outputs = weight.shape, out.shape[1]
@@ -215,7 +216,7 @@ def _multiply_packed(
 
 
 def combine(y_PN: Tensor, routing: Routing, held: range, out_TN: Tensor, *, add: bool) -> None:
-    """Write the weighted sum of each token's results of the experts `held`, or `add` it to `out`."""
+    """Write the weighted sum of each token's results by the experts `held`, or `add` it to `out`."""
     tokens, size = out_TN.shape
     combine_kernel[(tokens, triton.cdiv(size, _COMBINE_BLOCK))](
         *(y_PN, routing.weight_TC, routing.expert_TC, out_TN, out_TN.stride(0), size, held.start, len(held)),
@@ -228,7 +229,7 @@ def combine(y_PN: Tensor, routing: Routing, held: range, out_TN: Tensor, *, add:
 
 
 def _dequantized(weight: Weight, dtype: torch.dtype) -> Weight:
-    """Return the weight in 16 or 32 bits, converted in parts, which bounds the memory."""
+    """Return the weight in `dtype`, converted in parts to bound the memory."""
     if isinstance(weight, Tensor):
         return weight
     if isinstance(weight, PackedWeight):
@@ -244,26 +245,26 @@ def _activations(x: Tensor, weight: Weight, w8a8: bool) -> Tensor | QuantizedRow
     return quantize_rows(x, weight) if w8a8 and isinstance(weight, ScaledWeight) else x
 
 
-def _takes_w8a8(x: Tensor, weight: Weight) -> bool:
-    """Return whether the weight can be multiplied by activations quantised to its dtype."""
-    if not isinstance(weight, ScaledWeight) or x.dtype.itemsize > 2 or not _computes(weight, x.device):
+def _supports_w8a8(x: Tensor, weight: Weight) -> bool:
+    """Return whether W8A8 takes the weight: activations are quantised to its dtype."""
+    if not isinstance(weight, ScaledWeight) or x.dtype.itemsize > 2 or not _has_dtype(weight, x.device):
         return False
-    groups = (None, _ACTIVATION_GROUP) if weight.values_NK.dtype.is_floating_point else (None,)
+    groups = (None, _W8A8_GROUP) if weight.values_NK.dtype.is_floating_point else (None,)
     return weight.group in groups
 
 
-def _computes(weight: ScaledWeight, device: torch.device) -> bool:
-    """Return whether Triton converts and multiplies numbers of the weight's dtype."""
+def _has_dtype(weight: ScaledWeight, device: torch.device) -> bool:
+    """Return whether the device has instructions for the weight's dtype."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY[weight.values_NK.dtype]
 
 
-def _multiplies(weight: Weight, x: Tensor) -> bool:
-    """Return whether a grouped GEMM takes the weight; otherwise it is dequantised."""
+def _is_supported(weight: Weight, x: Tensor) -> bool:
+    """Return whether the grouped GEMM takes the weight; otherwise it is dequantised."""
     if isinstance(weight, Tensor):
         return True
     if isinstance(weight, PackedWeight):
         return unpacks(x, weight)
-    return _computes(weight, x.device) and (weight.group is None or weight.group % _MIN_GROUP == 0)
+    return _has_dtype(weight, x.device) and (weight.group is None or weight.group % _MIN_GROUP == 0)
 
 
 def _check(x_TN: Tensor, routing: Routing, weights: ExpertWeights, residual_TN: Tensor | None) -> None:

@@ -1,9 +1,9 @@
 """Multiply rows that are sorted by expert by their experts' matrices (grouped GEMM), and add up each token's results.
 
-The weights are the first operand, so that Hopper's tensor cores multiply any number of rows by 64 lines of them at a
-time, and weights of 8 bits stay in registers when they are converted to 16. With activations of 8 bits, too, nothing
-is converted. Only matrices of experts that have rows are read.
-Every program knows its expert and rows from `SortedPairs`, so that the launch depends on the number of tokens only.
+The weights are the first operand of `tl.dot`, so Hopper's tensor cores multiply any number of rows by 64 lines at a
+time, and 8-bit weights that are converted to 16 bits stay in registers. W8A8 converts nothing. Only matrices of experts
+that have rows are read. Each program reads its expert and rows from `SortedPairs`, so the launch depends on the number
+of tokens only.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -22,7 +22,7 @@ def _weights(
     inputs: tl.tensor,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return columns of some lines of the matrix, `[lines, columns]`; 0 past the last column."""
+    """Load columns of some lines of the matrix, `[lines, columns]`; 0 past the last column."""
     at = weight_ptr + line.to(tl.int64)[:, None] * inputs + column[None, :]
     if EVEN:
         return tl.load(at)
@@ -30,7 +30,7 @@ def _weights(
 
 
 @triton.jit
-def _add_products(
+def _accumulate(
     sums: tl.tensor,
     w: tl.tensor,
     x: tl.tensor,
@@ -42,7 +42,7 @@ def _add_products(
     GROUP: tl.constexpr,
     W8A8: tl.constexpr,
 ) -> tl.tensor:
-    """Return `sums` plus the products of weights and inputs, multiplied by the scales of these columns with a GROUP."""
+    """Return `sums + w @ x`; with a GROUP, `w @ x` is multiplied by the scales of its columns first."""
     w = w.to(x.dtype)
     if GROUP > 0:
         scale = tl.load(scale_ptr + line * tl.cdiv(inputs, GROUP) + start // GROUP)
@@ -89,8 +89,8 @@ def grouped_gemm_kernel(
     EVEN     `inputs` is a multiple of BLOCK
     GATED    x has a row for each token, and results are `silu(gate) * up`, in the order of sorted rows. Else x has
              sorted rows, and results are in the order of pairs
-    SCALED   the weights are 8-bit values with scales, of each line (GROUP 0) or of GROUP columns of it
-    W8A8     the inputs are, too: values of the weights' dtype, with a scale of each row and of its GROUP columns
+    SCALED   the weights are 8-bit values with a scale for each line (GROUP 0) or for GROUP columns of each line
+    W8A8     x has the weights' dtype, with a scale for each row (GROUP 0) or for GROUP columns of each row
     PDL      this kernel may start before its predecessor ends
     """
     if PDL:
@@ -130,10 +130,10 @@ def grouped_gemm_kernel(
         else:
             x = tl.load(x_at + start, mask=(start + column < inputs)[:, None] & inside[None, :], other=0.0)
         w = _weights(weight_ptr, line, start + column, inputs, EVEN)
-        sums = _add_products(sums, w, x, scale_ptr, line, start, inputs, x_scale, GROUP, W8A8)
+        sums = _accumulate(sums, w, x, scale_ptr, line, start, inputs, x_scale, GROUP, W8A8)
         if GATED:
             w = _weights(weight_ptr, line + outputs, start + column, inputs, EVEN)
-            ups = _add_products(ups, w, x, scale_ptr, line + outputs, start, inputs, x_scale, GROUP, W8A8)
+            ups = _accumulate(ups, w, x, scale_ptr, line + outputs, start, inputs, x_scale, GROUP, W8A8)
     sums = tl.trans(sums).to(tl.float32)
     ups = tl.trans(ups).to(tl.float32)
     if W8A8 and GROUP == 0:

@@ -1,8 +1,7 @@
 """Compute a mixture of experts on a GPU so that a token's bits depend on no other token, nor on the number of tokens.
 
-Every step has the same launches: each tile of an expert's rows runs the same instructions, by which tensor cores add a
-row's products in one chain along the inputs, at whichever place in a tile the row is. A token's results are added in
-the order of its experts.
+Every step has the same launch configuration. Tensor cores accumulate each row along the inputs in one chain, whatever
+the row's place in a tile. A token's results are added in the order of its experts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
 from tok_kernels.moe.triton_route import SELECT_ELEMENTS, select_experts_with
 
-# Tiles for steps of some hundred tokens. Smaller steps read matrices, however many rows a tile has.
+# Tiles for steps of several hundred tokens. Smaller steps take the time of reading the matrices, whatever the tile.
 LAUNCH = GroupedLaunch(rows=64, lines=128, block=64, warps=4, stages=3)
 
 
@@ -32,7 +31,7 @@ def select_experts(
 def fused_experts(
     x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
 ) -> Tensor:
-    """Compute `Backend.fused_experts` with dense weights. Raises ValueError for others, and shapes that do not fit."""
+    """Compute `Backend.fused_experts`. Raises ValueError for quantised weights and for shapes that do not fit."""
     if not (isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)):
         raise ValueError("weights are quantised; allowed in batch-invariant kernels: dense ones")
     return fused_experts_with(LAUNCH, LAUNCH, x_TN, routing, weights, residual_TN)

@@ -1,4 +1,4 @@
-"""Multiply rows that are sorted by expert by matrices of packed integers (grouped GEMM), unpacked in registers."""
+"""Multiply rows sorted by expert by matrices of packed integers (grouped GEMM), which are unpacked in registers."""
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tok_kernels.linear.triton_packed_dot import unpack_words
 
 
 @triton.jit
-def _add_products(
+def _accumulate(
     sums: tl.tensor,
     words_at: tl.tensor,
     word: tl.tensor,
@@ -25,7 +25,7 @@ def _add_products(
     BITS: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    """Return `sums` plus the products of x and some columns of the lines at `words_at`, which share their scales."""
+    """Return `sums + W x` for BLOCK columns of the lines at `words_at`, which share their scales."""
     if K % BLOCK == 0:
         words = tl.load(words_at + word[None, :])
     else:
@@ -67,7 +67,7 @@ def packed_grouped_gemm_kernel(
 ) -> None:
     """Compute LINES outputs of the ROWS rows of one tile, as `grouped_gemm_kernel`.
 
-    lines  lines of all experts' matrices; scales and zero points have a row of so many for each group
+    lines  lines of all experts' matrices; scales and zero points are `[groups, lines]`
     K      inputs
     BLOCK  inputs that are read at a time; they share a scale
     GROUP  inputs that share a scale; K: all
@@ -112,10 +112,10 @@ def packed_grouped_gemm_kernel(
             x = tl.load(x_at + start, mask=(start + column < K)[:, None] & inside[None, :], other=0.0)
         word = start // per_word + tl.arange(0, BLOCK // per_word)
         scale_at = scale_ptr + start // GROUP * lines + line
-        sums = _add_products(sums, words_at, word, words_row, zero, scale_at, x, K, BLOCK, GROUP, BITS, ASM)
+        sums = _accumulate(sums, words_at, word, words_row, zero, scale_at, x, K, BLOCK, GROUP, BITS, ASM)
         if GATED:
             scale_at += outputs
-            ups = _add_products(ups, up_words_at, word, words_row, up_zero, scale_at, x, K, BLOCK, GROUP, BITS, ASM)
+            ups = _accumulate(ups, up_words_at, word, words_row, up_zero, scale_at, x, K, BLOCK, GROUP, BITS, ASM)
         if ZEROS and GROUP < K:
             # Read one block ahead, since Triton pipelines no loads of bytes.
             at = zero_ptr + tl.minimum(start + BLOCK, K - 1) // GROUP * lines + line

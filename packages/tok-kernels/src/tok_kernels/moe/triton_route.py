@@ -1,4 +1,4 @@
-"""Choose the experts of each token, and sort the pairs of tokens and experts by expert, without the host's knowledge.
+"""Route tokens to their top-k experts, and sort pairs of tokens and experts by expert, all on the device.
 
 Axes: T tokens, E experts, C experts of a token, P = T × C pairs, numbered token by token, R rows: the pairs sorted by
 expert, S tiles: up to `tile_rows` consecutive rows of one expert.
@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.moe.interface import COPY_TOKENS, ExpertCopies, Routing
 
-SELECT_ELEMENTS = 1024  # logits of a program of `_select_kernel`
-_BLOCK_ELEMENTS = 8192  # pairs × experts that a program of `_sort_kernel` compares at once
-_MAX_CHUNKS = 128  # programs of `_sort_kernel`, each of which reads the numbers of pairs of all
+SELECT_ELEMENTS = 1024  # maximum logits of a program of `_select_kernel`
+_BLOCK_ELEMENTS = 8192  # maximum pairs × experts that a program of `_sort_kernel` compares at once
+_MAX_CHUNKS = 128  # maximum programs of `_sort_kernel`, each of which reads the counts of all
 _SORT_WARPS = 8
 _COPY_TOKENS = tl.constexpr(COPY_TOKENS)
 _LOWEST = tl.constexpr(-3.0e38)  # below any logit, and above the −inf of experts that are taken
@@ -65,7 +65,7 @@ def select_experts_with(
     copies: ExpertCopies | None,
     length_D: Tensor | None,
 ) -> Routing:
-    """Compute `Backend.select_experts` by programs of up to `rows` tokens, which sum logits in the same order."""
+    """Compute `Backend.select_experts` by programs of up to `rows` tokens; `rows` decides the order of float sums."""
     tokens, experts = logits_TE.shape
     if not 1 <= chosen <= experts:
         raise ValueError(f"chosen is {chosen}; allowed: 1 to {experts}, the number of experts")
