@@ -1,4 +1,4 @@
-"""Move experts and their copies between the ranks of a stage, so that each computes about equally many tokens."""
+"""Rebalance experts (EPLB): move experts and their copies between ranks, so that each computes as many tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from tok_core.runtime import HEARTBEAT
 
 log = logging.getLogger("tok_core")
 
-MIN_MEAN_TOKENS = 32  # tokens per expert; the differences among fewer are mostly chance
-MIN_GAIN = 0.05  # share of a rank's mean load by which the load of the busiest rank has to fall
-MAX_GATHERED_BYTES = 1 << 28  # bytes of all ranks' matrices that are gathered at once, beside the matrices themselves
+MIN_MEAN_TOKENS = 32  # mean tokens per expert; with fewer, differences are mostly chance
+MIN_GAIN = 0.05  # minimum fall of the busiest rank's load, as a share of the mean load
+MAX_GATHERED_BYTES = 1 << 28  # bytes of the buffer that gathers matrices of all ranks
 
 
 @torch.inference_mode()
 def rebalance(model: CausalLM, load: ExpertLoad | None) -> None:
-    """Place experts anew by the tokens of `load`, which rank 0 of the stage has, and set its total to 0.
+    """Place experts by the tokens counted in `load` since the last call, and reset it.
 
-    All ranks of the stage call this together, while no step is in flight. Without enough tokens nothing changes.
+    Only rank 0 of the stage passes a load. All ranks of the stage call this together, while no step is in flight. With
+    too few tokens (MIN_MEAN_TOKENS) nothing changes.
     """
     tensor, mixtures = model.tensor, mixtures_of(model)
     if tensor is None or not mixtures:
@@ -63,9 +64,9 @@ def _move(mixture: MixtureOfExperts, new: ExpertPlacement, tensor: TensorParalle
 
 
 def _exchange(linear: Linear, name: str, experts: Sequence[int], source_S: list[int], tensor: TensorParallel) -> None:
-    """Replace the matrices `name` of this rank's experts by those of slots `source_S` of all ranks, as they are stored.
+    """Replace the matrices `name` of this rank's experts by those of the slots `source_S`, in their stored format.
 
-    The rows of all ranks' matrices are gathered block by block, so that no rank overwrites what another still needs.
+    Rows of all ranks' matrices are gathered block by block, before any rank overwrites the block.
     """
     views = {own: target.view for own, target in linear.method.targets(linear)}
     starts = [f"experts.{expert}.{name}." for expert in experts]
@@ -80,6 +81,6 @@ def _exchange(linear: Linear, name: str, experts: Sequence[int], source_S: list[
 
 
 def _gathered(blocks: list[Tensor], tensor: TensorParallel) -> Tensor:
-    """Return the blocks of all ranks' slots; as bytes they are sent whatever their dtype is."""
+    """Return the blocks of all ranks' slots. They are sent as bytes, since collectives lack some dtypes."""
     own = torch.stack(blocks)
     return tensor.gather_rows(own.view(torch.uint8)).view(own.dtype)

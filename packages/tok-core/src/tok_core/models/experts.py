@@ -19,13 +19,13 @@ from tok_core.quantization import StackedTarget
 from tok_kernels import AttentionBatch, ExpertCopies, ExpertWeights
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), "down_proj"  # matrices of an expert
-PASSES_PER_COUNT = 64  # forward passes for one whose experts' tokens are counted, by one more kernel for each layer
+PASSES_PER_COUNT = 64  # forward passes; one of them counts tokens, which takes another kernel per layer
 
 
 class ExpertLoad:
-    """Counts the tokens of each slot in some forward passes of a stage, without waiting for the device.
+    """Counts the tokens of each slot in one of PASSES_PER_COUNT forward passes of a stage, without a device sync.
 
-    total_LS  int64 `[layers, S]`: all that were counted since this was last set to 0
+    total_LS  int64 `[layers, S]`: tokens counted since the last rebalancing
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,7 +36,7 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the tokens of the forward pass that runs in this context, if it is one to count."""
+        """Count the tokens of the forward pass in this context, if it is the pass that counts."""
         self._passes += 1
         if not self._mixtures or self._passes % PASSES_PER_COUNT != 1:
             yield
@@ -51,7 +51,7 @@ class ExpertLoad:
                 mixture.count_S = None
 
     def take(self) -> Tensor | None:
-        """Return the tokens of each slot in the last forward pass, int32 `[layers, S]`; None: it was not counted."""
+        """Return the tokens of each slot in the last forward pass, int32 `[layers, S]`; None if it did not count."""
         count_LS, self._count_LS = self._count_LS, None
         if count_LS is not None:
             self.total_LS += count_LS
@@ -61,13 +61,12 @@ class ExpertLoad:
 class MixtureOfExperts(FeedForward):
     """Each token's most likely experts, weighted by the router (Shazeer et al. 2017; Fedus et al. 2022).
 
-    Every expert is a SwiGLU MLP. Ranks hold some columns of each expert, or with expert parallelism some experts
-    (Lepikhin et al. 2021): each computes its part of all tokens' results, and the layout sums them. The matrices of a
-    rank's experts are stacked in one `Linear`, so that weight formats store, load and shard them as those of other
-    layers.
+    Every expert is a SwiGLU MLP. A rank holds some columns of each expert, or with expert parallelism some experts
+    (Lepikhin et al. 2021). It computes its part of all tokens' results, and the layout sums the parts. The matrices of
+    a rank's experts are stacked in one `Linear`, so weight formats store, load and shard them like other layers.
 
-    placement  experts of the slots of all ranks, of which this rank has those of `held` (None: all)
-    copies     the same on the device, if some experts have copies: ranks share their tokens
+    placement  the expert of each slot of all ranks; this rank has the slots `held` (None: all)
+    copies     the placement on the device, if some experts have copies, whose ranks share the expert's tokens
     """
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
@@ -76,7 +75,7 @@ class MixtureOfExperts(FeedForward):
         assert moe is not None, "the model has no experts"
         self.chosen, self.normalize = moe.experts_per_token, moe.normalize
         self.backend = placement.backend
-        self.count_S: Tensor | None = None  # `ExpertLoad`
+        self.count_S: Tensor | None = None  # tokens of each slot, while `ExpertLoad` counts
         hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.expert_columns
         slots, coordinates = placement.shard_plan.expert_slots, placement.shard_plan.coordinates
         self.held = None if slots.is_whole else range(slots.start, slots.stop)
@@ -106,7 +105,7 @@ class MixtureOfExperts(FeedForward):
         return self.placement.of_rank(self._rank)
 
     def place(self, placement: ExpertPlacement) -> None:
-        """Take note of another placement, after the matrices have moved. CUDA graphs stay valid."""
+        """Switch to another placement, after the matrices have moved. CUDA graphs stay valid."""
         assert self.copies is not None, "no expert has copies"
         self.placement = placement
         for linear, names in ((self.gate_up_proj, GATE_UP), (self.down_proj, (DOWN,))):
@@ -117,7 +116,7 @@ class MixtureOfExperts(FeedForward):
         return [f"experts.{expert}.{name}" for expert in self.own_experts for name in names]
 
     def stacked_targets(self) -> Iterator[tuple[str, StackedTarget]]:
-        """Yield the names of tensors that hold a matrix of all experts, in place of one for each, and what each fills.
+        """Yield the names and targets of checkpoint tensors that stack a matrix of all experts.
 
         "experts.gate_up_proj" is `[E, 2F, N]`, and "experts.down_proj" `[E, N, F]`, both of all ranks' experts.
         """

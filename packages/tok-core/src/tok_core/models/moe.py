@@ -1,4 +1,4 @@
-"""Models with mixtures of experts: Qwen3-MoE, Qwen2-MoE and Mixtral, each its dense family with other feed-forwards."""
+"""Define mixture-of-experts models: Qwen3-MoE, Qwen2-MoE and Mixtral, dense models with other feed-forward layers."""
 
 from __future__ import annotations
 
