@@ -67,8 +67,7 @@ class ModelShape:
 class Case:
     """Work `run` that moves at least `moved` bytes and does at least `operations` operations.
 
-    `tokens` is the number of tokens of the forward pass that the case stands for; 0 if it stands for none. `fp8`: the
-    operations are products of float8 numbers.
+    `tokens` is the number of tokens if the case is a whole forward pass; else 0. `fp8`: operations are float8 GEMMs.
     """
 
     kernel: str
@@ -209,7 +208,7 @@ def _linears(backend: Backend, model: ModelShape, device: torch.device, tokens: 
 def _fp8_linears(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Iterator[Case]:
     """Yield a layer's GEMMs with float8 weights, with the arguments that a decoder uses.
 
-    Each run takes other weights, so that none is in the device's cache.
+    Each run takes other weights, which are not in the device's L2 cache.
     """
     dtype = model.attention.dtype
     for number, (inputs, outputs) in enumerate(layer_gemms(model)):

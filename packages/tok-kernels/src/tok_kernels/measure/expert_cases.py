@@ -128,7 +128,7 @@ class _ExpertStep:
         )
 
     def _case(self, kernel: str, run: Callable[[], object], moved: int, matrices: int = 0) -> Case:
-        """Return a case that moves `moved` bytes besides so many matrices of each expert hit."""
+        """Return a case that moves `moved` bytes, and `matrices` matrices of each expert hit."""
         (tokens, size), shape = self.x_TN.shape, self.shape
         matrix = matrices * size * shape.columns  # elements
         held = f", {shape.held} held" if shape.held < shape.experts else ""
@@ -142,7 +142,7 @@ class _ExpertStep:
 
 
 def _forward(backend: Backend, model: ModelShape, shape: ExpertShape, device: torch.device, rows: int) -> Case:
-    """Return the GEMMs of every layer, and of the LM head for every row; one layer's weights stand for all.
+    """Return the GEMMs of every layer, and of the LM head for every row; all layers use one layer's weights.
 
     The floor counts all weights once, as `forward_gemms` does.
     """

@@ -39,7 +39,7 @@ class Machine:
 class KernelTime:
     """Milliseconds of a kernel on work of some `size`, and the least milliseconds that the machine allows.
 
-    `tokens` is the number of tokens of the forward pass that the work stands for; 0 if it stands for none.
+    `tokens` is the number of tokens if the work is that of a whole forward pass; else 0.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class KernelTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of forward passes of this duration; 0 if the work stands for none."""
+        """Tokens per second of forward passes of this duration; 0 if the work is no whole forward pass."""
         return self.tokens / self.ms * 1e3
 
 

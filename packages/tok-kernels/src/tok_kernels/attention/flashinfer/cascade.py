@@ -101,7 +101,7 @@ class LevelItems:
     """A level as I prefill items: one for each group of rows, and one without keys for each run of rows between groups.
 
     FlashInfer's queries must be contiguous, so rows in no group need an item, too. For example, 6 rows with groups of
-    the rows 1–2 and 4 have the items 0, 1–2, 3, 4 and 5, of which the first, third and last have no keys.
+    the rows 1–2 and 4 have the items 0, 1–2, 3, 4 and 5. The first, third and last of these have no keys.
 
     indptr      int32 [I + 1]  first row of each item, and the end of the last
     group       int32 [I]      group whose pages are read; 0 if none

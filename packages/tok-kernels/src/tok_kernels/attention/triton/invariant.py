@@ -1,9 +1,10 @@
 """Compute attention so that a query's bits depend on its own sequence alone, in all phases.
 
-A query's keys are summed in blocks of `block_keys` positions, and blocks in splits of SPLIT_KEYS, both at fixed
-absolute positions. Within a split, online softmax goes from block to block; splits are joined in order. Who does so
-does not matter: one program for all splits of a tile, a program for each split and a merge, or first the programs of a
-prefix group and then, from their exact state, those of its rows. Group boundaries are rounded down to blocks.
+Online softmax reads a query's keys in blocks of BLOCK_KEYS positions, and blocks belong to splits of SPLIT_KEYS, both
+at fixed absolute positions. Splits are joined in order. The bits do not depend on the division of work, of which there
+are three kinds: one program computes all splits of a tile; one program computes each split, and another joins them; or
+programs of a prefix group store their exact state, from which programs of its rows continue. Group boundaries are
+rounded down to blocks.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from tok_kernels.attention.triton.invariant_kernels import invariant_attention_k
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.batch import AttentionBatch, CascadeLevel, LayerCache
 
-SPLIT_KEYS = 512
+SPLIT_KEYS = 512  # positions
+BLOCK_KEYS = 32  # positions; more would not fit the registers of a decode row with large heads
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 33, 128  # smaller and larger heads were not compared
-_MAX_GROUP = 16  # query heads of a key/value head that fit a decode row's tile
+_MAX_GROUP = 16  # query heads per key/value head; more do not fit a decode row's tile
 _ITEMS = 256  # items counted at a time by a program that searches for its tile
 _LARGE_ROWS = 64  # query rows of a tile of a prefill chunk or a group
-_DECODE_REGISTERS = 112, 200  # of padded heads of up to 64, and of larger ones; with more, fewer programs run at once
-_MAX_PROGRAMS = 1 << 15  # of a decode step; more programs without keys cost more than they save
+_DECODE_REGISTERS = 112, 200  # per thread, for padded heads up to 64 and larger ones; more lower the occupancy
+_MAX_PROGRAMS = 1 << 15  # programs of a decode step; more programs without keys cost more than they save
 _MAX_EARLY_PROGRAMS = 1 << 9  # rows × key/value heads whose kernels may start before their predecessors end
-_MAX_STATE_BYTES = 1 << 28  # of the splits of a decode step
+_MAX_STATE_BYTES = 1 << 28  # bytes of the states of a decode step's splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def _attend_decode(operands: Operands, batch: AttentionBatch, out: Tensor) -> No
     rows, q = batch.num_decode, operands.q[: batch.num_decode]
     levels = [level for level in batch.levels if level.row_start.shape[0] and level.max_rows]
     if 2 * rows * operands.kv_heads <= 8 * config.multiprocessors(q.device):
-        levels = []  # so few rows leave programs idle: each reads the shared prefix as well
+        levels = []  # few rows leave multiprocessors idle, so each row reads the shared prefix itself
     prior = _States.empty(2 if levels else 0, q)
     if len(levels) > 1:
         prior.top.fill_(-torch.inf)  # the first level may not cover a row of a later one
@@ -116,7 +118,7 @@ def _launch_splits(
     early = config.pdl_options(q.device) if programs <= _MAX_EARLY_PROGRAMS else {"PDL": False}
     shared = {
         "ROWS": max(16, config.power_of_two(operands.group)),
-        "KEYS": block_keys(operands.padded_head),
+        "KEYS": BLOCK_KEYS,
         "SPLIT": SPLIT_KEYS,
         "PRIOR": prior,
     }
@@ -142,7 +144,7 @@ def _launch_splits(
 
 
 def _tiles(operands: Operands, items: int, tokens: int, item_tokens: int) -> tuple[int, int]:
-    """Return the number of tiles, and those of every item (0: programs search for their tile)."""
+    """Return the number of tiles, and of tiles per item (0: programs search for their tile)."""
     each = -(-item_tokens * operands.group // _LARGE_ROWS)
     searched = -(-tokens * operands.group // _LARGE_ROWS) + min(items, tokens)
     return (items * each, each) if items * each <= 2 * searched else (searched, 0)
@@ -161,10 +163,11 @@ def _launch(
     level: CascadeLevel | None = None,
     min_splits: int = 0,
 ) -> None:
-    """Launch the kernel of tiles: their number and those of every item (0: programs search for their tile).
+    """Launch the kernel of tiles.
 
-    level       the groups whose rows' states are written; None: the results of sequences are
-    min_splits  decode rows with fewer splits are left out; 0: the sequences are prefill chunks
+    tiles       number of tiles, and of tiles per item (0: programs search for their tile)
+    level       groups whose rows' states are written; None: results of sequences are written
+    min_splits  decode rows with fewer splits are skipped; 0: the sequences are prefill chunks
     """
     first, count, slot, start, end = batch.q_start, batch.q_start, batch.slots, batch.kv_start, batch.kv_len
     if level is not None:
@@ -178,7 +181,7 @@ def _launch(
         *(offset, items, tiles[1], states.top.shape[1], min_splits),
         *operands.runtime(),
         ROWS=rows,
-        KEYS=block_keys(operands.padded_head),
+        KEYS=BLOCK_KEYS,
         SPLIT=SPLIT_KEYS,
         ITEMS=_ITEMS,
         CAUSAL=level is None,
@@ -188,8 +191,3 @@ def _launch(
         num_warps=1 if min_splits else 4,
         num_stages=2,
     )
-
-
-def block_keys(padded_head: int) -> int:
-    """Return the keys of a block, a divisor of SPLIT_KEYS. Decode rows of large heads have no registers for more."""
-    return 32

@@ -1,4 +1,4 @@
-"""Define the kernels of batch-invariant decode rows: a program for each split of a row's own keys, and the join."""
+"""Define the kernels of batch-invariant decode: one program per split of a row's own keys, and the join of splits."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _own_keys(
 ) -> tuple[tl.tensor, ...]:
     """Return the first block and the end of a decode row's own keys, the number of its first split, and its splits.
 
-    Without PRIOR, the row's keys begin at position 0, whatever its start says. A row has at least one split.
+    Without PRIOR, the row's keys begin at position 0, not at its start. A row has at least one split.
     """
     end = tl.load(end_ptr + row)
     begin = end * 0
@@ -85,7 +85,7 @@ def invariant_decode_kernel(
     """Attend from one decode row to one split of its own keys, for the query heads of one key/value head.
 
     The first split continues from the row's PRIOR states. The result is written if the row has no other split;
-    otherwise each split's state is, for `join_splits_kernel`. A row with more splits than programs is left out.
+    otherwise each split writes its state for `join_splits_kernel`. Rows with more splits than programs are skipped.
     """
     if PDL:
         gdc_launch_dependents()

@@ -116,7 +116,7 @@ def empty_state(ROWS: tl.constexpr, PADDED: tl.constexpr) -> tuple[tl.tensor, ..
 
 @triton.jit
 def resume(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_present: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return the state that a partial result stands for; the empty state without `present` or without keys."""
+    """Return the state of online softmax of a partial result; the empty state without `present` or without keys."""
     top = tl.load(lse_at, mask=present, other=float("-inf"))
     seen = top != float("-inf")  # a NaN log-sum-exp counts as seen and propagates
     acc = tl.load(out_at, mask=seen[:, None] & d_present[None, :], other=0.0)
