@@ -38,7 +38,7 @@ SMALL = EngineInfo(
 )
 
 
-def engine_info(**sizes: int) -> EngineInfo:
+def engine_info(**sizes: float) -> EngineInfo:
     """Return the info of a small engine with the given sizes."""
     return msgspec.structs.replace(SMALL, **sizes)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from tok_core.messages import (
     EngineInfo,
+    ModelDrafts,
     Progress,
     PromptValues,
     RequestedPromptOutputs,
@@ -47,13 +48,21 @@ NOTHING = -5
 
 
 class SimulatedWorker:
-    """Per-slot and per-page state as a worker has it, in NumPy."""
+    """Per-slot and per-page state as a worker has it, in NumPy.
+
+    The draft model drafts the token that will be sampled with probability `draft_accuracy`. It checks that all tokens
+    before are in its own cache.
+    """
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
         self.page_size = info.page_size
         per_slot = -(-info.max_model_len // info.page_size)
         self.cache = np.full(info.num_pages * info.page_size, -1, np.int32)
+        self.draft_cache = self.cache.copy()
+        self.draft_accuracy = 1.0
+        self.draft_reads = 0  # tokens read by the draft model, those of drafts not counted
+        self._chance = np.random.default_rng(0)
         self.page_table = np.full((info.max_running, per_slot), -1, np.int32)
         self.length = np.zeros(info.max_running, np.int64)
         self.last_token = np.zeros(info.max_running, np.int32)
@@ -67,6 +76,7 @@ class SimulatedWorker:
         """Run one step."""
         self._take_over(step.sampled_upto)
         self._apply(step)
+        draft_token = np.empty((0, 0), np.int32) if step.drafts is None else self._draft(step.drafts)
         owed = {slot for number, slot, _ in self.drawn if self.renewed[slot] <= number}
         assert not owed.intersection(step.decode_slot.tolist()), "a row decodes before its last token is there"
         slots = [*step.decode_slot.tolist(), *step.prefill_slot.tolist()]
@@ -86,7 +96,36 @@ class SimulatedWorker:
             launch_seconds=0.25,
             device_seconds=0.5,
             prompts=None if step.prompts is None else self._prompts(step, step.prompts, contexts),
+            draft_token=draft_token,
+            draft_seconds=0.125 if len(draft_token) else 0.0,
         )
+
+    def _draft(self, drafts: ModelDrafts) -> np.ndarray:
+        tokens = iter(drafts.chunk_token.tolist())
+        for slot, start, count in zip(drafts.chunk_slot, drafts.chunk_start, drafts.chunk_count, strict=True):
+            for position in range(start, start + count):
+                self.draft_cache[self._place(slot, position)] = next(tokens)
+        assert next(tokens, None) is None
+        self.draft_reads += len(drafts.chunk_token) + len(drafts.slot)
+        for slot, position, token in zip(drafts.slot, drafts.position, drafts.token, strict=True):
+            self.draft_cache[self._place(slot, position)] = token
+        found = np.full(drafts.lent.shape, NOTHING, np.int32)
+        assert (drafts.end[len(found) :] == drafts.position[len(found) :] + 1).all()
+        for row, lent in enumerate(drafts.lent):
+            slot, length = int(drafts.slot[row]), int(drafts.position[row])
+            assert self.length[slot] == length
+            assert (lent >= 0).sum() == drafts.end[row] - length
+            places = [self._place(slot, position) for position in range(length)]
+            assert (self.draft_cache[places] == self.cache[places]).all(), "the draft model has not read a token"
+            context = [*self.cache[places].tolist(), int(drafts.token[row])]
+            for i, other in enumerate(lent[lent >= 0].tolist()):
+                token = next_token(np.array(context), int(self.sample[slot]), self.info.vocab_size)
+                wrong = self._chance.random() >= self.draft_accuracy
+                found[row, i] = self.last_token[other] = (token + wrong) % self.info.vocab_size
+                if i:
+                    self.draft_cache[self._place(slot, length + i)] = context[-1]
+                context.append(int(found[row, i]))
+        return found
 
     def _prompts(
         self, step: StepInput, prompt_outputs: RequestedPromptOutputs, contexts: list[np.ndarray]
@@ -145,9 +184,13 @@ class SimulatedWorker:
         assert len(set(written)) == len(written), "two sequences write to one place"
 
     def _store(self, slot: int, position: int, token: int) -> int:
+        row = self._place(slot, position)
+        self.cache[row] = token
+        return row
+
+    def _place(self, slot: int, position: int) -> int:
         row = int(self.page_table[slot, position // self.page_size]) * self.page_size + position % self.page_size
         assert row >= 0
-        self.cache[row] = token
         return row
 
     def _context(self, step: StepInput, row: int, slot: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.schedules import SMALL
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.sequences import SequenceTable
 from tok_core.manager.speculation import Speculator
@@ -121,7 +122,7 @@ def test_token_that_follows_most_often_is_predicted() -> None:
 
 def test_step_of_very_many_rows_is_learned_in_part() -> None:
     table = SequenceTable(slots=3000, max_len=16, page_size=16)
-    speculator, learnt = Speculator(Paging(table, 1), 4), list[int]()
+    speculator, learnt = Speculator(Paging(table, 1), 4, SMALL), list[int]()
     add = speculator.index.add
 
     def counted(family: UInt64, windows: Int32, token: Int32) -> Predictions:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from support.schedules import (
     EOS,
@@ -48,6 +50,7 @@ class Scenario:
     pp: int
     speculate: Speculate
     accuracy: float
+    model_accuracy: float | None  # None: there is no draft model
 
 
 @st.composite
@@ -88,8 +91,13 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
     drafts: list[Speculate] = ["off", 1, 3, 8, "auto"] if pp == 1 else ["off"]
     speculate = draw(st.sampled_from(drafts))
-    accuracy = draw(st.sampled_from([0.0, 0.7, 0.95, 1.0]))
-    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), pp, speculate, accuracy)
+    accuracies = [0.0, 0.7, 0.95, 1.0]
+    accuracy = draw(st.sampled_from(accuracies))
+    model_accuracy = draw(st.sampled_from([None, *accuracies]))
+    if speculate != "off" and model_accuracy is not None:
+        draft_len = draw(st.sampled_from([max_len, max_len // 2]))
+        info = structs.replace(info, draft_len=draft_len, draft_share=draw(st.sampled_from([0.001, 0.1])))
+    return Scenario(info, arrivals, run_ahead, draw(st.booleans()), pp, speculate, accuracy, model_accuracy)
 
 
 def test_prompt_continuing_past_a_cached_eos_reads_only_computed_pages() -> None:
@@ -127,6 +135,44 @@ def test_draft_row_whose_logits_are_not_finite_is_computed_again() -> None:
     assert len(broken) > 3
 
 
+@pytest.mark.parametrize(("accuracy", "least", "most"), [(1.0, 0.99, 1.0), (0.8, 0.3, 0.95), (0.0, 0.0, 0.0)])
+def test_draft_model_drafts_what_the_index_cannot_predict(accuracy: float, least: float, most: float) -> None:
+    info = engine_info(max_running=32, num_pages=256, draft_len=64, draft_share=0.001)
+    manager, ports = make_manager(info, speculate=4)
+    ports.worker.draft_accuracy = accuracy
+    prompts, params = [[1, 2, 3], [4] * 30], SamplingParams(n=3, max_tokens=30, seed=1, ignore_eos=True)
+    drive(manager, ports, {0: [submit(rid, prompt, params) for rid, prompt in enumerate(prompts)]})
+    tokens, _ = collect(ports.reports)
+    for rid, prompt in enumerate(prompts):
+        for sample in range(params.n):
+            assert tokens[rid, sample] == expected(prompt, sample, params)
+    stats = manager.stats()
+    assert stats.model_drafted_tokens > 0
+    assert least <= stats.model_accepted_tokens / stats.model_drafted_tokens <= most
+    assert (manager.scheduler.steps < 30) == (accuracy > 0)
+
+
+def test_draft_model_reads_a_shared_prompt_once() -> None:
+    info = engine_info(max_running=64, num_pages=512, draft_len=64, draft_share=0.001)
+    manager, ports = make_manager(info, speculate=2)
+    prompt, params = [5] * 41, SamplingParams(n=8, max_tokens=9, seed=1, ignore_eos=True)
+    drive(manager, ports, {0: [submit(0, prompt, params)]})
+    drive(manager, ports, {0: [submit(1, prompt, params)]})
+    assert manager.stats().model_accepted_tokens > 0
+    assert 40 <= sum(len(step.drafts.chunk_token) for step in ports.steps if step.drafts is not None) < 2 * 40
+
+
+def test_draft_model_reads_a_long_prompt_in_several_steps() -> None:
+    info = engine_info(max_running=8, num_pages=256, max_step_tokens=16, draft_len=64, draft_share=0.001)
+    manager, ports = make_manager(info, speculate=2)
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    drive(manager, ports, {0: [submit(0, [5] * 41, params)]})
+    chunks = [len(step.drafts.chunk_token) for step in ports.steps if step.drafts is not None]
+    assert max(chunks) == 16
+    assert sum(chunks) > 41
+    assert manager.stats().model_accepted_tokens > 0
+
+
 @settings(max_examples=30)
 @given(scenarios())
 def test_random_schedules_give_right_tokens_and_free_all_resources(scenario: Scenario) -> None:
@@ -135,6 +181,7 @@ def test_random_schedules_give_right_tokens_and_free_all_resources(scenario: Sce
     )
     if scenario.speculate != "off":
         propose_expected(manager, scenario.accuracy)
+    ports.worker.draft_accuracy = scenario.model_accuracy or 0.0
     watch_preemptions(manager)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):

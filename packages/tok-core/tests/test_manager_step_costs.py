@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tok_core.manager.speculation.acceptance import WINDOW, Acceptance
-from tok_core.manager.speculation.step_costs import ASSUMED_ROWS, FORGET_STEPS, MIN_GAIN, StepCosts
+from tok_core.manager.speculation.step_costs import ASSUMED_ROWS, FORGET_STEPS, MIN_GAIN, Candidate, StepCosts
 
 
 class World:
@@ -19,6 +19,7 @@ class World:
 
     queued, wait  seconds lost by a step that was queued, and by one before which the manager waited
     noise         share by which a step may take longer
+    pass_seconds  seconds of a pass of the draft model; None: there is none, and drafts cost nothing
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class World:
         queued: float = 0.0,
         wait: float = 2e-4,
         noise: float = 0.0,
+        pass_seconds: float | None = None,
     ) -> None:
-        self.costs = StepCosts(measured=True)
+        self.costs = StepCosts(measured=True, pass_share=0.1)
+        self.pass_seconds = pass_seconds
         self.sequences, self.base, self.row, self.power = sequences, base, row, power
         self.queued, self.wait, self.noise = queued, wait, noise
         self.now, self.tokens, self.drafted = 0.0, 0, 0
@@ -45,18 +48,25 @@ class World:
     def run(self, steps: int, claimed: float, accepted: float, most: int = 8) -> None:
         """Run steps. The i-th token of a draft is said to be accepted with probability claimed ** i."""
         chances = np.repeat(claimed ** np.arange(1.0, most + 1), self.sequences)
+        candidates = [Candidate(chances[:0])]
+        candidates += [Candidate(chances[: passes * self.sequences], passes) for passes in range(1, most + 1)]
         for _ in range(steps):
-            drafted = self.costs.choose(self.sequences, chances)
+            if self.pass_seconds is None:
+                passes, drafted = 0, self.costs.choose(self.sequences, chances)
+            else:
+                passes, drafted = self.costs.choose_among(self.sequences, candidates)
             waited = bool(drafted) or self._drafted_before
             rows = self.sequences + drafted
             device = self.device(rows) * (1 + self.noise * self._rng.random() ** 4)
             got = int(
                 np.count_nonzero(self._rng.random(drafted) < accepted ** (np.arange(drafted) // self.sequences + 1))
             )
-            step: Any = SimpleNamespace(prefill_token=(), decode_slot=range(rows))
+            lent = SimpleNamespace(lent=np.zeros((self.sequences, passes)), chunk_slot=())
+            step: Any = SimpleNamespace(prefill_token=(), decode_slot=range(rows), drafts=lent if passes else None)
             self.costs.sent(step, drafted, waited=waited)
-            self.now += device + (self.wait if waited else self.queued)
-            self.costs.returned(device, self.now, got)
+            draft_seconds = passes * (self.pass_seconds or 0.0) * (1 + self.noise * self._rng.random() ** 4)
+            self.now += device + draft_seconds + (self.wait if waited else self.queued)
+            self.costs.returned(device + draft_seconds, self.now, got, draft_seconds)
             self.tokens += self.sequences + got
             self.drafted += drafted
             self._drafted_before = bool(drafted)
@@ -75,11 +85,12 @@ class World:
     wait=st.sampled_from([0.0, 1e-4, 1e-3, 5e-3]),
     claimed=st.sampled_from([0.1, 0.5, 0.9, 0.99]),
     noise=st.sampled_from([0.0, 0.3]),
+    pass_seconds=st.sampled_from([None, 1e-5, 1e-4, 1e-3, 1e-2]),
 )
 def test_drafts_that_are_never_accepted_cost_at_most_two_percent(
-    sequences: int, row: float, power: float, wait: float, claimed: float, noise: float
+    sequences: int, row: float, power: float, wait: float, claimed: float, noise: float, pass_seconds: float | None
 ) -> None:
-    world = World(sequences, row=row, power=power, wait=wait, noise=noise)
+    world = World(sequences, row=row, power=power, wait=wait, noise=noise, pass_seconds=pass_seconds)
     world.run(3000, claimed, accepted=0.0)
     assert world.speed_up() > 0.98
 
@@ -91,6 +102,16 @@ def test_drafts_that_are_accepted_pay(sequences: int, row: float, least: float) 
     world = World(sequences, row=row)
     world.run(1000, 0.9, accepted=0.9)
     assert world.speed_up() > least - 0.01
+
+
+@pytest.mark.parametrize(
+    ("sequences", "pass_seconds", "least", "most"),
+    [(1, 1e-4, 2.5, 3.5), (1, 5e-4, 1.25, 1.6), (16, 1e-4, 1.7, 2.2), (1, 2e-3, 0.99, 1.0), (600, 1e-3, 0.99, 1.4)],
+)
+def test_passes_of_a_draft_model_are_counted(sequences: int, pass_seconds: float, least: float, most: float) -> None:
+    world = World(sequences, row=1e-6 if sequences == 1 else 1e-5, pass_seconds=pass_seconds)
+    world.run(1000, 0.9, accepted=0.9)
+    assert least < world.speed_up() < most
 
 
 def test_text_that_turns_unpredictable_costs_little() -> None:

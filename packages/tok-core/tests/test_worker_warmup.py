@@ -26,12 +26,13 @@ from tok_core.models.registry import build
 from tok_core.models.weights.loading import load_checkpoint
 from tok_core.worker import sampling
 from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
+from tok_core.worker.draft_model import DraftModelRunner
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup import memory
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.startup.gemm_warmup import row_counts, warm_up_gemms
 from tok_core.worker.startup.memory import StepMemory, graph_rows, largest_step, measured_len
-from tok_core.worker.startup.warmup import warm_up, warm_up_steps
+from tok_core.worker.startup.warmup import draft_steps_of, warm_up, warm_up_steps
 from tok_core.worker.state import WorkerState, page_table_bytes
 from tok_kernels import Sampled, choose
 from tok_kernels.backends.reference import ReferenceBackend
@@ -87,6 +88,24 @@ def test_measured_step_is_the_largest_that_sequences_can_fill(
     # Later trial steps do not continue sequences that earlier ones left.
     assert graph_rows(runner) in graph_sizes(slots)
     assert slots == 1 or int(runner.state.columns.length.max()) == 1
+
+
+@pytest.mark.parametrize(("slots", "tokens", "positions", "page_size"), SIZES)
+def test_warm_up_drafts_fit_the_sizes_of_engine_and_draft_model(
+    directory: Path, slots: int, tokens: int, positions: int, page_size: int
+) -> None:
+    runner = runner_of(directory, slots, positions, page_size, positions)
+    assert draft_steps_of(runner, tokens) == []
+    runner.draft_model = DraftModelRunner(runner.model, runner.backend, runner.state, 512)
+    steps = draft_steps_of(runner, tokens)
+    assert len(steps) > 2
+    for step in steps:
+        assert step.drafts is not None
+        assert len(step.drafts.chunk_token) <= tokens
+        assert max(step.drafts.end.max(), step.drafts.chunk_count.max(initial=0)) <= step.max_kv <= positions
+        output = run_dummy_step(runner, step)
+        assert output.draft_token.shape == step.drafts.lent.shape == (len(step.decode_slot), 2)
+    assert len(steps[0].drafts.chunk_token) == tokens  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("row_seconds", "fast_launches", "rows"), [(3e-6, 5, 1024), (1e-5, 1000, 384)])

@@ -27,6 +27,7 @@ TRACE_WARM_UP = 10
 TRACE_STEPS = 20
 MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
 MAX_DRAFT_TOKENS = 16  # limit of `speculate`, and of auto
+MAX_DRAFTING = 1024  # sequences up to which a step drafts
 EXPERT_REBALANCE_STEPS = 3000  # as the step_interval of vLLM's EPLB
 MAX_MOE_SKEW = 4.0  # limit of `moe_skew`
 MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp
@@ -94,6 +95,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculate            tokens to draft for a sample in a step, by its prompt and by samples of the same prompt. The
                          step verifies the drafts, so that samples stay as they are without them. auto: as many as
                          measured step times make worth it; a number: at most so many, by assumed step times; off: none
+    draft                directory or hub id of a small model with the same tokens, which drafts for samples that the
+                         texts so far do not predict; only together with `speculate`. None: no model drafts
     step_timeout         seconds without a returned step, or without a turn of a process's main loop, after which the
                          replica counts as hung: it is killed and restarted
     start_timeout        seconds without progress (no tensor loaded, no kernel measured, no graph captured, by any
@@ -150,6 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     admission: AdmissionName = "forecast"
     run_ahead: int | None = None
     speculate: Speculate = "off"
+    draft: str | None = None
     step_timeout: float = 600.0
     start_timeout: float = 600.0
     max_restarts: int = 3
@@ -166,7 +170,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise InvalidField("model", self.model, "a directory or a hub id")
-        for field in ("revision", "tokenizer", "chat_template"):
+        for field in ("revision", "tokenizer", "chat_template", "draft"):
             value = getattr(self, field)
             if value is not None and not (isinstance(value, str) and value):
                 raise InvalidField(field, value, "a text of at least one character")
@@ -263,6 +267,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_speculate(self) -> None:
         if self.speculate == "off":
+            if self.draft is not None:
+                raise InvalidField("draft", self.draft, "only together with speculate (auto, or a number of tokens)")
             return
         if self.speculate != "auto" and (
             type(self.speculate) is not int or not 1 <= self.speculate <= MAX_DRAFT_TOKENS

@@ -29,7 +29,7 @@ from tok_core.engine.token_store import TokenStore
 from tok_core.errors import EngineClosed, InvalidField, TokError
 from tok_core.grammar import Checker, GrammarLimits, LocalExaminer, process_checker, refuse
 from tok_core.messages import CommandResult, EngineInfo, Int32, Progress
-from tok_core.model_config import resolve, resolve_tokenizer
+from tok_core.model_config import resolve, resolve_draft, resolve_tokenizer
 from tok_core.outputs import Ending, Pooling
 from tok_core.replicas import Health, MakeReplica, Replica, ReplicaSet, Router, RoutingRequest
 from tok_core.sampling_params import Grammar, SamplingParams, seeded
@@ -131,6 +131,8 @@ class EngineCore:
             tokenizer_path = resolve_tokenizer(config.tokenizer, config.data_dir)
             if config.ray is None:  # else each host resolves it
                 paths["tokenizer"] = str(tokenizer_path)
+        if config.draft is not None and config.ray is None:
+            paths["draft"] = str(resolve_draft(config.draft, config.data_dir))
         self._output_router.tokenizer, self.chat_template = load_text(tokenizer_path, config.chat_template)
         self._replica_set.start(
             msgspec.structs.replace(config, **paths),

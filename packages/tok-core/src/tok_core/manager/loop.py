@@ -79,7 +79,7 @@ class Manager:
         words = config.tokenizer or config.model
         workers = workers or LocalWorkers(loader(words, info.vocab_size, info.eos_token_ids, tokenizer))
         self.grammars = GrammarManager(self.table, workers, info.vocab_size, self.faults, clock)
-        self.speculator = None if config.speculate == "off" else Speculator(self.paging, config.speculate)
+        self.speculator = None if config.speculate == "off" else Speculator(self.paging, config.speculate, info)
         self.grammars.draft = None if self.speculator is None else self.speculator.draft_guided
         self.scheduler = Scheduler(
             *(info, self.paging, self.lengths, self.stops, self.grammars, self.faults),
@@ -150,7 +150,7 @@ class Manager:
         self._report([processor.take(output), *processor.accept_drafts(), *processor.jump_forward()])
         self.run_ahead.observe(output.device_seconds)
         if self.speculator is not None:
-            self.speculator.observe(output.device_seconds, self._clock())
+            self.speculator.observe(output, self._clock())
         self.reporter.add_output(output, time.thread_time() - began)
 
     def _rebalance_if_due(self) -> None:

@@ -90,7 +90,7 @@ class OutputProcessor:
         scores, embedded = ([], []) if output.prompts is None else self.prompts.take(output.prompts)
         live = self.table.epoch[slots] == epoch
         drafted = 0
-        if self.speculator is not None and (drafts := self.speculator.returned(number)) is not None:
+        if self.speculator is not None and (drafts := self.speculator.returned(output)) is not None:
             self._verified = drafts, slots, output
             drafted = len(drafts.lent)
             live &= ~np.isin(slots, drafts.lent)
@@ -120,10 +120,13 @@ class OutputProcessor:
         table, reported = self.table, []
         row_of = np.zeros(table.slots, np.int64)
         row_of[slots] = np.arange(len(slots))
-        left, row = np.arange(len(drafts.parent)), row_of[drafts.parent]
-        for slot, token in zip(drafts.slot.T, drafts.token.T, strict=True):
+        sampled = output.token[row_of[np.column_stack((drafts.parent, drafts.slot[:, :-1]))]]
+        right = (sampled == drafts.token) & (drafts.slot >= 0)
+        self.speculator.verified(drafts, right)
+        left = np.arange(len(drafts.parent))
+        for slot, equal in zip(drafts.slot.T, right.T, strict=True):
             parent = drafts.parent[left]
-            follows = (output.token[row] == token[left]) & np.isfinite(output.logprob[row_of[slot[left]]])
+            follows = equal[left] & np.isfinite(output.logprob[row_of[slot[left]]])
             follows &= (table.epoch[parent] == drafts.epoch[left]) & (table.state[parent] == State.DECODE)
             left = left[follows]
             if not len(left):

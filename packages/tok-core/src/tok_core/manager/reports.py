@@ -87,7 +87,7 @@ class Reporter:
         scheduler, outputs = self._scheduler, self._output_processor
         table, paging, starter = scheduler.table, scheduler.paging, scheduler.starter
         requests_running, speculator = table.requests_running, scheduler.speculator
-        drafts = (0, 0, 0) if speculator is None else speculator.counters
+        drafts = (0, 0, 0, 0, 0) if speculator is None else speculator.counters
         return Stats(
             requests_running=requests_running,
             requests_waiting=len(self._intake.requests) - requests_running,
@@ -102,6 +102,8 @@ class Reporter:
             draft_steps=drafts[0],
             drafted_tokens=drafts[1],
             accepted_tokens=drafts[2],
+            model_drafted_tokens=drafts[3],
+            model_accepted_tokens=drafts[4],
             preemptions=scheduler.reclaimer.preemptions,
             pages_total=scheduler.info.num_pages,
             pages_used=paging.used,

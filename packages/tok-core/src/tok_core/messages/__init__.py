@@ -45,6 +45,7 @@ from tok_core.messages.sockets import Receiver, Sender
 from tok_core.messages.steps import (
     MAX_CASCADE_LEVELS,
     GroupLevel,
+    ModelDrafts,
     NewSlots,
     PromptValues,
     RequestedPromptOutputs,
@@ -81,6 +82,7 @@ __all__ = [
     "LeaveGroup",
     "MemoryTag",
     "MemoryTask",
+    "ModelDrafts",
     "NewSlots",
     "ProcessLaunch",
     "Progress",

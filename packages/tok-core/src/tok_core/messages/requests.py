@@ -83,6 +83,8 @@ class Stats(msgspec.Struct):
     draft_steps                     steps that verified drafted tokens
     drafted_tokens                  drafted tokens
     accepted_tokens                 drafted tokens that were accepted; each saves its sample one step
+    model_drafted_tokens            drafted tokens that a draft model drafted
+    model_accepted_tokens           those of them that were accepted
     schedule_seconds                CPU time of the manager to build steps
     output_seconds                  CPU time of the manager to process returned tokens
     launch_seconds, device_seconds  sums of StepOutput's
@@ -104,6 +106,8 @@ class Stats(msgspec.Struct):
     draft_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    model_drafted_tokens: int = 0
+    model_accepted_tokens: int = 0
     preemptions: int = 0
     pages_total: int = 0
     pages_used: int = 0

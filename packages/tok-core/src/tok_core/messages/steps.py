@@ -101,6 +101,34 @@ class PromptValues(msgspec.Struct):
     pooled: np.ndarray
 
 
+class ModelDrafts(msgspec.Struct):
+    """Tokens that the draft model drafts at the start of a step, for n sequences, and what it has to read for that.
+
+    The draft model keeps its keys and values in the pages of the sequences. It proceeds in this order:
+
+    1. Read the chunks: `chunk_count[c]` tokens of `chunk_token` (concatenated), from position `chunk_start[c]` of slot
+       `chunk_slot[c]` on.
+    2. In the first pass, feed `token[r]` at `position[r]` of slot `slot[r]`, for each of R rows. The first n rows feed
+       the last token of their sequence, and sample a token from the draft model.
+    3. In each further pass, rows that have not reached position `end` feed the token that they have sampled last. The
+       tokens sampled in pass i become the last tokens of the slots `lent[:, i]`, int32 `[n, k]`; −1: none.
+
+    For example, a sequence has 7 positions in the cache, the last of which the draft model has not read. With
+    position (7, 6) and end (9, 7), the second row only reads position 6. The first row reads position 7, samples the
+    token of position 8, reads it, and samples the token of position 9: two drafted tokens.
+    """
+
+    chunk_slot: np.ndarray
+    chunk_start: np.ndarray
+    chunk_count: np.ndarray
+    chunk_token: np.ndarray
+    slot: np.ndarray
+    position: np.ndarray
+    token: np.ndarray
+    end: np.ndarray
+    lent: np.ndarray
+
+
 class StepInput(msgspec.Struct, tag=True):
     """One forward pass: the changes since the last step, then the tokens to compute. The worker proceeds in this order:
 
@@ -110,11 +138,12 @@ class StepInput(msgspec.Struct, tag=True):
     2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
        `(page_slot, page_index) = page_id`.
     3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
-    4. Compute. Each slot of `decode_slot` feeds its last token at position `length`; chunk c feeds `prefill_count[c]`
+    4. Let the draft model draft the tokens of `drafts`.
+    5. Compute. Each slot of `decode_slot` feeds its last token at position `length`; chunk c feeds `prefill_count[c]`
        tokens of `prefill_token` (concatenated) to `prefill_slot[c]`, from position `prefill_start[c]` on. `levels[0]`
        has the prefix groups that begin at position 0. A group of `levels[k + 1]` lies within a group of `levels[k]`,
        and its positions begin where those end.
-    5. Sample. For each of the R rows, the logits of sequence `sample_row` of the step yield the next token of slot
+    6. Sample. For each of the R rows, the logits of sequence `sample_row` of the step yield the next token of slot
        `sample_slot`. Several slots may sample from one sequence: that is a fork.
 
     Fields that these steps do not name:
@@ -160,6 +189,7 @@ class StepInput(msgspec.Struct, tag=True):
     mask_of: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
     top_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    drafts: ModelDrafts | None = None
 
 
 class StepOutput(msgspec.Struct, tag=True):
@@ -171,6 +201,8 @@ class StepOutput(msgspec.Struct, tag=True):
     launch_seconds  CPU time of the worker to enqueue the step
     device_seconds  time from the step's first operation on the device to its last
     expert_tokens   int32 `[layers, slots]`: tokens of each expert, or of each copy, by ranks; None: not counted
+    draft_token     int32 `[n, k]`: the tokens of `ModelDrafts.lent`, with any value where there is no slot
+    draft_seconds   the part of `device_seconds` that the draft model took
 
     With several pipeline stages, times and counts are those of the last stage, without its wait for the previous one.
     """
@@ -184,3 +216,5 @@ class StepOutput(msgspec.Struct, tag=True):
     device_seconds: float
     prompts: PromptValues | None = None
     expert_tokens: np.ndarray | None = None
+    draft_token: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
+    draft_seconds: float = 0.0

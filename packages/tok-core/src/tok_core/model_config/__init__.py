@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tok_core.model_config.fields import Fields
-from tok_core.model_config.hub import resolve, resolve_tokenizer
+from tok_core.model_config.hub import resolve, resolve_draft, resolve_tokenizer
 
 if TYPE_CHECKING:
     from tok_core.model_config.model_config import ModelConfig, read_config
@@ -19,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "read_config",
     "resolve",
+    "resolve_draft",
     "resolve_tokenizer",
     "short_prompt",
 ]

@@ -24,6 +24,14 @@ def resolve(model: str, data_dir: str | None = None, revision: str | None = None
     return path
 
 
+def resolve_draft(draft: str, data_dir: str | None = None) -> Path:
+    """Return the directory of a draft model, as `resolve` does that of a model."""
+    path, name = _resolve("draft", draft, data_dir, WANTED_FILES, None)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"draft {name}: has no config.json; a model is config.json with *.safetensors")
+    return path
+
+
 def resolve_tokenizer(tokenizer: str, data_dir: str | None = None) -> Path:
     """Return the directory of a tokenizer, as `resolve` does that of a model; only its files are downloaded."""
     path, name = _resolve("tokenizer", tokenizer, data_dir, TOKENIZER_FILES, None)

@@ -18,7 +18,7 @@ import zmq
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, ToManager, ToWorker, decoder
-from tok_core.model_config import resolve, resolve_tokenizer
+from tok_core.model_config import resolve, resolve_draft, resolve_tokenizer
 from tok_core.replicas.processes import start_heartbeat
 from tok_core.runtime import HEARTBEAT, configure_logging
 
@@ -79,6 +79,8 @@ class _Member(ABC):
             paths = {"model": str(resolve(config.model, config.data_dir, config.revision))}
             if config.tokenizer is not None:
                 paths["tokenizer"] = str(resolve_tokenizer(config.tokenizer, config.data_dir))
+            if config.draft is not None:
+                paths["draft"] = str(resolve_draft(config.draft, config.data_dir))
             return msgspec.structs.replace(config, **paths)
         except ModelError as error:
             raise ModelError(f"{error} (on host {self.host}; each host needs the model)") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from tok_core.parallel import PendingTokens, Pipeline
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import prompt_values, step_tensors
 from tok_core.worker.cuda_graphs import NO_SAMPLED_TOKENS, DecodeGraph, DecodeGraphs
+from tok_core.worker.draft_model import DraftModelRunner
 from tok_core.worker.launch_watch import LaunchWatch
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
 from tok_core.worker.sleep import SleepingMemory
@@ -55,9 +56,15 @@ class TimingEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
+NO_DRAFTS = torch.empty((0, 0), dtype=torch.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Launched step; `output` waits until it is done and, at the last stage, its tokens are on the host."""
+    """Launched step; `output` waits until it is done and, at the last stage, its tokens are on the host.
+
+    drafted  when the draft model had drafted `draft_token`; None: it drafted nothing
+    """
 
     step: int
     launch_seconds: float
@@ -69,6 +76,8 @@ class Launched:
     top_logprob: Tensor
     prompts: prompt_values.PromptOutputs | None
     expert_tokens: Tensor | None = None
+    draft_token: Tensor = NO_DRAFTS
+    drafted: TimingEvent | None = None
 
     def output(self) -> StepOutput:
         """Return the step's tokens, which only the last stage has; block until the device has finished the step."""
@@ -84,6 +93,8 @@ class Launched:
             device_seconds=self.done.seconds_since(self.began),
             prompts=None if self.prompts is None else PromptValues(*(one.numpy() for one in self.prompts)),
             expert_tokens=None if self.expert_tokens is None else self.expert_tokens.numpy(),
+            draft_token=self.draft_token.numpy(),
+            draft_seconds=0.0 if self.drafted is None else self.drafted.seconds_since(self.began),
         )
 
 
@@ -94,7 +105,7 @@ class Runner:
     At most MAX_STEPS_AHEAD steps may be in flight. A `tracer` is called before every step; `pipeline` connects the
     worker to the neighbouring stages, if there are any. `start_weights` fills the model as at the start; without it the
     weights cannot be changed. `memory` holds weights and KV cache of an engine that may sleep. `prefix_groups`: decode
-    rows may be grouped by shared prefix.
+    rows may be grouped by shared prefix. `draft_model` drafts tokens at the start of steps that say so.
     """
 
     def __init__(
@@ -108,8 +119,10 @@ class Runner:
         memory: SleepingMemory | None = None,
         *,
         prefix_groups: bool = True,
+        draft_model: DraftModelRunner | None = None,
     ) -> None:
         self.prefix_groups = prefix_groups
+        self.draft_model = draft_model
         self.model = model
         self.backend = backend
         self.state = state
@@ -145,7 +158,8 @@ class Runner:
         coordinates, pending_tokens = self.pipeline.coordinates, self.pipeline.pending_tokens(step)
         arrays = step_tensors.arrays(step) if graph is None else graph.arrays(step)
         output_arrays = sampling_arrays(step) | prompt_values.arrays(step) if coordinates.last else {}
-        put = self.staging.put({**arrays, **changes(step), **output_arrays, **_pending_slots(pending_tokens)})
+        drafts = self._draft_arrays(step)
+        put = self.staging.put({**arrays, **changes(step), **output_arrays, **_pending_slots(pending_tokens), **drafts})
         if pending_tokens:
             self._record_pending(pending_tokens, put)
         began = TimingEvent(self.state.device)  # not earlier: an idle device would count the host's time as its own
@@ -154,6 +168,7 @@ class Runner:
         if not coordinates.first:
             stream = self._receive(step, graph)
             began = TimingEvent(self.state.device)  # excludes the wait for the stage before
+        draft_token, drafted = self._draft(step, put)
         hidden = self._compute(step, put, graph, stream)
         prompt_outputs = None
         if coordinates.last:
@@ -167,6 +182,7 @@ class Runner:
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
         launched = self._send(step, time_began, began, sampled_tokens, top, prompt_outputs)
+        launched = replace(launched, draft_token=draft_token, drafted=drafted)
         self._watch.end(step.step, launched.launch_seconds, graph=graph is not None)
         return launched
 
@@ -199,6 +215,20 @@ class Runner:
             token = torch.cat([pending.token for pending in pending_tokens])
         no_logprob = torch.empty(len(token), dtype=torch.float32, device=self.state.device)
         self.backend.record_sampled_tokens(put["pending_slot"], token.long(), no_logprob, self.state.columns)
+
+    def _draft_arrays(self, step: StepInput) -> dict[str, np.ndarray]:
+        if step.drafts is None:
+            return {}
+        assert self.draft_model is not None
+        return self.draft_model.arrays(step.drafts)
+
+    def _draft(self, step: StepInput, put: dict[str, Tensor]) -> tuple[Tensor, TimingEvent | None]:
+        """Let the draft model draft; return its tokens, and when it was done."""
+        if step.drafts is None:
+            return NO_DRAFTS, None
+        assert self.draft_model is not None
+        token = _page_locked(self.draft_model.draft(step.drafts, put, step.max_kv))
+        return token, TimingEvent(self.state.device)
 
     def _receive(self, step: StepInput, graph: DecodeGraph | None) -> Tensor:
         """Receive the residual stream of the stage before, in the graph's input if there is a graph."""

@@ -60,11 +60,12 @@ class WorkerState:
         self.slots = slots
         self.num_pages = num_pages
         self.page_size = page_size
+        self._memory = memory
         layers, heads = (model.num_layers, 2, num_pages + 1), model.num_kv_heads
-        self.kv = self._cache((*layers, page_size, heads, model.head_dim), dtype, memory)
+        self.kv = self.cache((*layers, page_size, heads, model.head_dim), dtype)
         self.token_scales = None
         if dtype == torch.int8:
-            self.token_scales = self._cache((*layers, heads, page_size), torch.float32, memory)
+            self.token_scales = self.cache((*layers, heads, page_size), torch.float32)
         unscaled = [(None, None)] * model.num_layers
         head_scales = unscaled if scales is None else scales
         token_scales = unscaled if self.token_scales is None else self.token_scales
@@ -102,8 +103,11 @@ class WorkerState:
         """Return how many positions the page table of a slot covers."""
         return self.columns.page_table.shape[1] * self.page_size
 
-    def _cache(self, shape: tuple[int, ...], dtype: torch.dtype, memory: MemoryRegion | None) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device) if memory is None else memory.zeros(shape, dtype)
+    def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate zeros in the memory of the KV cache."""
+        if self._memory is None:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._memory.zeros(shape, dtype)
 
     def _column(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.slots + 1, dtype=dtype, device=self.device)

@@ -14,7 +14,7 @@ from tok_core.manager.prefix_groups import Groups
 from tok_core.manager.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import NEVER, SequenceTable
-from tok_core.messages import EMPTY, Int32, Int64, NewSlots, SharedPages, StepInput, array
+from tok_core.messages import EMPTY, Int32, Int64, ModelDrafts, NewSlots, SharedPages, StepInput, array
 from tok_core.sampling_params import DEVICE_COLUMNS, DeviceColumn, SamplingParams
 
 
@@ -47,6 +47,7 @@ class BatchBuilder:
         self.sampling_chunks: list[int] = []  # index of the chunk for each of these
         self.starts: list[Int64] = []  # slots that begin with a decode row
         self.asking: list[int] = []  # indices of the chunks whose requests ask for prompt outputs
+        self.drafts: ModelDrafts | None = None
         self._faulty: set[int] = set()  # requests that cannot be written
 
     @property
@@ -173,6 +174,7 @@ class BatchBuilder:
             mask_of=masks.which,
             mask=masks.words,
             top_row=_rows(table.top_logprobs[sample_slot]),
+            drafts=self.drafts,
         )
 
     def _new_slots(self, announced: list[int], length: list[int]) -> NewSlots:

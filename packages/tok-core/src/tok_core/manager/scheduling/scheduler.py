@@ -182,7 +182,7 @@ class Scheduler:
     def _add_drafts(self, speculator: Speculator, builder: BatchBuilder, decode: Int64) -> Int64:
         """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
         table = self.table
-        rows = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
+        rows, builder.drafts = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
         for slots in (decode[~table.announced[decode]], rows):
             builder.announce(slots.tolist(), table.length[slots].tolist())
         return np.concatenate((decode, rows))

@@ -25,12 +25,14 @@ class Acceptance:
     The share of a family with few predictions is close to that of all families:
 
         share = (right predictions + PRIOR · share of all families) / (predictions + PRIOR)
+
+    share  share assumed of all families before the first prediction, with the weight of one
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.5) -> None:
         self._right = np.zeros(SCORES << FAMILY_BITS)
         self._made = np.zeros(SCORES << FAMILY_BITS)
-        self._all_right = np.full(SCORES, 0.5)  # of all families
+        self._all_right = np.full(SCORES, share)  # of all families
         self._all_made = np.ones(SCORES)
 
     def observe(self, family: UInt64, score: Int32, right: NDArray[np.bool_]) -> None:

@@ -10,17 +10,19 @@ from hashlib import blake2b
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tok_core.config import MAX_DRAFT_TOKENS
+from tok_core.config import MAX_DRAFT_TOKENS, MAX_DRAFTING
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import State
 from tok_core.manager.speculation.acceptance import Acceptance, Float64
+from tok_core.manager.speculation.draft_model import DraftModel
 from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
-from tok_core.manager.speculation.step_costs import StepCosts
-from tok_core.messages import Int32, Int64, StepInput
+from tok_core.manager.speculation.step_costs import Candidate, StepCosts
+from tok_core.messages import EngineInfo, Int32, Int64, ModelDrafts, StepInput, StepOutput
 
-MAX_LEARNT: Final = 1024  # tokens learned in a step, and sequences that may draft in one; bounds the CPU's time
+MAX_LEARNT: Final = MAX_DRAFTING  # tokens learned in a step; bounds the CPU's time
 LAZY_STEPS: Final = 4  # steps; while nothing is drafted, their tokens are learned together
 MAX_LAZINESS: Final = 4  # factor of LAZY_STEPS while nothing is predicted either
 MIN_PREDICTED: Final = 0.1  # expected accepted tokens per sequence; fewer count as no prediction
@@ -28,6 +30,8 @@ MAX_GUIDED_DRAFT: Final = 8  # drafted tokens of a guided sequence, each of whic
 MIN_GUIDED_PROBABILITY: Final = 0.3  # acceptance probability of a token that is worth its mask
 MAX_PROMPT_TOKENS: Final = 8192  # last tokens of a prompt that are learned
 MAX_PROMPT_PARTS: Final = 1024  # newest parts of prompts that wait to be learned, of up to MAX_LEARNT tokens each
+MODEL_PASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # of the draft model that a step may have; each is compared
+FROM_MODEL: Final = -2  # in a draft: a token that the draft model will draft
 
 HALF: Final = np.uint64(32)
 NOBODY: Final[Int64] = np.empty(0, np.int64)
@@ -41,6 +45,7 @@ class Drafts(NamedTuple):
     epoch   int64 [n], their epochs
     slot    int64 [n, k], the slot lent to the decode row that feeds each drafted token
     token   int32 [n, k], the drafted tokens, padded by NO_TOKEN
+    models  the first sequences, whose tokens the draft model drafts: FROM_MODEL until the step returns
     """
 
     step: int
@@ -48,6 +53,7 @@ class Drafts(NamedTuple):
     epoch: Int64
     slot: Int64
     token: Int32
+    models: int
 
     @property
     def lent(self) -> Int64:
@@ -55,9 +61,18 @@ class Drafts(NamedTuple):
         slots: Int64 = self.slot[self.token != NO_TOKEN]
         return slots
 
+    def with_tokens_of(self, output: StepOutput) -> Drafts:
+        """Return the drafts with the tokens that the draft model has drafted in the step."""
+        if not self.models:
+            return self
+        token = self.token.copy()
+        own = token[: self.models, : output.draft_token.shape[1]]
+        own[own == FROM_MODEL] = output.draft_token[own == FROM_MODEL]
+        return self._replace(token=token)
+
 
 class Speculator:
-    """Speculative decoding without a draft model: drafts come from an `NgramIndex` over prompts and their samples.
+    """Speculative decoding: drafts come from an `NgramIndex` over prompts and their samples, or from a `DraftModel`.
 
     A draft of k tokens adds k decode rows to the step, each in a free slot that is lent for this step. Row i feeds the
     i-th drafted token at its position. All rows write to the sequence's own pages before any row reads them. They
@@ -80,21 +95,28 @@ class Speculator:
     Drafts of guided sequences are sent to their grammar's worker with the last known token. The worker returns masks
     for the drafted tokens that the grammar allows, and only these are drafted (`draft_guided`).
 
+    The tokens of a draft model exist on the device only, until the step returns. It samples with the parameters, seed
+    and sample number of the sequence, so that it mostly takes the target model's token where both agree about the
+    probabilities, at every temperature. A sequence is drafted by whichever of index and model promises more accepted
+    tokens, if the model's passes pay at all.
+
     tokens  maximum tokens to draft for a sequence, by assumed step times; auto: by measured ones
+    info    sizes of the engine, and whether it has a draft model
 
     draft_steps      steps that verified drafts
     drafted_tokens   tokens drafted
     accepted_tokens  drafted tokens accepted; each saves its sample a step
     """
 
-    def __init__(self, paging: Paging, tokens: int | Literal["auto"]) -> None:
+    def __init__(self, paging: Paging, tokens: int | Literal["auto"], info: EngineInfo) -> None:
         self.draft_steps = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.waits = False
         self.index = NgramIndex()
         self.acceptance = Acceptance()
-        self.costs = StepCosts(measured=tokens == "auto")
+        self.costs = StepCosts(measured=tokens == "auto", pass_share=info.draft_share)
+        self.model = DraftModel(paging, info) if info.draft_len else None
         self._table = paging.table
         self._paging = paging
         self._max_draft = MAX_DRAFT_TOKENS if tokens == "auto" else tokens
@@ -109,9 +131,10 @@ class Speculator:
         self._accepted_before = 0
 
     @property
-    def counters(self) -> tuple[int, int, int]:
-        """Return `draft_steps`, `drafted_tokens` and `accepted_tokens`."""
-        return self.draft_steps, self.drafted_tokens, self.accepted_tokens
+    def counters(self) -> tuple[int, int, int, int, int]:
+        """Return `draft_steps`, `drafted_tokens` and `accepted_tokens`, then those of the draft model's tokens."""
+        of_model = (0, 0) if self.model is None else (self.model.drafted_tokens, self.model.accepted_tokens)
+        return self.draft_steps, self.drafted_tokens, self.accepted_tokens, *of_model
 
     @property
     def active(self) -> bool:
@@ -141,10 +164,10 @@ class Speculator:
         self.costs.sent(step, drafted, waited=self._waited)
         self._waited = self.waits
 
-    def observe(self, device_seconds: float, now: float) -> None:
+    def observe(self, output: StepOutput, now: float) -> None:
         """Learn how long the oldest step in flight took, once its drafts are accepted or rejected."""
         accepted, self._accepted_before = self.accepted_tokens - self._accepted_before, self.accepted_tokens
-        self.costs.returned(device_seconds, now, accepted)
+        self.costs.returned(output.device_seconds, now, accepted, output.draft_seconds)
 
     def learn(self, in_flight: int) -> None:
         """Learn the noted tokens; decide whether the next step waits for the steps in flight, to verify drafts.
@@ -194,51 +217,80 @@ class Speculator:
         rows = zip(token.tolist(), probability.tolist(), count, strict=True)
         return [(tokens[:n], chances[:n]) for tokens, chances, n in rows]
 
-    def lend_rows(self, step: int, decode: Int64, others: int, budget: int) -> Int64:
-        """Draft tokens for those of `decode` whose last token is known; return the slots of the draft rows.
+    def lend_rows(self, step: int, decode: Int64, others: int, budget: int) -> tuple[Int64, ModelDrafts | None]:
+        """Draft tokens for those of `decode` whose last token is known.
 
-        Each of these slots is filled like a sequence that feeds a drafted token next, and remains free. The step has
-        `others` more tokens, and at most `budget` together with its drafts.
+        Return the slots of the draft rows, and what the draft model does before. Each of these slots is filled like a
+        sequence that feeds a drafted token next, and remains free. The step has `others` more tokens, and at most
+        `budget` together with its drafts.
         """
         table, rows = self._table, len(decode) + others
         parents = decode[table.known[decode] == table.length[decode] + 1]
         if not self._considers:
             parents = parents[table.guided[parents]]
         if not len(parents):
-            return NOBODY
+            return NOBODY, None
         token = self._draft(parents, min(budget - rows, table.free_slots), rows)
         drafted = token != NO_TOKEN
         parents, token, drafted = (array[drafted.any(axis=1)] for array in (parents, token, drafted))
         if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
-            return NOBODY
-        row, column = drafted.nonzero()
-        slots = np.full(token.shape, -1)
-        slots[drafted] = lent = table.lend(parents[row])
+            return NOBODY, None
+        chunks: list[tuple[int, int, int]] = []
+        modelled = token[:, 0] == FROM_MODEL
+        if self.model is not None and modelled.any():
+            chunks = self.model.read(parents[modelled])
+            ready = ~modelled | self.model.is_ready(parents)
+            order = ready.nonzero()[0][np.argsort(~modelled[ready], kind="stable")]
+            parents, token, drafted, modelled = (array[order] for array in (parents, token, drafted, modelled))
+        slots, models = np.full(token.shape, -1), int(np.count_nonzero(modelled))
+        if len(parents):
+            slots[drafted] = table.lend(parents[drafted.nonzero()[0]])
+            self._fill_rows(Drafts(step, parents, table.epoch[parents], slots, token, models))
+        model_drafts = None
+        if self.model is not None and (chunks or models):
+            model_drafts = self.model.write(chunks, parents[:models], slots[:models])
+            self.waits = True  # a sequence that is read now drafts in the next step
+        return slots[drafted], model_drafts
+
+    def _fill_rows(self, drafts: Drafts) -> None:
+        """Fill the slots lent, which feed the drafted tokens at the next positions, and take note of the drafts."""
+        table, lent = self._table, drafts.lent
+        row, column = (drafts.slot >= 0).nonzero()
+        parents, token = drafts.parent[row], drafts.token[row, column]
         table.length[lent] += 1 + column.astype(np.int32)
         table.known[lent] = table.length[lent] + 1
-        table.tokens[lent, table.length[lent]] = token[drafted]
-        self._paging.show(parents[row], lent)
-        for slot, parent, at in zip(lent.tolist(), parents[row].tolist(), column.tolist(), strict=True):
+        table.tokens[lent, table.length[lent]] = np.maximum(token, 0)
+        self._paging.show(parents, lent)
+        for slot, parent, at in zip(lent.tolist(), parents.tolist(), column.tolist(), strict=True):
             if table.guided[parent]:
                 table.draft_masks[slot] = table.matchers[parent].ahead[at]
-        self._drafts = Drafts(step, parents, table.epoch[parents], slots, token)
+        self._drafts = drafts
         self.waits = True
         self._idle_turns = 0
         self.draft_steps += 1
         self.drafted_tokens += len(lent)
-        return lent
 
-    def returned(self, step: int) -> Drafts | None:
+    def returned(self, output: StepOutput) -> Drafts | None:
         """Return the drafts that this step has verified, if any, and take back the slots lent for it."""
         drafts = self._drafts
-        if drafts is None or drafts.step != step:
+        if drafts is None or drafts.step != output.step:
             return None
         self._drafts = None
         self._table.held[drafts.lent] = False
         self._table.draft_masks.clear()
         for slot in drafts.lent.tolist():
             self._table.requests[slot] = None
-        return drafts
+        return drafts.with_tokens_of(output)
+
+    def verified(self, drafts: Drafts, right: NDArray[np.bool_]) -> None:
+        """Let the draft model learn which of its drafted tokens equal those sampled at their positions, `[n, k]`."""
+        if self.model is None or not drafts.models:
+            return
+        table, parents = self._table, drafts.parent[: drafts.models]
+        live = (table.epoch[parents] == drafts.epoch[: drafts.models]) & (table.state[parents] == State.DECODE)
+        drafted = (drafts.slot[: drafts.models] >= 0).sum(axis=1)
+        accepted = np.cumprod(right[: drafts.models], axis=1).sum(axis=1)
+        self.model.verified(parents, live, drafted, accepted)
 
     def _add(self) -> None:
         """Add the remembered tokens to the index, and count those that it had predicted."""
@@ -267,15 +319,44 @@ class Speculator:
                 allowed = len(matcher.ahead)
                 token[row, :allowed], probability[row, :allowed] = (one[:allowed] for one in matcher.draft)
         left = table.limit[slots] - table.known[slots]
-        probability[(token == NO_TOKEN) | (np.arange(most) + 1 >= left[:, None])] = 0
-        if probability.sum() >= MIN_PREDICTED * rows:
+        beyond = np.arange(most) + 1 >= left[:, None]
+        probability[(token == NO_TOKEN) | beyond] = 0
+        own = np.zeros_like(probability)
+        if self.model is not None:
+            own = self.model.probabilities(slots, most)
+            own[beyond] = 0
+        if max(probability.sum(), own.sum()) >= MIN_PREDICTED * rows:
             self._unpredicted = 0
-        falling = np.argsort(-probability, axis=None, kind="stable")[: min(room, np.count_nonzero(probability))]
-        count = self.costs.choose(rows, probability.ravel()[falling])
+        modelled = own.sum(axis=1) > probability.sum(axis=1)
+        falling = _falling(probability)[:room]
+        if not modelled.any():
+            used = falling[: self.costs.choose(rows, probability.ravel()[falling])]
+        else:
+            used, with_model = self._choose_source(rows, room, probability, own, modelled)
+            if with_model:
+                token[modelled] = FROM_MODEL
         unused = np.ones(token.size, np.bool_)
-        unused[falling[:count]] = False
+        unused[used] = False
         token[unused.reshape(token.shape)] = NO_TOKEN
         return token[:, : max(1, int((token != NO_TOKEN).sum(axis=1).max()))]
+
+    def _choose_source(
+        self, rows: int, room: int, probability: Float64, own: Float64, modelled: NDArray[np.bool_]
+    ) -> tuple[Int64, bool]:
+        """Return which tokens of all drafts pay most together, at most `room`, and whether the draft model drafts.
+
+        The index drafts with `probability`, `[n, k]`. With the model, it drafts the rows `modelled` with `own`: one
+        token of each in a pass.
+        """
+        mixed = np.where(modelled[:, None], own, probability)
+        falling, most = _falling(mixed), mixed.shape[1]
+        by_pass = np.where(modelled[falling // most], falling % most, -1)
+        passes = [count for count in MODEL_PASSES if count < most] + [most]
+        used = [_falling(probability)[:room], *(falling[by_pass < count][:room] for count in passes)]
+        candidates = [Candidate(probability.ravel()[used[0]])]
+        candidates += [Candidate(mixed.ravel()[one], count) for one, count in zip(used[1:], passes, strict=True)]
+        best, count = self.costs.choose_among(rows, candidates)
+        return used[best][:count], best > 0
 
     def _grow(self, slots: Int64, drafted: Int64) -> bool:
         """Allocate the pages that the drafts need; return False, and allocate none, if too few are free or evictable.
@@ -296,3 +377,9 @@ class Speculator:
         position = end - 1 - np.arange(MAX_CONTEXT)[:, None]
         windows: Int32 = np.where(position >= 0, self._table.tokens[slots, np.maximum(position, 0)], np.int32(NO_TOKEN))
         return windows
+
+
+def _falling(probability: Float64) -> Int64:
+    """Return the entries that are not 0, as indices of the flattened array, in falling order."""
+    order: Int64 = np.argsort(-probability, axis=None, kind="stable")[: np.count_nonzero(probability)]
+    return order

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,16 @@ MAX_CREDIT_STEPS: Final = 4.0  # plain steps; limit of the time saved earlier th
 MAX_OVERRUN: Final = 2.0  # factor of the expected seconds that limits an observation; the machine may pause
 ASSUMED_ROWS: Final = 256.0  # without measurements: rows that take as long as the rest of a step
 ASSUMED_WAIT: Final = 0.25  # without measurements: time lost by waiting, as a share of a step's fixed time
+
+
+class Candidate(NamedTuple):
+    """Drafts that a step may verify: probabilities that tokens are accepted, in falling order.
+
+    passes  passes of the draft model that draft them
+    """
+
+    probability: Float64
+    passes: int = 0
 
 
 class StepCosts:
@@ -50,15 +61,22 @@ class StepCosts:
     the largest known size, or of the plain step. A size without a measurement for FORGET_STEPS steps is unknown again,
     and may be tried again.
 
-    measured  False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
-              more if it has drafts
+    Drafts of a draft model take passes of that model before the step. A pass takes a share of device(n). The share is
+    measured; until then it is that of the weights that the pass reads. Chunks that the draft model reads before its
+    first draft of a sequence are not counted: later drafts of the sequence make up for them.
+
+    measured     False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
+                 more if it has drafts
+    pass_share   share of the model's weights that a pass of the draft model reads
     """
 
-    def __init__(self, *, measured: bool) -> None:
+    def __init__(self, *, measured: bool, pass_share: float = 0.0) -> None:
         self._measured = measured
+        self._pass_share = pass_share
+        self._passes = Recent()  # measured seconds of a pass, as a share of device(n)
         self._sizes: dict[int, Recent] = {}  # device seconds, by half octave of the rows
         self._overhead = {True: Recent(), False: Recent()}  # by whether the step waited for drafts
-        self._sent: deque[tuple[int, int, bool]] = deque()  # rows, those of them without drafts, waited
+        self._sent: deque[SentStep] = deque()
         self._step = 0
         self._returned = 0.0
         self._credit = 0.0  # seconds
@@ -69,31 +87,43 @@ class StepCosts:
         drafted  rows that verify drafts
         waited   whether the step was held back for drafts
         """
-        rows = len(step.decode_slot) + len(step.prefill_token)
-        self._sent.append((rows, rows - drafted, waited))
+        rows, drafts = len(step.decode_slot) + len(step.prefill_token), step.drafts
+        passes, reads = (0, False) if drafts is None else (drafts.lent.shape[1], len(drafts.chunk_slot) > 0)
+        self._sent.append(SentStep(rows, rows - drafted, waited, passes, reads))
 
-    def returned(self, device_seconds: float, now: float, accepted: int) -> None:
-        """Learn from the oldest step sent, which has returned with `accepted` of its drafted tokens accepted."""
-        rows, sequences, waited = self._sent.popleft()
+    def returned(self, device_seconds: float, now: float, accepted: int, draft_seconds: float = 0.0) -> None:
+        """Learn from the oldest step sent, which has returned.
+
+        accepted       drafted tokens of it that were accepted
+        draft_seconds  the part of `device_seconds` that the draft model took
+        """
+        rows, sequences, waited, passes, reads = self._sent.popleft()
         interval, self._returned = max(now - self._returned, 0.0), now
         self._step += 1
         if not self._measured:
             return
         size = self._sizes.setdefault(_size(rows), Recent())
-        seconds, first = max(device_seconds, 0.0), size.empty
+        draft_seconds = max(draft_seconds, 0.0)
+        seconds, interval = max(device_seconds - draft_seconds, 0.0), max(interval - draft_seconds, 0.0)
+        first = size.empty
         if size.known(self._step):
             seconds = min(seconds, MAX_OVERRUN * size.seconds)
         size.add(self._step, seconds, rows)
         if self._step == 1 or (first and rows > sequences):
             return
         device = size.seconds if rows == sequences else float(self._device(np.array([sequences]))[0])
+        if passes and not reads:
+            share = draft_seconds / passes / max(device, 1e-9)
+            self._passes.add(self._step, min(share, MAX_OVERRUN * self._pass(1.0)) if self._passes.seconds else share)
         plain = device + self._lost(waited=False)
         wait, queued = self._overhead[True], self._overhead[False]
         self._credit += MAX_LOSS * plain
         if rows > sequences:
             interval = min(interval, MAX_OVERRUN * (seconds + max(wait.seconds, plain)))
             wait.add(self._step, max(interval - seconds, 0.0))
-            self._credit += plain * (1 + accepted / sequences) - interval
+            passed = passes * self._pass(device)
+            passed = passed if reads else min(draft_seconds, MAX_OVERRUN * passed)
+            self._credit += plain * (1 + accepted / sequences) - interval - passed
         elif waited:
             self._credit -= max(wait.seconds - queued.seconds, 0.0)
         else:
@@ -106,16 +136,31 @@ class StepCosts:
 
     def choose(self, sequences: int, probability: Float64) -> int:
         """Return how many tokens to draft; `probability` holds their acceptance probabilities in falling order."""
+        return self.choose_among(sequences, [Candidate(probability)])[1]
+
+    def choose_among(self, sequences: int, candidates: Sequence[Candidate]) -> tuple[int, int]:
+        """Return which of the candidates to draft from, and how many of its tokens; 0 tokens: none of any."""
         if not self.allows(sequences):
-            return 0
+            return 0, 0
         largest = max((one.rows for one in self._sizes.values() if one.known(self._step)), default=math.inf)
-        probability = probability[: int(min(2 * max(sequences, largest) - sequences, len(probability)))]
-        drafted = np.arange(len(probability) + 1)
-        seconds = self._device(sequences + drafted) + self._lost(waited=True)
-        seconds[0] += self._lost(waited=False) - self._lost(waited=True)
-        seconds[1:] *= MIN_GAIN
-        tokens = sequences + np.concatenate(([0.0], np.cumsum(probability)))
-        return int((tokens / np.maximum(seconds, 1e-9)).argmax())
+        longest = max(len(one.probability) for one in candidates)
+        drafted = np.arange(int(min(2 * max(sequences, largest) - sequences, longest)) + 1)
+        device = self._device(sequences + drafted)
+        seconds = device[1:] + self._lost(waited=True)
+        best, number, count = sequences / max(device[0] + self._lost(waited=False), 1e-9), 0, 0
+        for i, (probability, passes) in enumerate(candidates):
+            tokens = sequences + np.cumsum(probability[: len(seconds)])
+            if not len(tokens):
+                continue
+            needed = seconds[: len(tokens)] + passes * self._pass(float(device[0]))
+            speed = tokens / np.maximum(needed * MIN_GAIN, 1e-9)
+            if (fastest := speed.max()) > best:
+                best, number, count = fastest, i, int(speed.argmax()) + 1
+        return number, count
+
+    def _pass(self, device: float) -> float:
+        """Return the seconds of a pass of the draft model, given those of a step without drafts on the device."""
+        return device * (self._passes.seconds if self._passes.seconds else self._pass_share)
 
     def _known(self, rows: int) -> bool:
         size = self._sizes.get(_size(rows))
@@ -145,6 +190,16 @@ class StepCosts:
             beyond = np.maximum((ASSUMED_ROWS + rows) / (ASSUMED_ROWS + row[-1]), 1.0)
         found: Float64 = np.interp(rows, row, seconds) * beyond
         return found
+
+
+class SentStep(NamedTuple):
+    """Step in flight: its rows, those of them without drafts, and what was done for its drafts."""
+
+    rows: int
+    sequences: int
+    waited: bool
+    passes: int
+    reads: bool
 
 
 class Recent:

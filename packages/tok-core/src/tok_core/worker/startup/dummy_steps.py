@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tok_core.messages import EMPTY, GroupLevel, Int32, RequestedPromptOutputs, StepInput, StepOutput, array
+from tok_core.messages import (
+    EMPTY,
+    GroupLevel,
+    Int32,
+    ModelDrafts,
+    RequestedPromptOutputs,
+    StepInput,
+    StepOutput,
+    array,
+)
 from tok_core.sampling_params import MAX_PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
@@ -91,6 +100,29 @@ def dummy_step(
         mask=np.full((masked, words), -1, np.int32),
         top_row=np.arange(len(rows) if top_logprobs else 0, dtype=np.int32),
     )
+
+
+def dummy_drafts(rows: int, tokens: int, max_len: int) -> StepInput:
+    """Build a step of `rows` decode rows, for each of which the draft model drafts two tokens, or one if that is all.
+
+    Before, the draft model reads chunks of `tokens` together. No sequence is longer than `max_len`.
+    """
+    step, zeros, passes = dummy_step(decode=rows), np.zeros(rows, np.int32), min(2, max_len)
+    chunks = -(-tokens // max_len)
+    count = np.diff(np.linspace(0, tokens, chunks + 1).astype(np.int32)).astype(np.int32)
+    step.max_kv = max_len
+    step.drafts = ModelDrafts(
+        chunk_slot=np.zeros(chunks, np.int32),
+        chunk_start=np.zeros(chunks, np.int32),
+        chunk_count=count,
+        chunk_token=np.zeros(tokens, np.int32),
+        slot=step.decode_slot,
+        position=zeros,
+        token=zeros,
+        end=zeros + np.int32(passes),
+        lent=np.repeat(step.decode_slot[:, None], passes, axis=1),
+    )
+    return step
 
 
 def _all_prompt_outputs(count: Int32) -> RequestedPromptOutputs:

@@ -8,13 +8,13 @@ from statistics import median
 
 import torch
 
-from tok_core.config import EngineConfig
+from tok_core.config import MAX_DRAFTING, EngineConfig
 from tok_core.errors import EngineError
 from tok_core.messages import StepInput
 from tok_core.runtime import available_memory
 from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.runner import Runner
-from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
+from tok_core.worker.startup.dummy_steps import dummy_drafts, dummy_step, run_dummy_step
 
 CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
 MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
@@ -52,6 +52,8 @@ def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 
     All workers of a replica call this together and agree on `graph_rows`: either all use graphs or none does.
     """
     step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, words))
+    if runner.draft_model is not None:
+        step_bytes = max(step_bytes, _peak(runner, largest_draft(runner, max_step_tokens)))
     rows = graph_rows(runner) if runner.pipeline.peers.all_reduce_min(graphs) else 0
     graph_bytes = _peak(runner, dummy_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
     return StepMemory(step_bytes, rows, graph_bytes)
@@ -87,6 +89,13 @@ def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepI
         masked=sampling_rows if words else 0,
         words=words,
     )
+
+
+def largest_draft(runner: Runner, max_step_tokens: int) -> StepInput:
+    """Return the step for which the draft model reads and drafts most."""
+    assert runner.draft_model is not None
+    longest = min(runner.max_len, runner.draft_model.model.config.max_positions)
+    return dummy_drafts(min(runner.state.slots, MAX_DRAFTING), max_step_tokens, longest)
 
 
 def _peak(runner: Runner, step: StepInput) -> int:

@@ -17,6 +17,7 @@ from tok_core.parallel import ProcessGroups, ShardPlan
 from tok_core.quantization import QuantizationConfig, read_quantization
 from tok_core.runtime import available_memory, memory_of_siblings
 from tok_core.worker.startup.backend import choose_cache_dtype
+from tok_core.worker.startup.draft import read_draft
 from tok_core.worker.startup.memory import MIN_CACHE_PAGES, free_device_memory
 from tok_core.worker.state import kv_bytes_per_token
 
@@ -24,8 +25,9 @@ from tok_core.worker.state import kv_bytes_per_token
 class MemoryNeeds(msgspec.Struct, frozen=True):
     """Bytes that a worker needs, or several workers together.
 
-    weights    parameters and tables. Loading needs no second copy: checkpoint files are mapped, not read into memory
-    per_token  one position of the KV cache
+    weights    parameters and tables, those of the draft model included. Loading needs no second copy: checkpoint
+               files are mapped, not read into memory
+    per_token  one position of the KV cache, that of the draft model included
     cache      smallest KV cache that serves
     """
 
@@ -41,6 +43,9 @@ class MemoryNeeds(msgspec.Struct, frozen=True):
         per_token = kv_bytes_per_token(local, choose_cache_dtype(config.kv_cache_dtype, dtype, quantization))
         tokens = MIN_CACHE_PAGES * config.page_size
         weights = model_bytes(model, dtype, worker, quantization)
+        draft = read_draft(config, model, worker)
+        if draft is not None:
+            weights, per_token = weights + draft.bytes(dtype), per_token + draft.bytes_per_token(dtype)
         return cls(weights, per_token, per_token * min(tokens, config.kv_cache_tokens or tokens))
 
     @classmethod

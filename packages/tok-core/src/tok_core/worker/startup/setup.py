@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel
 from tok_core.quantization import QuantizationConfig, ScaledMethod, read_quantization
 from tok_core.runtime import HEARTBEAT
 from tok_core.sampling_params import SamplingParams
+from tok_core.worker.draft_model import DraftModelRunner
 from tok_core.worker.runner import Runner
 from tok_core.worker.sleep import SleepingMemory
 from tok_core.worker.startup.backend import (
@@ -35,6 +37,7 @@ from tok_core.worker.startup.backend import (
     require_float8,
 )
 from tok_core.worker.startup.cache_directory import CacheDirectory
+from tok_core.worker.startup.draft import DraftPlan, check_draft_tensors, read_draft
 from tok_core.worker.startup.invariance_check import check_rows
 from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, report_cache_error
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
@@ -78,6 +81,7 @@ def set_up(
     path, coordinates = Path(config.model), coordinates or next(all_coordinates(config.pp, config.tp))
     clock = StartupTimer()
     model_config = resolve_model_config(config, path)
+    draft = read_draft(config, model_config, coordinates)
     defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
     local = ShardPlan.of(model_config, coordinates).local(model_config)
     device = choose_device(config, replica, coordinates, gpu)
@@ -88,6 +92,8 @@ def set_up(
     dtype = choose_dtype(config.dtype, device)
     workers_on_host = workers_on_host or config.dp * coordinates.workers
     require_memory(config, model_config, dtype, peers, workers_on_host)
+    if draft is not None and config.load_format != "dummy":
+        check_draft_tensors(draft, dtype)
     quantization = read_quantization(path, config.quantization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     if cache_dtype == torch.float8_e4m3fn and config.backend != "reference":
@@ -99,9 +105,13 @@ def set_up(
         precompilation.wait()
         clock.done("kernels compiled ahead")
         backend = choose_backend(config, device, shape, cache.calibration)
+        draft_backend = backend if draft is None else _draft_backend(config, draft, device, dtype, cache)
     clock.done("choice of kernels")
     memory = sleeping_memory(device) if config.enable_sleep_mode else None
     model = _load_model(config, path, model_config, backend, peers, dtype, quantization, memory)
+    draft_model = None
+    if draft is not None:
+        draft_model = draft.build(draft_backend, device, dtype, model.tensor, partial(fill_model, config))
     clock.done("weights")
     max_running, max_step_tokens = resolve_step_sizes(config, device.type)
     if config.batch_invariant and device.type != "cpu":
@@ -122,18 +132,24 @@ def set_up(
     measured, words = None, 0
     if device.type == "cuda":
         words = peers.all_reduce_min(mask_words(model_config, path))  # all workers must measure the same steps
-        measured = _measure(config, model, backend, pipeline, cache_dtype, scales, max_running, max_step_tokens, words)
+        measured = _measure(
+            *(config, model, backend, pipeline, cache_dtype, scales, max_running, max_step_tokens, words),
+            partial(_draft_runner, draft_model, draft_backend, vocab_size=model_config.vocab_size),
+        )
         clock.done("largest step, and rows of graphs")
     tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
-    per_token = kv_bytes_per_token(local, cache_dtype)
+    per_token = kv_bytes_per_token(local, cache_dtype) + (0 if draft is None else draft.bytes_per_token(dtype))
     tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
     state = _state(config, local, device, cache_dtype, scales, max_running, num_pages, max_model_len, memory)
+    draft_runner = _draft_runner(draft_model, draft_backend, state, vocab_size=model_config.vocab_size)
     tracer = _tracer(config, coordinates, device) if replica == 0 else None
     start_weights = partial(fill_model, config, path)
     runner = Runner(
-        *(model, backend, state, tracer, pipeline, start_weights, memory), prefix_groups=config.prefix_groups
+        *(model, backend, state, tracer, pipeline, start_weights, memory),
+        prefix_groups=config.prefix_groups,
+        draft_model=draft_runner,
     )
     clock.done("cache")
     if measured is not None:
@@ -164,8 +180,31 @@ def set_up(
         pp=config.pp,
         ep=config.ep,
         redundant_experts=config.redundant_experts,
+        draft_len=0 if draft is None else min(draft.config.max_positions, max_model_len),
+        draft_share=0.0 if draft is None else draft.share(model_config, dtype, quantization),
     )
     return runner, info
+
+
+def _draft_backend(
+    config: EngineConfig, draft: DraftPlan, device: torch.device, dtype: torch.dtype, cache: CacheDirectory
+) -> Backend:
+    shape = attention_shape(draft.local, config.page_size, dtype, dtype)
+    return choose_backend(config, device, shape, cache.calibration)
+
+
+def _draft_runner(
+    model: CausalLM | None, backend: Backend, state: WorkerState, *, vocab_size: int
+) -> DraftModelRunner | None:
+    """Return the runner of the draft model `model`, with a cache in the pages of `state`; None without a model."""
+    if model is None:
+        return None
+    try:
+        return DraftModelRunner(model, backend, state, vocab_size)
+    except (torch.OutOfMemoryError, RuntimeError, EngineError) as error:
+        tokens = state.num_pages * state.page_size
+        allowed = f"a KV cache of {tokens} tokens does not fit beside the draft model: lower kv_cache_tokens"
+        raise EngineError(f"{allowed} ({error})") from None
 
 
 def _require_invariant(config: EngineConfig, quantization: QuantizationConfig, device: torch.device) -> None:
@@ -269,6 +308,7 @@ def _measure(
     max_running: int,
     max_step_tokens: int,
     words: int,
+    draft_runner: Callable[[WorkerState], DraftModelRunner | None],
 ) -> StepMemory:
     """Measure the memory of steps, on a temporary state whose sequences all share one page."""
     length = measured_len(model.config.max_positions, max_running, max_step_tokens)
@@ -285,7 +325,12 @@ def _measure(
     )
     graphs = config.cuda_graphs and backend.capturable
     try:
-        return measure(Runner(model, backend, state, pipeline=pipeline), max_step_tokens, graphs=graphs, words=words)
+        return measure(
+            Runner(model, backend, state, pipeline=pipeline, draft_model=draft_runner(state)),
+            max_step_tokens,
+            graphs=graphs,
+            words=words,
+        )
     except torch.OutOfMemoryError as error:
         raise EngineError(
             f"a step of {max_step_tokens} tokens and {max_running} samples does not fit beside the weights: lower "

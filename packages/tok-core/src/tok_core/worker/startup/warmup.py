@@ -13,9 +13,9 @@ from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.sampling import MAX_GATHERED_ROWS
-from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
+from tok_core.worker.startup.dummy_steps import dummy_drafts, dummy_step, run_dummy_step
 from tok_core.worker.startup.gemm_warmup import warm_up_gemms
-from tok_core.worker.startup.memory import SLACK, StepMemory, largest_step
+from tok_core.worker.startup.memory import SLACK, StepMemory, largest_draft, largest_step
 
 LONG_CONTEXT_TOKENS = 4096  # contexts of this length use the kernels for long ones
 SHORT_PREFIX_TOKENS = 1024
@@ -32,7 +32,7 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: i
     warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
     began = time.monotonic()
     with different_layers_only(runner.model, state):
-        for step in steps_of(runner, max_step_tokens, words):
+        for step in (*steps_of(runner, max_step_tokens, words), *draft_steps_of(runner, max_step_tokens)):
             run_dummy_step(runner, step)
         runner.reset()
         for length in (1, 2):  # the second step records the tokens that another stage sampled in the first
@@ -53,6 +53,17 @@ def steps_of(runner: Runner, max_step_tokens: int, words: int) -> list[StepInput
     state = runner.state
     steps = warm_up_steps(state.slots, max_step_tokens, runner.max_len, state.page_size, words)
     return [step for step in steps if runner.prefix_groups or not step.levels]
+
+
+def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
+    """Return steps of few and many sequences for which the draft model drafts, with and without a chunk to read."""
+    if runner.draft_model is None:
+        return []
+    largest = largest_draft(runner, max_step_tokens)
+    rows = {min(rows, len(largest.decode_slot)) for rows in (1, 16, 300)}
+    lengths = {largest.max_kv, min(largest.max_kv, SHORT_PREFIX_TOKENS)}
+    chunks = 0, min(2, max_step_tokens)
+    return [largest, *(dummy_drafts(count, tokens, end) for count in rows for tokens in chunks for end in lengths)]
 
 
 def warm_up_steps(slots: int, tokens: int, max_len: int, page_size: int, words: int = 0) -> list[StepInput]:

@@ -1,0 +1,153 @@
+"""Track how often the tokens of the draft model are accepted, and which positions it has read; write what it drafts.
+
+Legend: n sequences, k tokens of the longest draft.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from tok_core.manager.kv_cache import Paging
+from tok_core.manager.speculation.acceptance import Acceptance, Float64
+from tok_core.messages import EngineInfo, Int64, ModelDrafts, array
+
+OPTIMISTIC_SHARE: Final = 0.8  # acceptance assumed before the first drafts, so that the model is tried
+FORGET_TURNS: Final = 256  # times in a row that the model drafts nothing, after which its acceptance is unknown again
+
+
+class DraftModel:
+    """Draft model as the manager sees it: its acceptance, and the positions that it has read.
+
+    The draft model has keys and values of its own in the pages of the target model, so that allocation, shared
+    prefixes, forks and preemption hold for both. It reads nothing before it drafts: a sequence's first draft reads the
+    sequence so far, and later ones read what the target model has added since. For each page, the number of its first
+    positions that the draft model has read is kept until the page is released. So the samples of a prompt, and requests
+    with a common prefix, read it once. A page that was copied counts as not read.
+
+    `acceptance` has the number of a token within its draft, from 1 on, in place of a prediction's score.
+
+    drafted_tokens, accepted_tokens  tokens that the model drafted, and those of them that were accepted
+    """
+
+    def __init__(self, paging: Paging, info: EngineInfo) -> None:
+        self.acceptance = Acceptance(OPTIMISTIC_SHARE)
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self._table = paging.table
+        self._page_size = paging.page_size
+        self._releases = paging.allocator.times_released
+        self._max_len = info.draft_len
+        self._max_chunk_tokens = info.max_step_tokens
+        self._filled = np.zeros(paging.num_pages, np.int32)  # positions read, from the page's first on
+        self._filled_in = np.full(paging.num_pages, -1, np.int64)  # the use of the page that `_filled` holds for
+        self._read = np.zeros(paging.table.slots, np.int64)  # positions read of the slot's sequence, or fewer
+        self._read_by = np.full(paging.table.slots, -1, np.int64)  # the epoch that `_read` holds for
+        self._idle_turns = 0
+
+    def probabilities(self, slots: Int64, count: int) -> Float64:
+        """Return the probabilities that the tokens of a draft of each slot are accepted, with all before, `[n, count]`.
+
+        They are 0 beyond the positions that the draft model reads, and for guided sequences, whose grammar has no masks
+        for tokens that the manager does not know.
+        """
+        self._idle_turns += 1
+        if self._idle_turns > FORGET_TURNS:
+            self.acceptance, self._idle_turns = Acceptance(OPTIMISTIC_SHARE), 0
+        number, table = np.arange(1, count + 1, dtype=np.int32), self._table
+        share = self.acceptance.share(table.family[slots][:, None], number[None])
+        share[table.length[slots][:, None] + number > self._max_len] = 0
+        share[table.guided[slots]] = 0
+        return np.cumprod(share, axis=1, out=share)
+
+    def read(self, slots: Int64) -> list[tuple[int, int, int]]:
+        """Return chunks to read before the slots can draft, as slot, start and count: at most one step's tokens.
+
+        Up to one position before a sequence's last token needs no chunk. What one chunk reads is read for all: of
+        sequences with a common prefix, the first one reads it.
+        """
+        table, left, chunks = self._table, self._max_chunk_tokens, list[tuple[int, int, int]]()
+        new = slots[self._read_by[slots] != table.epoch[slots]]
+        self._read[new], self._read_by[new] = 0, table.epoch[new]
+        for slot in slots[table.length[slots] - self._read[slots] > 1].tolist():
+            start, end = self._first_unread(slot), int(table.length[slot])
+            if end - start > 1 and left:
+                count = min(end - start, left)
+                chunks.append((slot, start, count))
+                self._mark(array([slot], np.int64), array([start], np.int64), array([start + count], np.int64))
+                start, left = start + count, left - count
+            self._read[slot] = start
+        return chunks
+
+    def is_ready(self, slots: Int64) -> np.ndarray:
+        """Return which slots can draft: at most the position before their last token is not read, bool `[n]`."""
+        ready: np.ndarray = self._table.length[slots] - self._read[slots] <= 1
+        return ready
+
+    def write(self, chunks: list[tuple[int, int, int]], slots: Int64, lent: Int64) -> ModelDrafts:
+        """Return the message by which `slots`, which are ready, draft the tokens of the slots `lent`, `[n, k]`."""
+        table, lent = self._table, lent[:, : (lent >= 0).sum(axis=1).max(initial=0)]
+        length = table.length[slots].astype(np.int64)
+        behind = slots[self._read[slots] < length]
+        slot = np.concatenate((slots, behind))
+        position = np.concatenate((length, table.length[behind] - 1))
+        end = np.concatenate((length + (lent >= 0).sum(axis=1), table.length[behind]))
+        self._mark(slots, self._read[slots], length + 1)
+        self._read[slots] = length + 1
+        self._idle_turns = 0
+        self.drafted_tokens += int(np.count_nonzero(lent >= 0))
+        chunk_slot, start, count = array(chunks).reshape(-1, 3).T
+        tokens = [table.tokens[one, first : first + size] for one, first, size in chunks]
+        return ModelDrafts(
+            chunk_slot=chunk_slot,
+            chunk_start=start,
+            chunk_count=count,
+            chunk_token=np.concatenate(tokens) if tokens else array([]),
+            slot=slot.astype(np.int32),
+            position=position.astype(np.int32),
+            token=table.tokens[slot, position],
+            end=end.astype(np.int32),
+            lent=lent.astype(np.int32),
+        )
+
+    def verified(self, slots: Int64, live: np.ndarray, drafted: Int64, accepted: Int64) -> None:
+        """Learn how many of the drafted tokens of each slot were accepted, and that the model has read these.
+
+        live  which slots still have the sequence that drafted
+        """
+        slots, drafted, accepted = slots[live], drafted[live], accepted[live]
+        if not len(slots):
+            return
+        self.accepted_tokens += int(accepted.sum())
+        number = np.arange(drafted.max())
+        row, column = ((number <= accepted[:, None]) & (number < drafted[:, None])).nonzero()
+        family, right = self._table.family[slots][row], column < accepted[row]
+        self.acceptance.observe(family, column.astype(np.int32) + 1, right)
+        # The last drafted token was sampled by the draft model, but not read.
+        first = self._read[slots]
+        end = first + np.minimum(accepted, drafted - 1)
+        self._mark(slots, first, end)
+        self._read[slots] = end
+
+    def _first_unread(self, slot: int) -> int:
+        """Return how many of the slot's first positions are read in its pages."""
+        size, length = self._page_size, int(self._table.length[slot])
+        first = int(self._read[slot]) // size
+        page = self._table.pages[slot, first : -(-length // size)]
+        filled = np.where(self._filled_in[page] == self._releases[page], self._filled[page], 0)
+        short = (filled < size).nonzero()[0]
+        read = length if not len(short) else (first + int(short[0])) * size + int(filled[short[0]])
+        return min(read, length)
+
+    def _mark(self, slots: Int64, start: Int64, end: Int64) -> None:
+        """Take note that the positions `[start, end)` of each slot are read, as all before them are."""
+        size = self._page_size
+        first = start // size
+        count = np.where(end > start, (end - 1) // size - first + 1, 0)
+        row = np.repeat(np.arange(len(slots)), count)
+        index = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        page = self._table.pages[slots[row], index]
+        before = np.where(self._filled_in[page] == self._releases[page], self._filled[page], 0)
+        self._filled[page] = np.maximum(before, np.minimum(end[row] - index * size, size))
+        self._filled_in[page] = self._releases[page]
