@@ -61,6 +61,7 @@ SERVE_FLAGS = {
     "--enable-sleep-mode": False,
     "--run-ahead": EngineConfig(model="m").run_ahead,
     "--speculate": "off",
+    "--draft": None,
     "--seed": 0,
     "--step-timeout": 600.0,
     "--start-timeout": 600.0,
@@ -195,6 +196,7 @@ def test_every_flag_of_serve_reaches_the_engine_or_the_server() -> None:
         "--no-batches",
         "--batch-invariant",
         "--speculate",
+        "--draft",
         "--no-prefix-groups",
         "--no-cuda-graphs",
     }  # asserted above or in other tests
@@ -214,6 +216,7 @@ def test_speculate_is_a_word_or_a_number() -> None:
     parse = make_parser().parse_args
     for text, value in (("off", "off"), ("auto", "auto"), ("4", 4)):
         assert engine_config(parse(["serve", "m", "--speculate", text])).speculate == value
+    assert engine_config(parse(["serve", "m", "--speculate", "auto", "--draft", "small"])).draft == "small"
     with pytest.raises(SystemExit):
         parse(["serve", "m", "--speculate", "on"])
 
@@ -288,6 +291,7 @@ def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str
         (["--run-ahead", "0"], "--run-ahead is 0; allowed: integers from 1"),
         (["--step-timeout", "0"], "--step-timeout is 0.0; allowed: seconds above 0"),
         (["--speculate", "17"], "--speculate is 17; allowed: off, auto, or integers from 1 to 16"),
+        (["--draft", "small"], "--draft is 'small'; allowed: only together with speculate"),
         (["--dp", "65"], "--dp is 65; allowed: integers from 1 to 64"),
         (["--api-key", " "], "--api-key is"),
     ],

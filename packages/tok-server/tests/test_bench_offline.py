@@ -292,6 +292,18 @@ def test_drafts_of_a_markov_language_are_counted(words: list[str], capsys: pytes
     assert plain["drafted_tokens"] is plain["accepted_tokens"] is None
 
 
+def test_drafts_of_a_model_are_counted(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft model has a layer of the model's eight, and so speaks the same Markov language."""
+    config = json.loads((file := Path(words[words.index("--model") + 1]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file.write_text(json.dumps({**config, "num_hidden_layers": 8}))
+    flags = ["--markov-probability", "0.97", "--eos-probability", "0.001", "--speculate", "4", "--max-tokens", "50"]
+    flags += ["--draft", str(tmp_path)]
+    assert tok([*words, *flags, "--reps", "1"]) == 0
+    drafted = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert drafted["model_drafted_tokens"] >= drafted["model_accepted_tokens"] > 3
+
+
 def test_tail_begins_when_a_quarter_of_the_samples_is_left() -> None:
     rows = [(0.0, 0, 0), (0.5, 0, 4), (1.0, 40, 1), (2.0, 50, 1), (3.0, 60, 0)]
     assert tail_speed(rows, samples=4) == 10

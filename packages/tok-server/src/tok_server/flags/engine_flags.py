@@ -107,6 +107,11 @@ ENGINE_TEXTS = {
         "draft tokens from prompts and earlier samples; auto: as many as make steps faster by measurement; N: at most "
         "N per sample and step",
     ),
+    "draft": (
+        "MODEL",
+        "with --speculate: directory or hub id of a small model with the same tokens, which drafts what texts so far "
+        "do not predict (default: none)",
+    ),
     "seed": ("N", "seed of the random weights of --load-format dummy"),
     "eos_probability": (
         "P",

@@ -39,6 +39,8 @@ COUNTERS = {
     "draft_steps": "Forward passes that verified drafted tokens.",
     "drafted_tokens": "Tokens drafted by --speculate.",
     "accepted_tokens": "Drafted tokens that were accepted; each saved its sample a forward pass.",
+    "model_drafted_tokens": "Tokens that the model of --draft has drafted.",
+    "model_accepted_tokens": "Tokens that the model of --draft has drafted and that were accepted.",
     "preemptions": "Samples preempted for lack of memory.",
     "steps": "Forward passes.",
     "group_rows": "Decode rows computed in a prefix group, which reads a shared prefix once.",

@@ -23,6 +23,7 @@ REQUIRED_COUNTERS = (
 )
 """Names of the required counters."""
 DRAFT_COUNTERS = ("draft_steps", "drafted_tokens", "accepted_tokens")
+MODEL_DRAFT_COUNTERS = ("model_drafted_tokens", "model_accepted_tokens")
 
 
 def counter_growth(before: Counters, after: Counters) -> Callable[[str], float]:
@@ -44,6 +45,7 @@ def with_counters(result: Result, before: Counters, after: Counters) -> Result:
         preemptions=int(growth("preemptions")),
         discarded_tokens=int(growth("discarded_tokens")),
         **{name: int(growth(name)) for name in DRAFT_COUNTERS if after.get("draft_steps")},
+        **{name: int(growth(name)) for name in MODEL_DRAFT_COUNTERS if after.get("model_drafted_tokens")},
         computed_tokens=int(growth("computed_tokens")) if "computed_tokens" in after else None,  # not in /metrics
         steps=int(steps),
         # Capped at 1: the counters include steps queued behind the last token, which run after the measured time.

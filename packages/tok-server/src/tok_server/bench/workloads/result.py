@@ -41,6 +41,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens    tokens drafted by --speculate
     accepted_tokens   drafted tokens that were accepted; each saves its sample one step
     draft_steps       steps that verified drafts
+    model_drafted_tokens   tokens drafted by the model of --draft
+    model_accepted_tokens  those of them that were accepted
     tail_tok_s        output tokens per second after three quarters of the samples have ended
     computed_tokens   outputs, including discarded tokens, and prompt tokens not found in the prefix cache; a token that
                       is computed repeatedly counts each time
@@ -83,6 +85,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
     draft_steps: int | None = None
+    model_drafted_tokens: int | None = None
+    model_accepted_tokens: int | None = None
     tail_tok_s: float | None = None
     computed_tokens: int | None = None
     steps: int | None = None
@@ -147,6 +151,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("steps with drafts", "draft_steps", ",d"),
     ("drafted tokens", "drafted_tokens", ",d"),
     ("accepted (steps saved)", "accepted_tokens", ",d"),
+    ("drafted by the draft model", "model_drafted_tokens", ",d"),
+    ("accepted of these", "model_accepted_tokens", ",d"),
     ("device busy", "gpu_busy_share", ".1%"),
     ("schedule a step, ms", "schedule_ms", ",.3f"),
     ("launch a step, ms", "launch_ms", ",.3f"),
