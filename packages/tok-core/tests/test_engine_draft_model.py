@@ -32,8 +32,9 @@ from tok_core import (
     SamplingParams,
 )
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
-from tok_core.manager.speculation.step_costs import Candidate
+from tok_core.manager.speculation.step_costs import DraftCandidate
 from tok_core.sampling_params import Grammar
+from tok_core.worker.draft_graphs import Launch
 
 NEW = 40
 STEM, *PARTS = random_prompts((33, 1, 15, 40), seed=5)
@@ -124,10 +125,35 @@ def test_draft_model_changes_no_bit_of_any_answer(
     assert found["preemptions"] > 0 or "kv_cache_tokens" not in options
 
 
+def test_rows_padded_to_the_size_of_graphs_change_no_bit(path: Path, noisy: Path, expected: list[Answer]) -> None:
+    """On a CPU, the passes run as they are captured on a GPU, without a graph."""
+    options: dict[str, Any] = {"batch_invariant": True, "max_model_len": 128, "max_running": 256}
+    found = []
+    for sizes in ((), (1, 2, 4, 24)):
+        with cpu_engine(path, speculate=4, draft=str(noisy), **options) as engine:
+            make_cheap(engine)
+            graphs = manager_of(engine).ports._runner.draft_model.graphs  # type: ignore[attr-defined]
+            replays = Counter[int]()
+
+            def record(launch: Launch, replays: Counter[int] = replays) -> Launch:
+                def replay() -> None:
+                    replays[len(launch.args[0])] += 1  # type: ignore[attr-defined]
+                    launch()
+
+                return replay
+
+            if sizes:
+                graphs.capture(sizes, record)
+            assert answers(engine) == expected
+            found.append(engine.stats()["model_accepted_tokens"])
+    assert len(replays) > 2
+    assert found[0] == found[1] > 40
+
+
 def test_drafts_of_any_source_and_size_change_no_bit(path: Path, noisy: Path, expected: list[Answer]) -> None:
     rng = np.random.default_rng(0)
 
-    def choose_among(sequences: int, candidates: Sequence[Candidate]) -> tuple[int, int]:
+    def choose_among(sequences: int, candidates: Sequence[DraftCandidate]) -> tuple[int, int]:
         number = int(rng.integers(0, len(candidates)))
         return number, int(rng.integers(0, len(candidates[number].probability) + 1))
 
@@ -339,7 +365,7 @@ def test_draft_model_that_is_no_directory_is_refused(path: Path, tmp_path: Path)
 def test_draft_model_that_does_not_fit_is_refused(path: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
     monkeypatch.setattr("tok_core.worker.startup.memory_check.available_memory", lambda: int(weights * 1.7))
-    assert "does not fit" in str(refused(path, noisy))
+    assert str(refused(path, noisy)).startswith(f"{path} with the draft model {noisy} does not fit: it needs")
     monkeypatch.undo()
     with cpu_engine(path, speculate=2, draft=str(noisy)):
         pass

@@ -58,6 +58,24 @@ def test_greedy_tokens_in_fp32_equal_transformers(path: Path) -> None:
             assert_all_given_back(manager_of(one))
 
 
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"max_step_tokens": 64}, {"backend": "triton"}])
+def test_draft_model_changes_no_greedy_token(directory: Path, options: dict[str, object]) -> None:
+    """The model drafts for itself, so that all tokens but those near a tie are accepted."""
+    path = made("llama3", directory)
+    with engine(path, dtype="float32", speculate=4, draft=str(path), **options) as one:
+        manager = manager_of(one)
+        assert manager.speculator is not None
+        manager.speculator.costs._pass_share = 1e-6  # as if the draft model were small
+        draft_model = manager.ports._runner.draft_model  # type: ignore[attr-defined]
+        assert (len(draft_model.graphs) > 0) == options.get("cuda_graphs", True)
+        outputs = one.generate(ASKED, GREEDY)
+        found = one.stats()
+        assert_all_given_back(manager)
+    for output, (tokens, _) in zip(outputs, reference_greedy(path, ASKED, 64), strict=True):
+        assert output.outputs[0].token_ids == list(tokens)
+    assert found["model_accepted_tokens"] > 0.9 * found["model_drafted_tokens"] > 300
+
+
 @pytest.mark.parametrize("enlarged", [False, True])
 def test_updated_weights_are_those_that_captured_graphs_read(enlarged: bool, directory: Path, tmp_path: Path) -> None:
     def enlarge(weights: dict[str, torch.Tensor]) -> None:

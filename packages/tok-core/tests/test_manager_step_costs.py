@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tok_core.manager.speculation.acceptance import WINDOW, Acceptance
-from tok_core.manager.speculation.step_costs import ASSUMED_ROWS, FORGET_STEPS, MIN_GAIN, Candidate, StepCosts
+from tok_core.manager.speculation.step_costs import ASSUMED_ROWS, FORGET_STEPS, MIN_GAIN, DraftCandidate, StepCosts
 
 
 class World:
@@ -48,8 +48,8 @@ class World:
     def run(self, steps: int, claimed: float, accepted: float, most: int = 8) -> None:
         """Run steps. The i-th token of a draft is said to be accepted with probability claimed ** i."""
         chances = np.repeat(claimed ** np.arange(1.0, most + 1), self.sequences)
-        candidates = [Candidate(chances[:0])]
-        candidates += [Candidate(chances[: passes * self.sequences], passes) for passes in range(1, most + 1)]
+        candidates = [DraftCandidate(chances[:0])]
+        candidates += [DraftCandidate(chances[: passes * self.sequences], passes) for passes in range(1, most + 1)]
         for _ in range(steps):
             if self.pass_seconds is None:
                 passes, drafted = 0, self.costs.choose(self.sequences, chances)

@@ -45,7 +45,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(cuda_graphs, "_Recorder", lambda device: recorder)
+    monkeypatch.setattr(cuda_graphs, "GraphRecorder", lambda device: recorder)
     return recorder
 
 

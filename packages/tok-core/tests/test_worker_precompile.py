@@ -65,7 +65,7 @@ def gpu_like(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *args, **options: make(*args, **options).zero_()
 
     monkeypatch.setattr(launch_config, "supports_pdl", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "_Recorder", lambda device: SimpleNamespace(recording=recording))
+    monkeypatch.setattr(cuda_graphs, "GraphRecorder", lambda device: SimpleNamespace(recording=recording))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, zeros_like(getattr(owner, name)))

@@ -109,7 +109,7 @@ class DecodeGraphs:
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []
         self._suspended = self._stale = self._memory_full = False
-        self._recorder: _Recorder | None = None
+        self._recorder: GraphRecorder | None = None
         self._graphs: dict[tuple[int, GraphKey], DecodeGraph] = {}
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class DecodeGraphs:
         self._sizes, self._graphs, self._memory_full = sorted(graph_sizes), {}, False
         if not self._sizes:
             return
-        self._recorder = _Recorder(self._state.device)
+        self._recorder = GraphRecorder(self._state.device)
         # The least time counts, since the first capture of a process takes longer.
         seconds = min([self._timed_capture(size, key) for size, key in self._keys(self._sizes[-1:])])
         if self._coordinates.workers > 1 or seconds > MAX_STALL_SECONDS:
@@ -264,10 +264,11 @@ NO_SAMPLED_TOKENS = torch.empty((2, 0), dtype=torch.int32)
 """Sampled tokens of a stage that is not the last: none."""
 
 
-class _Recorder:
+class GraphRecorder:
     """Recorder of CUDA graphs that share a memory pool, since only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -5,7 +5,8 @@ Legend: n sequences that draft, k tokens of the longest draft, R rows of the fir
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from tok_core.messages import ModelDrafts
 from tok_core.model_config import ModelConfig
 from tok_core.models import CausalLM
+from tok_core.worker.cuda_graphs import GraphRecorder
+from tok_core.worker.draft_graphs import DraftGraphs, record
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, HostLengths, LayerCache, SamplingBatch, kv_position_bytes
 
@@ -41,13 +44,24 @@ class DraftModelRunner:
             (local.num_layers, 2, state.num_pages + 1, state.page_size, local.num_kv_heads, local.head_dim), model.dtype
         )
         self._caches = [LayerCache(*kv) for kv in self.kv]
+        self.graphs = DraftGraphs(self._advance, state)
+
+    def capture(self, graph_sizes: Sequence[int]) -> None:
+        """Capture passes of these numbers of rows as CUDA graphs, if the backend's kernels can be captured."""
+        if self._backend.capturable and graph_sizes:
+            self.graphs.capture(graph_sizes, partial(record, recorder=GraphRecorder(self._state.device)))
 
     def arrays(self, drafts: ModelDrafts) -> dict[str, np.ndarray]:
-        """Return the host arrays that `draft` needs, by name; only non-empty ones."""
-        padding = self._state.slots
+        """Return the host arrays that `draft` needs, by name; only non-empty ones.
+
+        Rows are padded to the size of a CUDA graph, if there is one.
+        """
+        padding, rows = self._state.slots, len(drafts.slot)
+        more = (self.graphs.size(rows) or rows) - rows
+        row = np.stack((drafts.token, drafts.position, drafts.end)).astype(np.int64)
         arrays = {
-            "draft_slot": drafts.slot,
-            "draft_row": np.stack((drafts.token, drafts.position, drafts.end)).astype(np.int64),
+            "draft_slot": np.pad(drafts.slot, (0, more), constant_values=padding),
+            "draft_row": np.pad(row, ((0, 0), (0, more))),
             "draft_lent": np.where(drafts.lent >= 0, drafts.lent, padding).astype(np.int64),
             **_chunk_arrays(drafts),
         }
@@ -66,12 +80,25 @@ class DraftModelRunner:
         if not count:
             return found.int()
         slot, (token, position, end) = put["draft_slot"], put["draft_row"]
+        graphs = self.graphs.size(len(drafts.slot)) is not None
+        if graphs:
+            self.graphs.load(put)
         for i in range(passes):
-            sampled = self._pass(slot, token, position, end, count, max_kv, self._host_lengths(drafts, i))
+            if graphs:
+                sampled = self.graphs.replay(count if i else len(drafts.slot), max_kv)[:count]
+            else:
+                sampled = self._pass(slot, token, position, end, count, max_kv, self._host_lengths(drafts, i))
+                slot, token, position, end = slot[:count], sampled, position[:count] + 1, end[:count]
             found[:, i] = sampled
-            slot, token, position, end = slot[:count], sampled, position[:count] + 1, end[:count]
         self._state.columns.last_token[put["draft_lent"]] = found
         return found.int()
+
+    def _advance(self, slot_R: Tensor, row_3R: Tensor, max_kv: int) -> None:
+        """Run a pass of all rows, and let each go on with the token that it has sampled, in place."""
+        token, position, end = row_3R
+        sampled = self._pass(slot_R, token, position, end, len(slot_R), max_kv, None)
+        token.copy_(sampled)
+        position.add_(1)
 
     def _read(self, drafts: ModelDrafts, put: Mapping[str, Tensor], max_kv: int) -> None:
         """Compute the keys and values of the chunks."""
@@ -142,12 +169,15 @@ class DraftModelRunner:
         return page * size + position % size
 
     def _host_lengths(self, drafts: ModelDrafts, number: int) -> HostLengths | None:
-        """Return the lengths of the rows of a pass, counted from 0, for backends that plan on the host."""
+        """Return the lengths of the rows of a pass, counted from 0, for backends that plan on the host.
+
+        Rows that feed nothing count as one position, since not every kernel can be planned for none.
+        """
         if not self._backend.needs_host_lengths:
             return None
         rows = len(drafts.slot) if number == 0 else len(drafts.lent)
         fed = drafts.position[:rows] + number
-        length: NDArray[np.int32] = np.where(fed < drafts.end[:rows], fed + 1, 0).astype(np.int32)
+        length: NDArray[np.int32] = np.where(fed < drafts.end[:rows], fed + 1, 1).astype(np.int32)
         return HostLengths(np.ones(rows, np.int32), length, np.zeros(rows, np.int32))
 
 

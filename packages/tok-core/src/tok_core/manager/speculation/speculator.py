@@ -19,7 +19,7 @@ from tok_core.manager.sequences import State
 from tok_core.manager.speculation.acceptance import Acceptance, Float64
 from tok_core.manager.speculation.draft_model import DraftModel
 from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
-from tok_core.manager.speculation.step_costs import Candidate, StepCosts
+from tok_core.manager.speculation.step_costs import DraftCandidate, StepCosts
 from tok_core.messages import EngineInfo, Int32, Int64, ModelDrafts, StepInput, StepOutput
 
 MAX_LEARNT: Final = MAX_DRAFTING  # tokens learned in a step; bounds the CPU's time
@@ -353,8 +353,8 @@ class Speculator:
         by_pass = np.where(modelled[falling // most], falling % most, -1)
         passes = [count for count in MODEL_PASSES if count < most] + [most]
         used = [_falling(probability)[:room], *(falling[by_pass < count][:room] for count in passes)]
-        candidates = [Candidate(probability.ravel()[used[0]])]
-        candidates += [Candidate(mixed.ravel()[one], count) for one, count in zip(used[1:], passes, strict=True)]
+        candidates = [DraftCandidate(probability.ravel()[used[0]])]
+        candidates += [DraftCandidate(mixed.ravel()[one], count) for one, count in zip(used[1:], passes, strict=True)]
         best, count = self.costs.choose_among(rows, candidates)
         return used[best][:count], best > 0
 

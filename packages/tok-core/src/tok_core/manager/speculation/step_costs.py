@@ -25,7 +25,7 @@ ASSUMED_ROWS: Final = 256.0  # without measurements: rows that take as long as t
 ASSUMED_WAIT: Final = 0.25  # without measurements: time lost by waiting, as a share of a step's fixed time
 
 
-class Candidate(NamedTuple):
+class DraftCandidate(NamedTuple):
     """Drafts that a step may verify: probabilities that tokens are accepted, in falling order.
 
     passes  passes of the draft model that draft them
@@ -136,9 +136,9 @@ class StepCosts:
 
     def choose(self, sequences: int, probability: Float64) -> int:
         """Return how many tokens to draft; `probability` holds their acceptance probabilities in falling order."""
-        return self.choose_among(sequences, [Candidate(probability)])[1]
+        return self.choose_among(sequences, [DraftCandidate(probability)])[1]
 
-    def choose_among(self, sequences: int, candidates: Sequence[Candidate]) -> tuple[int, int]:
+    def choose_among(self, sequences: int, candidates: Sequence[DraftCandidate]) -> tuple[int, int]:
         """Return which of the candidates to draft from, and how many of its tokens; 0 tokens: none of any."""
         if not self.allows(sequences):
             return 0, 0

@@ -13,6 +13,7 @@ from tok_core.errors import EngineError
 from tok_core.messages import StepInput
 from tok_core.runtime import available_memory
 from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
+from tok_core.worker.draft_graphs import DRAFT_GRAPH_SIZES
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_drafts, dummy_step, run_dummy_step
 
@@ -56,6 +57,8 @@ def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 
         step_bytes = max(step_bytes, _peak(runner, largest_draft(runner, max_step_tokens)))
     rows = graph_rows(runner) if runner.pipeline.peers.all_reduce_min(graphs) else 0
     graph_bytes = _peak(runner, dummy_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
+    if rows and runner.draft_model is not None:
+        graph_bytes += _peak(runner, dummy_drafts(min(rows, DRAFT_GRAPH_SIZES[-1]), 0, runner.max_len))
     return StepMemory(step_bytes, rows, graph_bytes)
 
 

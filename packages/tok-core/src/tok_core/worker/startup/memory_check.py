@@ -84,8 +84,9 @@ def require_memory(
         subject = "it needs" if workers_on_host == 1 else f"{workers_on_host} workers on this host need"
     if needs.total > free:
         advice = (*_remedies(config, model, dtype, peers, needs, free), "a smaller model")
+        models = config.model if config.draft is None else f"{config.model} with the draft model {config.draft}"
         raise EngineError(
-            f"{config.model} does not fit: {subject} {_size(needs.weights)} for weights in {_name(dtype)} and "
+            f"{models} does not fit: {subject} {_size(needs.weights)} for weights in {_name(dtype)} and "
             f"{_size(needs.cache)} for the smallest KV cache, but only {_size(free)} {place}; use {' or '.join(advice)}"
         )
     tokens = (free - needs.weights) // needs.per_token

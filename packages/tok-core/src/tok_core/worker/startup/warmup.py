@@ -10,6 +10,7 @@ from msgspec import structs
 
 from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
 from tok_core.worker.cuda_graphs import graph_sizes
+from tok_core.worker.draft_graphs import DRAFT_GRAPH_SIZES
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.sampling import MAX_GATHERED_ROWS
@@ -42,6 +43,8 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: i
         torch.cuda.synchronize(state.device)
     warm = time.monotonic()
     runner.graphs.capture(sizes)
+    if runner.draft_model is not None:
+        runner.draft_model.capture([size for size in DRAFT_GRAPH_SIZES if size <= measured.graph_rows])
     log.debug(
         "start: a step of each kind: %.1f s; %d CUDA graphs captured in %.1f s",
         *(warm - began, len(runner.graphs), time.monotonic() - warm),
