@@ -7,15 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from support.schedules import EOS, engine_info, submit
 from tok_core import EngineConfig, SamplingParams
 from tok_core.config import Speculate
 from tok_core.manager.loop import Manager
-from tok_core.messages import EngineInfo, Int64, Progress, StepInput, StepOutput, ToManager
+from tok_core.messages import EngineInfo, Int64, ModelDrafts, Progress, StepInput, StepOutput, ToManager
 
 FIRST = 10  # first token of the language
 SCHEDULE, LAUNCH, OUTPUT = 0.2e-3, 0.25e-3, 0.15e-3  # seconds of the host for a step, one after the other
+
+
+@dataclass(frozen=True)
+class SimulatedDraft:
+    """A draft model whose tokens are those of the target model with probability `accuracy`.
+
+    pass_seconds   device time of a pass
+    token_seconds  device time of a token that it reads before it drafts
+    """
+
+    accuracy: float
+    pass_seconds: float
+    token_seconds: float = 5e-6
 
 
 class SimulatedGpu:
@@ -27,6 +41,7 @@ class SimulatedGpu:
     end          probability that a token ends its sample
     seconds      device time of a step, by its rows
     delay        seconds by which the first step of each number of rows takes longer
+    draft        the draft model; None: there is none
     """
 
     def __init__(
@@ -37,7 +52,10 @@ class SimulatedGpu:
         end: float,
         seconds: Callable[[int], float],
         delay: float = 0.0,
+        draft: SimulatedDraft | None = None,
     ) -> None:
+        self.draft = draft
+        self._chance = np.random.default_rng(1)
         self.states, self.probability, self.end, self.seconds, self.delay = states, probability, end, seconds, delay
         self.sizes: set[int] = set()  # numbers of rows, as powers of two
         self.now = self.free = 0.0  # seconds; `free`: when the device has computed all steps sent
@@ -61,28 +79,49 @@ class SimulatedGpu:
         if (new := step.new) is not None:
             length[new.slot], last[new.slot] = new.length, new.last_token
             self.slots["seed"][new.slot], self.slots["sample"][new.slot] = new.sampling["seed"], new.sample
+        draft_token, draft_seconds = np.empty((0, 0), np.int32), 0.0
+        if step.drafts is not None:
+            draft_token, draft_seconds = self._draft(step.drafts)
         length[step.decode_slot] += 1
         length[step.prefill_slot] = step.prefill_start + step.prefill_count
         last[step.prefill_slot] = step.prefill_token[np.cumsum(step.prefill_count) - 1]
-        token = self._sample(step.sample_slot)
+        token = self._sample(step.sample_slot, length[step.sample_slot], last[step.sample_slot])
         last[step.sample_slot] = token
         self.now += SCHEDULE
         rows = len(step.decode_slot) + len(step.prefill_token)
-        seconds = self.seconds(rows) + self.delay * (rows.bit_length() not in self.sizes)
+        seconds = self.seconds(rows) + self.delay * (rows.bit_length() not in self.sizes) + draft_seconds
         self.sizes.add(rows.bit_length())
         self.free = max(self.free, self.now + LAUNCH) + seconds
         none = np.empty((len(token), 0))
         logprob = np.zeros(len(token), np.float32)
-        output = StepOutput(step.step, token, logprob, none.astype(np.int32), none, LAUNCH, seconds)
+        output = StepOutput(
+            *(step.step, token, logprob, none.astype(np.int32), none, LAUNCH, seconds),
+            draft_token=draft_token,
+            draft_seconds=draft_seconds,
+        )
         self.queued.append((self.free, output))
 
-    def _sample(self, slots: Int64) -> np.ndarray:
+    def _draft(self, drafts: ModelDrafts) -> tuple[np.ndarray, float]:
+        """Draft tokens, make them the last tokens of the slots lent, and return them, and the device time."""
+        assert self.draft is not None
+        found = np.zeros(drafts.lent.shape, np.int32)
+        rows, passes = drafts.lent.shape
+        slots, last = drafts.slot[:rows], drafts.token[:rows].astype(np.int64)
+        for i in range(passes):
+            token = self._sample(slots, drafts.position[:rows] + 1 + i, last)
+            wrong = self._chance.random(rows) >= self.draft.accuracy
+            found[:, i] = last = np.where(wrong, EOS - 1, token)
+            lent = drafts.lent[:, i]
+            self.slots["last_token"][lent[lent >= 0]] = last[lent >= 0]
+        return found, passes * self.draft.pass_seconds + len(drafts.chunk_token) * self.draft.token_seconds
+
+    def _sample(self, slots: Int64, position: Int64, last: Int64) -> np.ndarray:
         random = np.zeros(len(slots), np.uint64)
-        for name in ("seed", "sample", "length"):
-            random = (random ^ self.slots[name][slots].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        for key in (self.slots["seed"][slots], self.slots["sample"][slots], position):
+            random = (random ^ key.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
             random = (random ^ (random >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
         other, chance, ends = (random >> np.uint64(shift) & np.uint64(0xFFFF) for shift in (0, 16, 32))
-        successor = (self.slots["last_token"][slots] + 1 - FIRST) % self.states
+        successor = (last + 1 - FIRST) % self.states
         token = np.where(chance < self.probability * 65536, successor, other.astype(np.int64) % self.states) + FIRST
         return np.where(ends < self.end * 65536, EOS, token).astype(np.int32)
 
@@ -115,19 +154,23 @@ def run(
     probability: float = 0.8,
     end: float = 0.0,
     delay: float = 0.0,
+    draft: SimulatedDraft | None = None,
 ) -> Run:
     """Run samples of random prompts of 64 tokens, all submitted at once, to their end."""
     info = engine_info(
         page_size=16, num_pages=1 << 17, max_running=8192, max_step_tokens=8192, max_model_len=4096, vocab_size=1 << 17
     )
-    gpu = SimulatedGpu(info, states, probability, end, seconds, delay)
+    if draft is not None:
+        info = structs.replace(info, draft_len=info.max_model_len, draft_share=0.15)
+    gpu = SimulatedGpu(info, states, probability, end, seconds, delay, draft)
     manager = Manager(EngineConfig(model="simulated", speculate=speculate), info, gpu, None, lambda: gpu.now)
     random = np.random.default_rng(7)
     for rid in range(prompts):
         params = SamplingParams(n=samples, max_tokens=max_tokens, seed=rid, ignore_eos=not end)
         gpu.inbox.append(submit(rid, random.integers(FIRST, info.vocab_size, 64).tolist(), params))
-    while manager.turn() or manager.requests:
-        gpu.wait(0.01)
+    while (worked := manager.turn()) or manager.requests:
+        if not worked:
+            gpu.wait(0.01)
     times, _, finished = map(np.array, zip(*gpu.reports, strict=True))
     tail = times[np.searchsorted(np.cumsum(finished), 0.75 * prompts * samples)]
     stats = manager.stats()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from support.simulated_gpu import run
+import pytest
+
+from support.simulated_gpu import SimulatedDraft, run
+
+MANY = 60_000  # tokens of a language that no index learns in a test
 
 
 def weights_of_8b(rows: int) -> float:
@@ -43,3 +47,42 @@ def test_slow_first_steps_of_a_size_do_not_end_drafting() -> None:
     plain, drafted = (run(one, 1, 1, weights_of_8b, max_tokens=2048, delay=1.0) for one in ("off", "auto"))
     draft_sizes = 5  # of up to 16 rows
     assert drafted.seconds < plain.seconds / 1.8 + draft_sizes
+
+
+@pytest.mark.parametrize(("accuracy", "least"), [(0.9, 1.9), (0.8, 1.5), (0.6, 1.1)])
+def test_one_stream_is_faster_with_a_small_draft_model(accuracy: float, least: float) -> None:
+    """The draft model takes a fifth of a step of the model; nothing else predicts the stream."""
+    draft = SimulatedDraft(accuracy, pass_seconds=0.8e-3)
+    plain, drafted = (
+        run(one, 1, 1, weights_of_8b, max_tokens=2048, states=MANY, probability=0.01, draft=draft)
+        for one in ("off", "auto")
+    )
+    assert drafted.seconds < plain.seconds / least
+
+
+@pytest.mark.parametrize(("accuracy", "pass_seconds"), [(0.0, 0.8e-3), (0.3, 3e-3), (0.9, 20e-3)])
+def test_draft_model_that_does_not_pay_costs_little(accuracy: float, pass_seconds: float) -> None:
+    draft = SimulatedDraft(accuracy, pass_seconds)
+    plain, drafted = (
+        run(one, 4, 1, weights_of_8b, max_tokens=2048, states=MANY, probability=0.01, draft=draft)
+        for one in ("off", "auto")
+    )
+    assert drafted.seconds < 1.02 * plain.seconds
+
+
+def test_draft_model_at_the_border_of_paying_costs_little() -> None:
+    """Drafts begin and end often, and each time the draft model reads what the sequences have grown by."""
+    draft = SimulatedDraft(0.6, pass_seconds=0.8e-3)
+    plain, drafted = (
+        run(one, 64, 1, weights_of_8b, max_tokens=1024, states=MANY, probability=0.01, draft=draft)
+        for one in ("off", "auto")
+    )
+    assert drafted.seconds < 1.02 * plain.seconds
+
+
+def test_full_engine_does_not_wait_for_a_draft_model() -> None:
+    draft = SimulatedDraft(0.5, pass_seconds=3e-3)
+    plain, drafted = (
+        run(one, 4096, 1, lambda rows: 2.5e-6 * rows, max_tokens=30, draft=draft) for one in ("off", "auto")
+    )
+    assert drafted.seconds < 1.01 * plain.seconds

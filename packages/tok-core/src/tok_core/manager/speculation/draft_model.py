@@ -45,6 +45,7 @@ class DraftModel:
         self._read = np.zeros(paging.table.slots, np.int64)  # positions read of the slot's sequence, or fewer
         self._read_by = np.full(paging.table.slots, -1, np.int64)  # the epoch that `_read` holds for
         self._idle_turns = 0
+        self._read_again = 0  # tokens of the last `read` by which sequences had grown since they drafted
 
     def probabilities(self, slots: Int64, count: int) -> Float64:
         """Return the probabilities that the tokens of a draft of each slot are accepted, with all before, `[n, count]`.
@@ -68,17 +69,23 @@ class DraftModel:
         sequences with a common prefix, the first one reads it.
         """
         table, left, chunks = self._table, self._max_chunk_tokens, list[tuple[int, int, int]]()
+        self._read_again = 0
         new = slots[self._read_by[slots] != table.epoch[slots]]
         self._read[new], self._read_by[new] = 0, table.epoch[new]
         for slot in slots[table.length[slots] - self._read[slots] > 1].tolist():
             start, end = self._first_unread(slot), int(table.length[slot])
             if end - start > 1 and left:
                 count = min(end - start, left)
+                self._read_again += count if self._read[slot] else 0
                 chunks.append((slot, start, count))
                 self._mark(array([slot], np.int64), array([start], np.int64), array([start + count], np.int64))
                 start, left = start + count, left - count
             self._read[slot] = start
         return chunks
+
+    def share_read_again(self, drafts: ModelDrafts) -> float:
+        """Return the share of the tokens just read by which sequences had grown since they drafted."""
+        return self._read_again / max(len(drafts.chunk_token), 1)
 
     def is_ready(self, slots: Int64) -> np.ndarray:
         """Return which slots can draft: at most the position before their last token is not read, bool `[n]`."""

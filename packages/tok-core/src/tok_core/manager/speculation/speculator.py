@@ -161,7 +161,8 @@ class Speculator:
     def sent(self, step: StepInput) -> None:
         """Record the rows of a step that was sent."""
         drafted = len(self._drafts.lent) if self._drafts is not None and self._drafts.step == step.step else 0
-        self.costs.sent(step, drafted, waited=self._waited)
+        again = 0.0 if self.model is None or step.drafts is None else self.model.share_read_again(step.drafts)
+        self.costs.sent(step, drafted, waited=self._waited, read_again=again)
         self._waited = self.waits
 
     def observe(self, output: StepOutput, now: float) -> None:

@@ -62,8 +62,9 @@ class StepCosts:
     and may be tried again.
 
     Drafts of a draft model take passes of that model before the step. A pass takes a share of device(n). The share is
-    measured; until then it is that of the weights that the pass reads. Chunks that the draft model reads before its
-    first draft of a sequence are not counted: later drafts of the sequence make up for them.
+    measured; until then it is that of the weights that the pass reads. What the draft model reads before its first
+    draft of a sequence is not counted: later drafts of the sequence make up for it. What it reads after steps without
+    its drafts is paid from the account, so that it is not read again and again for few drafts.
 
     measured     False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
                  more if it has drafts
@@ -81,15 +82,16 @@ class StepCosts:
         self._returned = 0.0
         self._credit = 0.0  # seconds
 
-    def sent(self, step: StepInput, drafted: int, *, waited: bool) -> None:
+    def sent(self, step: StepInput, drafted: int, *, waited: bool, read_again: float = 0.0) -> None:
         """Record the rows of a step that was sent.
 
-        drafted  rows that verify drafts
-        waited   whether the step was held back for drafts
+        drafted     rows that verify drafts
+        waited      whether the step was held back for drafts
+        read_again  share of the tokens that the draft model reads because steps had none of its drafts
         """
         rows, drafts = len(step.decode_slot) + len(step.prefill_token), step.drafts
         passes, reads = (0, False) if drafts is None else (drafts.lent.shape[1], len(drafts.chunk_slot) > 0)
-        self._sent.append(SentStep(rows, rows - drafted, waited, passes, reads))
+        self._sent.append(SentStep(rows, rows - drafted, waited, passes, reads, read_again))
 
     def returned(self, device_seconds: float, now: float, accepted: int, draft_seconds: float = 0.0) -> None:
         """Learn from the oldest step sent, which has returned.
@@ -97,7 +99,7 @@ class StepCosts:
         accepted       drafted tokens of it that were accepted
         draft_seconds  the part of `device_seconds` that the draft model took
         """
-        rows, sequences, waited, passes, reads = self._sent.popleft()
+        rows, sequences, waited, passes, reads, read_again = self._sent.popleft()
         interval, self._returned = max(now - self._returned, 0.0), now
         self._step += 1
         if not self._measured:
@@ -117,7 +119,7 @@ class StepCosts:
             self._passes.add(self._step, min(share, MAX_OVERRUN * self._pass(1.0)) if self._passes.seconds else share)
         plain = device + self._lost(waited=False)
         wait, queued = self._overhead[True], self._overhead[False]
-        self._credit += MAX_LOSS * plain
+        self._credit += MAX_LOSS * plain - read_again * max(draft_seconds - passes * self._pass(device), 0.0)
         if rows > sequences:
             interval = min(interval, MAX_OVERRUN * (seconds + max(wait.seconds, plain)))
             wait.add(self._step, max(interval - seconds, 0.0))
@@ -200,6 +202,7 @@ class SentStep(NamedTuple):
     waited: bool
     passes: int
     reads: bool
+    read_again: float
 
 
 class Recent:
