@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tok_core import EngineConfig, SamplingParams
 from tok_core.config import Speculate
 from tok_core.manager.loop import Manager
 from tok_core.messages import EngineInfo, Int64, ModelDrafts, Progress, StepInput, StepOutput, ToManager
+from tok_core.worker.cuda_graphs import graph_sizes
 
 FIRST = 10  # first token of the language
 SCHEDULE, LAUNCH, OUTPUT = 0.2e-3, 0.25e-3, 0.15e-3  # seconds of the host for a step, one after the other
@@ -41,6 +43,7 @@ class SimulatedGpu:
     end          probability that a token ends its sample
     seconds      device time of a step, by its rows
     delay        seconds by which the first step of each number of rows takes longer
+    capture      seconds of the host to capture a CUDA graph, before the first step of its size
     draft        the draft model; None: there is none
     """
 
@@ -52,9 +55,12 @@ class SimulatedGpu:
         end: float,
         seconds: Callable[[int], float],
         delay: float = 0.0,
+        capture: float = 0.0,
         draft: SimulatedDraft | None = None,
     ) -> None:
         self.draft = draft
+        self.capture = capture
+        self.graph_sizes, self.captured = graph_sizes(info.max_running), set[int]()
         self._chance = np.random.default_rng(1)
         self.states, self.probability, self.end, self.seconds, self.delay = states, probability, end, seconds, delay
         self.sizes: set[int] = set()  # numbers of rows, as powers of two
@@ -88,6 +94,10 @@ class SimulatedGpu:
         token = self._sample(step.sample_slot, length[step.sample_slot], last[step.sample_slot])
         last[step.sample_slot] = token
         self.now += SCHEDULE
+        graph = self.graph_sizes[bisect_left(self.graph_sizes, len(step.decode_slot))]
+        capture_seconds = 0.0 if graph in self.captured else self.capture
+        self.captured.add(graph)
+        self.now += capture_seconds
         rows = len(step.decode_slot) + len(step.prefill_token)
         seconds = self.seconds(rows) + self.delay * (rows.bit_length() not in self.sizes) + draft_seconds
         self.sizes.add(rows.bit_length())
@@ -98,6 +108,7 @@ class SimulatedGpu:
             *(step.step, token, logprob, none.astype(np.int32), none, LAUNCH, seconds),
             draft_token=draft_token,
             draft_seconds=draft_seconds,
+            capture_seconds=capture_seconds,
         )
         self.queued.append((self.free, output))
 
@@ -120,6 +131,7 @@ class SimulatedGpu:
         for key in (self.slots["seed"][slots], self.slots["sample"][slots], position):
             random = (random ^ key.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
             random = (random ^ (random >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            random ^= random >> np.uint64(32)
         other, chance, ends = (random >> np.uint64(shift) & np.uint64(0xFFFF) for shift in (0, 16, 32))
         successor = (last + 1 - FIRST) % self.states
         token = np.where(chance < self.probability * 65536, successor, other.astype(np.int64) % self.states) + FIRST
@@ -154,6 +166,7 @@ def run(
     probability: float = 0.8,
     end: float = 0.0,
     delay: float = 0.0,
+    capture: float = 0.0,
     draft: SimulatedDraft | None = None,
 ) -> Run:
     """Run samples of random prompts of 64 tokens, all submitted at once, to their end."""
@@ -162,7 +175,7 @@ def run(
     )
     if draft is not None:
         info = structs.replace(info, draft_len=info.max_model_len, draft_share=0.15)
-    gpu = SimulatedGpu(info, states, probability, end, seconds, delay, draft)
+    gpu = SimulatedGpu(info, states, probability, end, seconds, delay, capture, draft)
     manager = Manager(EngineConfig(model="simulated", speculate=speculate), info, gpu, None, lambda: gpu.now)
     random = np.random.default_rng(7)
     for rid in range(prompts):

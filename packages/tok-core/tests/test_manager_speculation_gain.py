@@ -49,6 +49,15 @@ def test_slow_first_steps_of_a_size_do_not_end_drafting() -> None:
     assert drafted.seconds < plain.seconds / 1.8 + draft_sizes
 
 
+def test_captures_of_graphs_do_not_end_drafting() -> None:
+    """A tail without drafts needs the graphs, too."""
+    plain, drafted = (
+        run(one, 16, 64, weights_of_1b, max_tokens=1024, end=1 / 128, capture=0.025) for one in ("off", "auto")
+    )
+    assert drafted.accepted > 20_000
+    assert drafted.seconds < plain.seconds
+
+
 @pytest.mark.parametrize(("accuracy", "least"), [(0.9, 1.9), (0.8, 1.5), (0.6, 1.1)])
 def test_one_stream_is_faster_with_a_small_draft_model(accuracy: float, least: float) -> None:
     """The draft model takes a fifth of a step of the model; nothing else predicts the stream."""

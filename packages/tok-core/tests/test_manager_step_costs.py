@@ -66,7 +66,7 @@ class World:
             self.costs.sent(step, drafted, waited=waited)
             draft_seconds = passes * (self.pass_seconds or 0.0) * (1 + self.noise * self._rng.random() ** 4)
             self.now += device + draft_seconds + (self.wait if waited else self.queued)
-            self.costs.returned(device + draft_seconds, self.now, got, draft_seconds)
+            self.costs.returned(self.now, got, device + draft_seconds, draft_seconds)
             self.tokens += self.sequences + got
             self.drafted += drafted
             self._drafted_before = bool(drafted)

@@ -82,6 +82,22 @@ def test_start_captures_the_largest_graphs_and_steps_the_others_once(graphs: Dec
     assert len(graphs) == 7
 
 
+def test_idle_worker_captures_all_graphs_one_by_one(graphs: DecodeGraphs) -> None:
+    graphs.capture(SIZES)
+    assert graphs.missing == 10
+    assert graphs.find(dummy_step(decode=2)) is not None
+    assert graphs.missing == 9
+    assert graphs.take_capture_seconds() > 0
+    graphs.suspend(True)
+    assert graphs.missing == 0
+    graphs.suspend(False)
+    for left in (*range(8, -1, -1), 0):
+        graphs.capture_missing()
+        assert graphs.missing == left
+    assert len(graphs) == 14
+    assert graphs.take_capture_seconds() == 0
+
+
 def test_steps_that_no_graph_replays_capture_none(graphs: DecodeGraphs) -> None:
     graphs.capture(SIZES)
     nested, prefill = dummy_step(decode=4, groups=2, prefix=32, levels=2), dummy_step(decode=1, chunks=1, tokens=2)
@@ -111,6 +127,7 @@ def test_steps_go_on_without_graphs_if_no_memory_is_left(
     recorder.most = recorder.captured
     with caplog.at_level(logging.WARNING):
         assert [graphs.find(dummy_step(decode=rows)) for rows in (1, 2, 4, 1)] == [None] * 4
+    assert graphs.missing == 0
     (line,) = caplog.messages
     assert line.startswith("no memory is left for further CUDA graphs")
     assert graphs.find(dummy_step(decode=7)) is not None

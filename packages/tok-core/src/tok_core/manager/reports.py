@@ -36,6 +36,7 @@ class Reporter:
         self._clock = clock
         self._sums = dict.fromkeys((*SECONDS, *EXPERT_TOKENS), 0.0)
         self._stats = Stats()  # as reported last
+        self._missing_graphs = 0
         self._reported_at = -math.inf  # time of the last report
 
     def build(self, rounds: list[Reported]) -> Progress:
@@ -70,6 +71,7 @@ class Reporter:
             taken: float = getattr(output, name)
             if 0 <= taken <= self._step_timeout:  # otherwise a clock has jumped
                 self._sums[name] += taken
+        self._missing_graphs = output.missing_graphs
         if output.expert_tokens is not None:
             self._add_expert_tokens(output.expert_tokens)
 
@@ -111,5 +113,6 @@ class Reporter:
             steps=scheduler.steps,
             steps_in_flight=len(outputs.in_flight),
             group_rows=scheduler.group_rows,
+            missing_graphs=self._missing_graphs,
             **self._sums,
         )

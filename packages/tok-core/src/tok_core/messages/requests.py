@@ -88,6 +88,7 @@ class Stats(msgspec.Struct):
     schedule_seconds                CPU time of the manager to build steps
     output_seconds                  CPU time of the manager to process returned tokens
     launch_seconds, device_seconds  sums of StepOutput's
+    missing_graphs                  CUDA graphs that were not captured yet at the last step
     expert_mean_tokens              mean tokens per expert, summed over all layers of the steps that counted them
     expert_max_tokens               tokens of the busiest expert of a layer, or of its busiest copy, summed likewise
     expert_rank_max_tokens          mean tokens per expert of the busiest rank of a layer, summed likewise
@@ -115,6 +116,7 @@ class Stats(msgspec.Struct):
     steps: int = 0
     steps_in_flight: int = 0
     group_rows: int = 0
+    missing_graphs: int = 0
     schedule_seconds: float = 0.0
     launch_seconds: float = 0.0
     device_seconds: float = 0.0

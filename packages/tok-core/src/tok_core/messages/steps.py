@@ -198,11 +198,13 @@ class StepOutput(msgspec.Struct, tag=True):
     `token` is int32 and `logprob` float32, `[R]`; `top_token` and `top_logprob` have the same types and are
     `[R, top_logprobs]`. A row whose sequence had ended before the step may return any token.
 
-    launch_seconds  CPU time of the worker to enqueue the step
-    device_seconds  time from the step's first operation on the device to its last
-    expert_tokens   int32 `[layers, slots]`: tokens of each expert, or of each copy, by ranks; None: not counted
-    draft_token     int32 `[n, k]`: the tokens of `ModelDrafts.lent`, with any value where there is no slot
-    draft_seconds   the part of `device_seconds` that the draft model took
+    launch_seconds   CPU time of the worker to enqueue the step
+    device_seconds   time from the step's first operation on the device to its last
+    expert_tokens    int32 `[layers, slots]`: tokens of each expert, or of each copy, by ranks; None: not counted
+    draft_token      int32 `[n, k]`: the tokens of `ModelDrafts.lent`, with any value where there is no slot
+    draft_seconds    the part of `device_seconds` that the draft model took
+    capture_seconds  time of the worker to capture the step's CUDA graph before its launch; 0 for a captured one
+    missing_graphs   CUDA graphs that are not captured yet: idle workers capture them, and steps that need them
 
     With several pipeline stages, times and counts are those of the last stage, without its wait for the previous one.
     """
@@ -218,3 +220,5 @@ class StepOutput(msgspec.Struct, tag=True):
     expert_tokens: np.ndarray | None = None
     draft_token: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
     draft_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    missing_graphs: int = 0

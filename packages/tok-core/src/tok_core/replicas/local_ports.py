@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tok_core.manager import MIN_QUEUED_STEPS
@@ -90,8 +89,12 @@ class LocalPorts:
         if self._launched:
             self._idle = True
             return
-        with suppress(queue.Empty):
+        try:
             self._receive(self._inbox.get(timeout=seconds))
+        except queue.Empty:
+            self.computing = True
+            self._runner.graphs.capture_missing()
+            self.computing = False
 
     def _receive(self, message: ToManager | None) -> None:
         if message is None:

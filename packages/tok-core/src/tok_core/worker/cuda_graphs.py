@@ -4,9 +4,9 @@ A graph's kernels have fixed tensors and a fixed number of rows. A step runs on 
 Padding rows use the slot that never holds a sequence, and choose no experts; padding groups have no rows. Kernels read
 lengths on the device, so that one graph serves all lengths.
 
-The first step that needs a graph captures it, which takes the host as long as one launch kernel by kernel. All kernels
-are loaded before (`DecodeGraphs.launch`), so that a capture neither compiles nor loads any. Only the largest graphs,
-whose memory the others reuse, are captured at the start.
+Only the largest graphs, whose memory the others reuse, are captured at the start. An idle worker captures the others
+one by one, and the first step that needs a graph captures it, which takes the host as long as one launch kernel by
+kernel. All kernels are loaded before (`DecodeGraphs.launch`), so that a capture neither compiles nor loads any.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_GRAPH_GROUPS = 256  # prefix groups; steps with more, or with nested groups,
 # fixes it.
 FINE_GRAPH_ROWS = 512  # up to this many there are two variants
 SHORT_KV_TOKENS = 2048  # longest context of the short variant
-MAX_STALL_SECONDS = 0.04  # capture time up to which graphs are left to the steps that need them
+MAX_STALL_SECONDS = 0.05  # capture time up to which graphs are left to the steps that need them
 
 log = logging.getLogger("tok_core")
 
@@ -111,9 +111,26 @@ class DecodeGraphs:
         self._suspended = self._stale = self._memory_full = False
         self._recorder: GraphRecorder | None = None
         self._graphs: dict[tuple[int, GraphKey], DecodeGraph] = {}
+        self._uncaptured: dict[tuple[int, GraphKey], None] = {}  # in the order in which an idle worker captures them
+        self._capture_seconds = 0.0  # of captures by steps since the last `take_capture_seconds`
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def missing(self) -> int:
+        """Return how many graphs an idle worker can capture now."""
+        return 0 if self._suspended or self._memory_full else len(self._uncaptured)
+
+    def capture_missing(self) -> None:
+        """Capture one of the `missing` graphs, if there is any."""
+        if self.missing:
+            self._capture_late(*next(iter(self._uncaptured)))
+
+    def take_capture_seconds(self) -> float:
+        """Return the time that steps took to capture graphs since the last call."""
+        seconds, self._capture_seconds = self._capture_seconds, 0.0
+        return seconds
 
     def find(self, step: StepInput) -> DecodeGraph | None:
         """Return the graph for a step, captured now if it is the first of its kind.
@@ -128,7 +145,7 @@ class DecodeGraphs:
             return None
         key = GraphKey(groups > 0, step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(size))
         if (size, key) not in self._graphs and not self._memory_full:
-            self._capture_late(size, key)
+            self._capture_seconds += self._capture_late(size, key)
         return self._graphs.get((size, key))
 
     @torch.inference_mode()
@@ -149,6 +166,7 @@ class DecodeGraphs:
         All are captured now, the largest first, if workers must capture together or if a capture would stall a step.
         """
         self._sizes, self._graphs, self._memory_full = sorted(graph_sizes), {}, False
+        self._uncaptured = dict.fromkeys(self._keys(self._sizes[::-1]))
         if not self._sizes:
             return
         self._recorder = GraphRecorder(self._state.device)
@@ -176,19 +194,22 @@ class DecodeGraphs:
         if self._stale:
             self.capture_again()
 
-    def _capture_late(self, size: int, key: GraphKey) -> None:
-        """Capture a graph between steps, or none from then on if no memory is left for it."""
+    def _capture_late(self, size: int, key: GraphKey) -> float:
+        """Capture a graph between steps, or none from then on if no memory is left for it. Return the seconds taken."""
         try:
             seconds = self._timed_capture(size, key)
-            log.debug("CUDA graph of %d rows captured in %.0f ms: %s", size, seconds * 1e3, key)
         except torch.OutOfMemoryError as error:
             self._memory_full = True
             log.warning("no memory is left for further CUDA graphs: some steps launch kernels one by one (%s)", error)
+            return 0.0
+        log.debug("CUDA graph of %d rows captured in %.0f ms: %s", size, seconds * 1e3, key)
+        return seconds
 
     def _timed_capture(self, size: int, key: GraphKey) -> float:
         """Capture a graph, and return the seconds that it took the host."""
         began = time.monotonic()
         self._graphs[size, key] = self._capture(size, key)
+        del self._uncaptured[size, key]
         return time.monotonic() - began
 
     @torch.inference_mode()

@@ -78,6 +78,8 @@ class Launched:
     expert_tokens: Tensor | None = None
     draft_token: Tensor = NO_DRAFTS
     drafted: TimingEvent | None = None
+    capture_seconds: float = 0.0
+    missing_graphs: int = 0
 
     def output(self) -> StepOutput:
         """Return the step's tokens, which only the last stage has; block until the device has finished the step."""
@@ -95,6 +97,8 @@ class Launched:
             expert_tokens=None if self.expert_tokens is None else self.expert_tokens.numpy(),
             draft_token=self.draft_token.numpy(),
             draft_seconds=0.0 if self.drafted is None else self.drafted.seconds_since(self.began),
+            capture_seconds=self.capture_seconds,
+            missing_graphs=self.missing_graphs,
         )
 
 
@@ -182,7 +186,13 @@ class Runner:
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
         launched = self._send(step, time_began, began, sampled_tokens, top, prompt_outputs)
-        launched = replace(launched, draft_token=draft_token, drafted=drafted)
+        launched = replace(
+            launched,
+            draft_token=draft_token,
+            drafted=drafted,
+            capture_seconds=self.graphs.take_capture_seconds(),
+            missing_graphs=self.graphs.missing,
+        )
         self._watch.end(step.step, launched.launch_seconds, graph=graph is not None)
         return launched
 

@@ -61,6 +61,7 @@ GAUGES = {
     "pages_used": "Pages of the KV cache in use.",
     "pages_cached": "Pages of the KV cache that no sample uses, kept for prompts that begin alike.",
     "steps_in_flight": "Forward passes queued at the worker.",
+    "missing_graphs": "CUDA graphs not captured yet at the last forward pass; an idle worker captures them.",
 }
 WHOLE_GAUGES = {"replicas": "Replicas of the model.", "replicas_ready": "Replicas that serve."}
 REPLICA_GAUGES = {"ready": "Whether the replica serves: 1 or 0."}

@@ -168,7 +168,8 @@ class Speculator:
     def observe(self, output: StepOutput, now: float) -> None:
         """Learn how long the oldest step in flight took, once its drafts are accepted or rejected."""
         accepted, self._accepted_before = self.accepted_tokens - self._accepted_before, self.accepted_tokens
-        self.costs.returned(output.device_seconds, now, accepted, output.draft_seconds)
+        seconds = output.device_seconds, output.draft_seconds, output.capture_seconds
+        self.costs.returned(now, accepted, *seconds)
 
     def learn(self, in_flight: int) -> None:
         """Learn the noted tokens; decide whether the next step waits for the steps in flight, to verify drafts.

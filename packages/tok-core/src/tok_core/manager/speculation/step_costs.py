@@ -93,14 +93,22 @@ class StepCosts:
         passes, reads = (0, False) if drafts is None else (drafts.lent.shape[1], len(drafts.chunk_slot) > 0)
         self._sent.append(SentStep(rows, rows - drafted, waited, passes, reads, read_again))
 
-    def returned(self, device_seconds: float, now: float, accepted: int, draft_seconds: float = 0.0) -> None:
+    def returned(
+        self,
+        now: float,
+        accepted: int,
+        device_seconds: float,
+        draft_seconds: float = 0.0,
+        capture_seconds: float = 0.0,
+    ) -> None:
         """Learn from the oldest step sent, which has returned.
 
-        accepted       drafted tokens of it that were accepted
-        draft_seconds  the part of `device_seconds` that the draft model took
+        accepted         drafted tokens of it that were accepted
+        draft_seconds    the part of `device_seconds` that the draft model took
+        capture_seconds  what the capture of the step's CUDA graph took, which later steps replay: it does not count
         """
         rows, sequences, waited, passes, reads, read_again = self._sent.popleft()
-        interval, self._returned = max(now - self._returned, 0.0), now
+        interval, self._returned = max(now - self._returned - capture_seconds, 0.0), now
         self._step += 1
         if not self._measured:
             return

@@ -18,6 +18,8 @@ from tok_core.replicas.processes.failure_report import report_failure
 from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS, freeze_gc_heap
 from tok_core.worker import Launched, set_up
 
+IDLE_SECONDS = 0.02  # without a step, after which a worker captures a CUDA graph that a later step may need
+
 
 def run_worker(
     context: zmq.Context[zmq.Socket[bytes]],
@@ -42,11 +44,13 @@ def run_worker(
     threading.Thread(target=_return_outputs, args=(launched, outputs, launch), name="outputs", daemon=True).start()
     while True:
         HEARTBEAT.turned()
-        step = steps.wait(MAX_TURN_SECONDS)
+        step = steps.wait(IDLE_SECONDS if runner.graphs.missing else MAX_TURN_SECONDS)
         if isinstance(step, StepInput):
             launched.put(runner.launch(step))
         elif step is not None:
             results.send(runner.execute(step))
+        else:
+            runner.graphs.capture_missing()
 
 
 def leave_one_core(cores: int, workers: int = 1) -> int:

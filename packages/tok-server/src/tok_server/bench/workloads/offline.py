@@ -28,6 +28,8 @@ from tok_server.bench.workloads.workload import Workload, WorkloadRequest, warm_
 OBSERVE_SECONDS = 0.02  # between observations of the engine's counters
 PROGRESS_SECONDS = 0.25  # between updates of the progress bar
 WARM_UP_TOKENS = 16  # per sample
+CAPTURE_SECONDS = 1.0  # in which an idle worker captures CUDA graphs, between looks at how many are missing
+MAX_CAPTURE_SECONDS = 30.0  # maximum wait for all of them
 SETTLE_SECONDS = 10.0  # maximum wait for the steps queued behind the last token
 LINKED_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 
@@ -110,9 +112,13 @@ def _on_one_engine(config: EngineConfig, name: str, workload: Workload, reps: ra
 
 
 def warm_up(engine: Engine, workload: Workload) -> None:
-    """Generate a few tokens for as many sequences as can run at once."""
+    """Generate a few tokens for as many sequences as can run at once, and let idle workers capture all CUDA graphs."""
     requests = warm_up_requests(workload.requests, engine.info.max_running, WARM_UP_TOKENS)
     engine.generate(*_requests(requests, workload))
+    until = time.monotonic() + MAX_CAPTURE_SECONDS
+    while engine.stats()["missing_graphs"] and time.monotonic() < until:
+        time.sleep(CAPTURE_SECONDS)
+        engine.generate([[0]], SamplingParams(max_tokens=1))
 
 
 class _RunObserver:
