@@ -64,7 +64,7 @@ class StepCosts:
     Drafts of a draft model take passes of that model before the step. A pass takes a share of device(n). The share is
     measured; until then it is that of the weights that the pass reads. What the draft model reads before its first
     draft of a sequence is not counted: later drafts of the sequence make up for it. What it reads after steps without
-    its drafts is paid from the account, so that it is not read again and again for few drafts.
+    its drafts is subtracted from the credit, so that it does not read again and again for few drafts.
 
     measured     False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
                  more if it has drafts
