@@ -49,7 +49,7 @@ def assert_near(result: Tensor, expected: Tensor, x: Tensor) -> None:
     assert result.shape == expected.shape
     step = torch.finfo(x.dtype).eps
     spread = step if x.shape[0] <= MAX_STREAM_TOKENS else 8 * step
-    torch.testing.assert_close(result.double(), expected, rtol=spread, atol=spread * 0.25)
+    torch.testing.assert_close(result.double(), expected, rtol=spread, atol=spread * 0.5)
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None) -> Tensor:
