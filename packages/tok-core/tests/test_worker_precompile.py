@@ -29,11 +29,19 @@ from tok_core.model_config import ModelConfig
 from tok_core.models.registry import build
 from tok_core.runtime import MANIFEST, compiler_process, is_first_start
 from tok_core.worker import cuda_graphs
+from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup import precompile
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.startup.memory import StepMemory, largest_step, measured_len
-from tok_core.worker.startup.precompile import CompileReport, CompileRequest, Precompilation, marker_of, start_variants
+from tok_core.worker.startup.precompile import (
+    CompileReport,
+    CompileRequest,
+    Precompilation,
+    marker_of,
+    meta_runner,
+    start_variants,
+)
 from tok_core.worker.startup.sizes import mask_words, resolve_model_config
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState
@@ -119,6 +127,20 @@ def test_variants_are_those_of_the_kv_cache(
     ]
     assert all(keys)
     assert not keys[0] & keys[1]
+
+
+def test_layer_kinds_launch_the_variants_of_all_layers_scales(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path / "model", layers=3)
+    fields = msgspec.json.decode((path / "config.json").read_bytes()) | {"num_key_value_heads": 1}
+    (path / "config.json").write_bytes(msgspec.json.encode(fields))
+    config = EngineConfig(model=str(path), load_format="dummy", dtype="bfloat16", kv_cache_dtype="fp8", max_running=4)
+    runner, step = meta_runner(config), dummy_step(decode=2)
+    with record(90) as of_all:
+        runner.launch(step)
+    runner.reset()
+    with record(90) as of_kinds, different_layers_only(runner.model, runner.state):
+        runner.launch(step)
+    assert of_all.keys() == of_kinds.keys()
 
 
 def random_step(source: random.Random, slots: int, tokens: int, words: int) -> StepInput:
