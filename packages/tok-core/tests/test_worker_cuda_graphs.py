@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -33,11 +33,12 @@ class Recorder:
 
     captured: int = 0
     most: int = 1000
+    error: RuntimeError = field(default_factory=lambda: torch.OutOfMemoryError("none"))
 
     @contextmanager
     def recording(self) -> Iterator[SimpleNamespace]:
         if self.captured == self.most:
-            raise torch.OutOfMemoryError("none")
+            raise self.error
         self.captured += 1
         yield SimpleNamespace(replay=lambda: None)
 
@@ -131,6 +132,39 @@ def test_steps_go_on_without_graphs_if_no_memory_is_left(
     (line,) = caplog.messages
     assert line.startswith("no memory is left for further CUDA graphs")
     assert graphs.find(dummy_step(decode=7)) is not None
+
+
+def test_driver_without_memory_for_a_graph_ends_captures_only(graphs: DecodeGraphs, recorder: Recorder) -> None:
+    graphs.capture(SIZES)
+    recorder.most, recorder.error = recorder.captured, RuntimeError("CUDA error: out of memory")
+    assert graphs.find(dummy_step(decode=1)) is None
+    assert graphs.missing == 0
+
+
+def test_other_errors_of_a_capture_are_raised(graphs: DecodeGraphs, recorder: Recorder) -> None:
+    graphs.capture(SIZES)
+    recorder.most, recorder.error = recorder.captured, RuntimeError("CUDA error: an illegal memory access")
+    with pytest.raises(RuntimeError, match="illegal"):
+        graphs.find(dummy_step(decode=1))
+
+
+def test_graphs_of_other_weights_are_discarded_by_a_second_wake_up(
+    graphs: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(sizes: list[int]) -> None:
+        raise torch.OutOfMemoryError("none")
+
+    graphs.capture(SIZES)
+    before = graphs.find(dummy_step(decode=8))
+    graphs.suspend(True)
+    graphs.capture_again()
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "launch", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.suspend(False)
+    graphs.suspend(True)  # the engine sleeps again
+    graphs.suspend(False)
+    assert graphs.find(dummy_step(decode=8)) not in (None, before)
 
 
 def test_graphs_are_captured_again_once_memory_is_back(graphs: DecodeGraphs, recorder: Recorder) -> None:

@@ -181,12 +181,13 @@ class DecodeGraphs:
 
         While memory is released, this waits until it is there again.
         """
-        self._stale = self._suspended
-        if self._stale or not self._sizes:
+        self._stale = bool(self._sizes)
+        if self._suspended or not self._stale:
             return
         with different_layers_only(self._model, self._state):
             self.launch(self._sizes)  # parameters of other dtypes have other kernels
         self.capture(self._sizes)
+        self._stale = False  # after an error, the next call of `suspend` tries again
 
     def suspend(self, suspended: bool) -> None:
         """Take note whether weights or KV cache have no memory now, so that no graph can be captured."""
@@ -198,7 +199,10 @@ class DecodeGraphs:
         """Capture a graph between steps, or none from then on if no memory is left for it. Return the seconds taken."""
         try:
             seconds = self._timed_capture(size, key)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # The driver, which allocates the graph itself, raises no torch.OutOfMemoryError.
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                raise
             self._memory_full = True
             log.warning("no memory is left for further CUDA graphs: some steps launch kernels one by one (%s)", error)
             return 0.0
