@@ -13,12 +13,15 @@ import torch
 
 from support.tiny_models import make_model
 from tok_core.config import RankCoordinates
+from tok_core.errors import EngineError
+from tok_core.messages import MemoryTask
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, build, load_checkpoint
 from tok_core.worker import cuda_graphs
 from tok_core.worker.cuda_graphs import DecodeGraphs
 from tok_core.worker.layer_kinds import different_layers, different_layers_only
 from tok_core.worker.runner import Runner
+from tok_core.worker.sleep import SleepingMemory
 from tok_core.worker.staging import Staging
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
 from tok_core.worker.state import WorkerState
@@ -165,6 +168,22 @@ def test_graphs_of_other_weights_are_discarded_by_a_second_wake_up(
     graphs.suspend(True)  # the engine sleeps again
     graphs.suspend(False)
     assert graphs.find(dummy_step(decode=8)) not in (None, before)
+
+
+def test_failed_sleep_leaves_no_graph_to_capture_on_released_memory(
+    graphs: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*, keep: bool) -> None:
+        raise EngineError("none")
+
+    graphs.capture(SIZES)
+    memory = SleepingMemory(CPU)
+    monkeypatch.setattr(memory.kv_cache, "release", fail)
+    assert memory.execute(MemoryTask("sleep", ("weights", "kv_cache"), keep=False), graphs).error
+    assert memory.weights.released
+    assert graphs.missing == 0
+    assert not memory.execute(MemoryTask("wake_up", ("weights", "kv_cache"), keep=False), graphs).error
+    assert graphs.missing > 0
 
 
 def test_graphs_are_captured_again_once_memory_is_back(graphs: DecodeGraphs, recorder: Recorder) -> None:

@@ -30,11 +30,13 @@ class SleepingMemory:
         """
         try:
             with HEARTBEAT.coarse():  # page-locking host memory takes seconds
-                if task.action == "sleep":
-                    self._release(task)
-                else:
-                    self._restore(task)
-                graphs.suspend(self.weights.released or self.kv_cache.released)
+                try:
+                    if task.action == "sleep":
+                        self._release(task)
+                    else:
+                        self._restore(task)
+                finally:  # an idle worker captures no graph while a part is released
+                    graphs.suspend(self.weights.released or self.kv_cache.released)
         except (EngineError, torch.OutOfMemoryError) as error:
             return TaskResult(f"{task.action}: {error}")
         return TaskResult()
