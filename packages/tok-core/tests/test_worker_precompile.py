@@ -10,6 +10,7 @@ import logging
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -323,6 +324,30 @@ def test_process_that_started_with_the_worker_ends_if_it_is_not_needed(small: En
     compiler = python("import time; time.sleep(600)")
     Precompilation(small, CPU, 1, compiler).wait()
     assert compiler.returncode is not None
+
+
+def test_start_waits_no_longer_than_its_limit_for_compiling_children(
+    small: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = python("import os, time; os.fork(); time.sleep(20)")
+    monkeypatch.setattr(precompile, "MAX_WAIT_SECONDS", 0.5)
+    began = time.monotonic()
+    Precompilation(small, CUDA, 1, compiler).wait()
+    assert time.monotonic() - began < 15
+    assert compiler.returncode is not None
+    (line,) = caplog.messages
+    assert line.startswith("kernels are compiled one by one: the compiling process failed")
+
+
+def test_process_that_ended_before_the_request_is_reaped(small: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = python("")
+    while compiler.poll() is None:
+        time.sleep(0.01)
+    Precompilation(small, CUDA, 1, compiler).wait()
+    assert compiler.stdout is not None
+    assert compiler.stdout.closed
+    (line,) = caplog.messages
+    assert line.startswith("kernels are compiled one by one: ")
 
 
 def test_compiling_process_without_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,7 @@ class Precompilation:
         if request is not None:
             self._send(request, compiler)
         elif compiler is not None:
-            compiler.kill()
-            compiler.communicate()
+            _kill(compiler)
 
     @staticmethod
     def _request(config: EngineConfig, device: torch.device, workers: int) -> CompileRequest | None:
@@ -118,13 +117,16 @@ class Precompilation:
         return None if marker.exists() else CompileRequest(config, card, capability, str(marker), environment)
 
     def _send(self, request: CompileRequest, compiler: subprocess.Popen[bytes] | None) -> None:
+        process = compiler
         try:
-            process = compiler or start_compiler()
+            process = process or start_compiler()
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(request))
             process.stdin.close()
             process.stdin, self._process = None, process  # `communicate` expects no closed stream
         except OSError as error:
+            if process is not None:
+                _kill(process)
             log.warning("kernels are compiled one by one: the compiling process cannot be started (%s)", error)
 
     def wait(self) -> None:
@@ -137,14 +139,23 @@ class Precompilation:
             output, _ = self._process.communicate(timeout=MAX_WAIT_SECONDS)
             report = msgspec.json.decode(output.rpartition(b"\n")[2], type=CompileReport)
         except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
-            self._process.kill()
-            self._process.communicate()
+            _kill(self._process)
             log.warning("kernels are compiled one by one: the compiling process failed (%s)", error)
             return
         if report.errors:
             more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
             log.warning("kernels are compiled at their first launch: %s%s", report.errors[0], more)
         log.debug("start: %d kernels compiled in %.1f s", report.variants, report.seconds)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process, without a wait for its own children, which may hold its output open until they have compiled."""
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):  # a request that the process has not read
+                stream.close()
+    process.wait()
 
 
 def _import_flashinfer() -> None:
