@@ -149,7 +149,7 @@ class Speculator:
         """
         salt, text = (blake2b(one, digest_size=4).digest() for one in (request.salt, request.prompt.tobytes()))
         request.family = int.from_bytes(salt + text)
-        prompt, salt_number = request.prompt[-MAX_PROMPT_TOKENS:], request.family >> 32
+        prompt, salt_number = request.prompt[-MAX_PROMPT_TOKENS:].copy(), request.family >> 32
         parts = (prompt[at : at + MAX_LEARNT] for at in range(0, len(prompt), MAX_LEARNT))
         self._prompts.extend((salt_number, part) for part in parts)
 
