@@ -99,8 +99,6 @@ def rotate_and_write(head_dim: int, cache_dtype: torch.dtype, scaled: bool = Fal
     q, k, v = (meta(tokens, heads, head_dim, dtype=BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
     position, table = meta(tokens, dtype=INT64), meta(8192, head_dim, dtype=FLOAT)
     cache = kv_cache(head_dim, cache_dtype, scaled)
-    BACKEND.rope(q, k, position, table)
-    BACKEND.write_kv(k, v, cache, position)
     norm = QKNorm(meta(head_dim, dtype=BF16), meta(head_dim, dtype=BF16), 1e-6)
     for one in (None, norm):
         BACKEND.rope_and_write_kv(q, k, v, position, table, cache, position, one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -12,6 +13,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from support.kv_writes import write_unrotated
 from support.noise import noise
 from tok_kernels import BACKENDS, LayerCache, choose, rope_table
 
@@ -35,13 +37,20 @@ def test_rms_norm_rounds_once_at_the_end(dtype: torch.dtype, device: torch.devic
     torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+def rotated(q: Tensor, k: Tensor, position: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rotated queries, and the rotated keys as the cache stores them."""
+    cache = LayerCache(*(torch.empty_like(k).unsqueeze(0) for _ in range(2)))
+    index = torch.arange(len(k), device=k.device)
+    return choose(k.device).rope_and_write_kv(q.clone(), k, k, position, table, cache, index), cache.k[0]
+
+
 def test_rope_equals_that_of_transformers(device: torch.device) -> None:
     config = LlamaConfig(hidden_size=96, num_attention_heads=4, head_dim=24, max_position_embeddings=128)
     q, k = noise(11, 4, 24, device=device), noise(11, 2, 24, device=device)
     position = torch.tensor([0, 1, 2, 3, 50, 127, 5, 5, 100, 64, 9], device=device)
     cos, sin = LlamaRotaryEmbedding(config).to(device)(q, position[None])
     theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    ours = choose(device).rope(q, k, position, rope_table(24, 128, 10000.0).to(device))
+    ours = rotated(q, k, position, rope_table(24, 128, 10000.0).to(device))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other[0].transpose(0, 1), rtol=0, atol=2e-6)
 
@@ -52,22 +61,23 @@ def test_rope_makes_scores_depend_on_distance_alone(device: torch.device) -> Non
     score = []
     for start in (0, 17, 400):
         position = torch.tensor([start + 100, start], device=device)
-        turned_q, _ = choose(device).rope(q, k, position[:1], table)
-        _, turned_k = choose(device).rope(q, k, position[1:], table)
+        turned_q, _ = rotated(q, k, position[:1], table)
+        _, turned_k = rotated(q, k, position[1:], table)
         score.append((turned_q * turned_k).sum())
     torch.testing.assert_close(torch.stack(score), score[0].expand(3), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_keeps_the_dtype_and_does_not_modify_its_inputs(dtype: torch.dtype, device: torch.device) -> None:
+def test_rope_keeps_the_dtype_and_does_not_modify_the_keys(dtype: torch.dtype, device: torch.device) -> None:
     q, k = noise(3, 2, 16, dtype=dtype, device=device), noise(3, 1, 16, dtype=dtype, device=device)
-    kept, position = q.clone(), torch.tensor([4, 0, 9], dtype=torch.int32, device=device)
+    kept, position = k.clone(), torch.tensor([4, 0, 9], dtype=torch.int32, device=device)
     table = rope_table(16, 10, 10000.0).to(device)
-    turned, turned_k = choose(device).rope(q, k, position, table)
-    exact, _ = choose(device).rope(q.double().float(), k.float(), position, table)
+    turned, turned_k = rotated(q, k, position, table)
+    exact, exact_k = rotated(q.float(), k.float(), position, table)
     assert turned.dtype == turned_k.dtype == dtype
     assert torch.equal(turned, exact.to(dtype))
-    assert torch.equal(q, kept)
+    assert torch.equal(turned_k, exact_k.to(dtype))
+    assert torch.equal(k, kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,22 +94,22 @@ def test_silu_and_mul_is_silu_of_the_first_half_times_the_second(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv_writes_only_the_given_cache_rows(dtype: torch.dtype, device: torch.device) -> None:
+def test_rope_and_write_kv_writes_only_the_given_cache_rows(dtype: torch.dtype, device: torch.device) -> None:
     all_layers = torch.full((2, 2, 5, 4, 3, 16), 7.0, dtype=dtype, device=device)
     cache = LayerCache(all_layers[1, 0], all_layers[1, 1])
     k, v = noise(3, 3, 16, device=device), noise(3, 3, 16, device=device) + 1
-    choose(device).write_kv(k, v, cache, torch.tensor([19, 0, 6], device=device))
+    write_unrotated(choose(device), k, v, cache, torch.tensor([19, 0, 6], device=device))
     expected = torch.full_like(all_layers, 7.0)
     for token, (page, offset) in enumerate([(4, 3), (0, 0), (1, 2)]):
         expected[1, 0, page, offset], expected[1, 1, page, offset] = k[token].to(dtype), v[token].to(dtype)
     assert torch.equal(all_layers, expected)
 
 
-def test_write_kv_refuses_a_cache_without_a_uniform_row_stride(device: torch.device) -> None:
+def test_rope_and_write_kv_refuses_a_cache_of_uneven_pages(device: torch.device) -> None:
     uneven = torch.zeros((5, 6, 3, 16), device=device)[:, :4]
     row, index = torch.zeros((1, 3, 16), device=device), torch.tensor([0], device=device)
     with pytest.raises(RuntimeError, match="view"):
-        choose(device).write_kv(row, row, LayerCache(uneven, uneven), index)
+        write_unrotated(choose(device), row, row, LayerCache(uneven, uneven), index)
 
 
 def test_choose_on_a_cpu_allows_only_the_reference_backend() -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.kv_writes import write_unrotated
 from tok_kernels import AttentionBatch, AttentionShape, HostLengths, LayerCache
 from tok_kernels.attention.interface import PhaseKernel
 from tok_kernels.attention.reference import attention as reference
-from tok_kernels.norm_rope_kv.reference import write_kv
+from tok_kernels.backends.reference import ReferenceBackend
 
 POSITIONS, NEEDLE, PAGE = 100_000, 61_803, 16
 KV_HEADS, GROUP, SIZE = 2, 4, 128
@@ -40,7 +41,7 @@ def haystack(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, LayerCac
     k_scale, v_scale = torch.tensor([0.011, 0.013]), torch.tensor([0.02, 0.03])
     narrow = torch.zeros((pages, PAGE, KV_HEADS, SIZE)).to(FP8)
     cache = LayerCache(narrow, narrow.clone(), k_scale, v_scale)
-    write_kv(k, v, cache, torch.arange(pages * PAGE))
+    write_unrotated(ReferenceBackend(), k, v, cache, torch.arange(pages * PAGE))
     cache = LayerCache(*(x.to(device) for x in (cache.k, cache.v, k_scale, v_scale)))
     q = (q_KD * k_scale.unsqueeze(-1)).repeat_interleave(GROUP, 0).unsqueeze(0)
 

@@ -183,14 +183,6 @@ class Backend(Protocol):
         """
         ...
 
-    def rope(self, q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of q and k, rotated by rotary embedding (Su et al. 2021), of their own dtypes.
-
-        Entry `i` of a head is paired with entry `i + D / 2`, as in Llama. `position_T` (int64 or int32) selects rows of
-        `cos_sin_LD`, the float32 table made by `rope_table`.
-        """
-        ...
-
     def rope_and_write_kv(
         self,
         q_THD: Tensor,
@@ -205,9 +197,17 @@ class Backend(Protocol):
     ) -> Tensor:
         """Rotate q and k, write the rotated k and v to the cache, and return the rotated q.
 
-        With `norm`, `rms_norm` is applied to each head of q and k before the rotation (`rope`). v is written unchanged.
-        `index_T` selects cache rows as in `write_kv`. All values are computed in float32 and rounded once, to the dtype
-        in which they are stored. The result has dtype `dtype` (None: q's dtype) and may occupy the memory of `q_THD`.
+        Rotary embedding (Su et al. 2021) pairs entry `i` of a head with entry `i + D / 2`, as in Llama. `position_T`
+        (int64 or int32) selects rows of `cos_sin_LD`, the float32 table made by `rope_table`. With `norm`, `rms_norm`
+        is applied to each head of q and k before the rotation. v is written unchanged.
+
+        Token `t` is written to the flat cache row `index_T[t]` (int64), that is `page * page_size + offset`. If several
+        tokens have the same index, the row holds any one of them. Raises RuntimeError if the cache's pages are not
+        evenly spaced in memory.
+
+        All values are computed in float32 and rounded once, to the dtype in which they are stored. `LayerCache`
+        describes the conversion to float8 and int8. The result has dtype `dtype` (None: q's dtype) and may occupy the
+        memory of `q_THD`.
 
         If the cache has scales, k and v are divided by theirs, and the rotated q is multiplied by the k_scale of its
         key/value head, as `attention` expects.
@@ -218,15 +218,6 @@ class Backend(Protocol):
         """Return `silu(gate) * up`, where `gate` is the first and `up` the second half of the last axis.
 
         `[T, 2F] -> [T, F]`, computed in float32, of the input's dtype.
-        """
-        ...
-
-    def write_kv(self, k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
-        """Store token `t`'s key and value at flat cache row `index_T[t]` (int64), converted to the cache's dtype.
-
-        The flat row of a position is `page * page_size + offset`. `LayerCache` describes scales and the conversion to
-        float8. If several tokens have the same index, the row holds any one of them. The cache's pages must be evenly
-        spaced in memory (RuntimeError otherwise).
         """
         ...
 

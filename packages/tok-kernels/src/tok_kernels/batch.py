@@ -34,8 +34,8 @@ class LayerCache:
     of float8_e4m3fn is 1/16 to 1/8 of the number itself; scales move the numbers of a head into that range.
 
     An int8 cache has `k_token_scale` and `v_token_scale` instead, float32 `[pages, K, page_size]` and contiguous: a
-    scale for each position and head, 1/127 of the largest number there. `Backend.write_kv` writes them along with the
-    quotients, rounded to nearest, ties to even. NaN or an infinity makes the scale NaN, and so the whole head. For
+    scale for each position and head, 1/127 of the largest number there. `Backend.rope_and_write_kv` writes them with
+    the quotients, rounded to nearest, ties to even. NaN or an infinity makes the scale NaN, and so the whole head. For
     example, 0.5, -2 and 1.27 are stored as 32, -127 and 81 with the scale 2 / 127.
 
     Raises ValueError for one scale without the other, for scales of another shape or dtype, and for an int8 cache

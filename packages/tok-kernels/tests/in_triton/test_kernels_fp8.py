@@ -10,15 +10,16 @@ from torch import Tensor
 
 from support.attention_cases import MIXED, Case, build, oracle
 from support.interpreted import INTERPRETING, outside, rerun
-from tok_kernels import LayerCache, QKNorm, rope_table
+from support.kv_writes import write_unrotated
+from tok_kernels import Backend, LayerCache, QKNorm, rope_table
 from tok_kernels import launch_config as config
 from tok_kernels.attention.triton import attention, operands
 from tok_kernels.backends.reference import ReferenceBackend
-from tok_kernels.norm_rope_kv.triton_kv import write_kv
+from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 pytestmark = pytest.mark.usefixtures("small_device")
-reference = ReferenceBackend()
+reference, triton = ReferenceBackend(), TritonBackend()
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 # ‖out − expected‖ / ‖expected‖ against float64 over the same cache. Kernels convert bfloat16 queries to float16.
@@ -38,16 +39,18 @@ def representable() -> Tensor:
     return codes[codes.isfinite()].sort(stable=True).values
 
 
-def written(values: Tensor, write: object = reference.write_kv) -> Tensor:
+def written(values: Tensor, backend: Backend = reference) -> Tensor:
     """Write `values`, `[n]`, to an FP8 cache and return the cached numbers as float32."""
-    k_TKD = values.view(-1, 1, 1)
-    cache = empty_cache(len(values), 1, 1, values.device)
+    x_TKD = torch.stack((values, -values), -1).unsqueeze(1)
+    finite = x_TKD.isfinite()  # RoPE makes NaN of an infinity
+    cache = empty_cache(len(values), 1, 2, values.device)
     index = torch.arange(len(values), device=values.device)
-    assert callable(write)
-    write(k_TKD, -k_TKD, cache, index)
-    stored_k, stored_v = (pages.float().flatten()[: len(values)] for pages in (cache.k, cache.v))
-    torch.testing.assert_close(stored_v, -stored_k, rtol=0, atol=0, equal_nan=True)
-    return stored_k
+    write_unrotated(backend, torch.where(finite, x_TKD, 0.0), x_TKD, cache, index)
+    stored_k, stored_v = (pages.float().flatten(0, 1)[: len(values)] for pages in (cache.k, cache.v))
+    assert torch.equal(stored_k[finite], stored_v[finite])
+    stored, negated = stored_v[:, 0].unbind(-1)
+    torch.testing.assert_close(negated, -stored, rtol=0, atol=0, equal_nan=True)
+    return stored
 
 
 def empty_cache(
@@ -81,11 +84,11 @@ def test_the_reference_casts_to_fp8_with_ties_to_even_and_saturation() -> None:
 @pytest.mark.gpu
 def test_triton_casts_to_fp8_as_the_reference_does() -> None:
     given, expected = rounded(torch.device("cuda"))
-    assert torch.equal(written(given, write_kv), expected)
-    assert written(torch.tensor([torch.nan], device="cuda"), write_kv).isnan().all()
+    assert torch.equal(written(given, triton), expected)
+    assert written(torch.tensor([torch.nan], device="cuda"), triton).isnan().all()
     noise = torch.randn(50_000, device="cuda") * torch.logspace(-4, 4, 50_000, device="cuda")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(written(noise.to(dtype), write_kv), written(noise.to(dtype)))
+        assert torch.equal(written(noise.to(dtype), triton), written(noise.to(dtype)))
 
 
 def test_triton_writes_fp8_values_exactly_and_saturates_beyond_the_range(device: torch.device) -> None:
@@ -93,7 +96,7 @@ def test_triton_writes_fp8_values_exactly_and_saturates_beyond_the_range(device:
     normal = representable()[representable().abs() >= 2.0**-6].to(device)
     beyond = torch.tensor([449.0, 1e30, torch.inf, -465.0, -torch.inf], device=device)
     given = torch.cat((normal, beyond))
-    assert torch.equal(written(given, write_kv), torch.cat((normal, beyond.sign() * 448.0)))
+    assert torch.equal(written(given, triton), torch.cat((normal, beyond.sign() * 448.0)))
 
 
 def scales_of_two_heads(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -130,16 +133,12 @@ def test_rope_and_write_kv_fills_an_fp8_cache_as_the_reference_does(
 
 
 def test_the_reference_divides_rows_by_their_heads_scales_and_multiplies_queries() -> None:
-    k, v = torch.tensor([[[900.0], [3.0]]]), torch.tensor([[[7.0], [0.001]]])
+    k, v = (torch.tensor(heads).view(1, 2, 1).expand(1, 2, 2) for heads in ([900.0, 3.0], [7.0, 0.001]))
     scales = torch.tensor([2.0, 0.25]), torch.tensor([0.5, 2.0**-12])
-    cache = empty_cache(1, 2, 1, CPU, scales)
-    reference.write_kv(k, v, cache, torch.tensor([5]))
-    assert cache.k[0, 5].flatten().tolist() == [448.0, 12.0]  # 450 saturates
-    assert cache.v[0, 5].flatten().tolist() == [14.0, 4.0]  # without a scale, 0.001 would be 2⁻¹⁰
-    pair = empty_cache(1, 2, 2, CPU, scales)
-    q, none = torch.ones(1, 4, 2), torch.zeros(1, 2, 2)
-    position, table = torch.tensor([0]), rope_table(2, 1, 10000.0)
-    rotated = reference.rope_and_write_kv(q, none, none, position, table, pair, position)
+    cache, table = empty_cache(1, 2, 2, CPU, scales), rope_table(2, 1, 10000.0)
+    rotated = reference.rope_and_write_kv(torch.ones(1, 4, 2), k, v, torch.tensor([0]), table, cache, torch.tensor([5]))
+    assert cache.k[0, 5].tolist() == [[448.0, 448.0], [12.0, 12.0]]  # 450 saturates
+    assert cache.v[0, 5].tolist() == [[14.0, 14.0], [4.0, 4.0]]  # without a scale, 0.001 would be 2⁻¹⁰
     assert rotated[0, :, 0].tolist() == [2.0, 2.0, 0.25, 0.25]
 
 
@@ -147,8 +146,8 @@ def test_triton_writes_rows_divided_by_their_heads_scales(device: torch.device) 
     values = representable_near(torch.randn(70, 2, 32, generator=torch.Generator().manual_seed(2))).to(device)
     index = torch.randperm(70, generator=torch.Generator().manual_seed(3)).to(device)
     ours, theirs = (empty_cache(80, 2, 32, device, scales_of_two_heads(device)) for _ in range(2))
-    write_kv(values, values * 64, ours, index)
-    reference.write_kv(values, values * 64, theirs, index)
+    write_unrotated(triton, values, values * 64, ours, index)
+    write_unrotated(reference, values, values * 64, theirs, index)
     for mine, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
         torch.testing.assert_close(mine.float(), other.float(), rtol=0.125, atol=2.0**-9, equal_nan=True)
         assert float((mine != other).logical_and(~other.isnan()).float().mean()) < 0.01

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from support.attention_cases import MIXED, Case, build, oracle
 from support.interpreted import INTERPRETING, outside, rerun
+from support.kv_writes import write_unrotated
 from support.noise import noise
-from tok_kernels import AttentionShape, LayerCache, QKNorm, kv_position_bytes, rope_table
+from tok_kernels import AttentionShape, Backend, LayerCache, QKNorm, kv_position_bytes, rope_table
 from tok_kernels import launch_config as config
 from tok_kernels.attention.flashinfer import adapters
 from tok_kernels.attention.triton import attention, invariant, operands
 from tok_kernels.backends.composed import compose
 from tok_kernels.backends.reference import InvariantReferenceBackend, ReferenceBackend
+from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.calibration import candidates
 from tok_kernels.measure.steps import AttentionStep, new_problem
-from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 pytestmark = pytest.mark.usefixtures("small_device")
@@ -61,42 +62,39 @@ def of_both(cache: LayerCache) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_the_reference_rounds_each_head_of_a_token_by_its_largest_number() -> None:
-    k = torch.tensor([[[0.5, -2.0, 1.27], [0.0, 0.0, 0.0]]])
-    cache = empty_cache(3, 2, 3, CPU)
-    reference.write_kv(k, k * 1e-4, cache, torch.tensor([PAGE + 5]))
-    assert cache.k[1, 5].tolist() == [[32, -127, 81], [0, 0, 0]]
-    assert cache.v[1, 5].tolist() == [[32, -127, 81], [0, 0, 0]]
+    k = torch.tensor([[[0.5, -2.0, 1.27, 0.0], [0.0, 0.0, 0.0, 0.0]]])
+    cache = empty_cache(3, 2, 4, CPU)
+    write_unrotated(reference, k, k * 1e-4, cache, torch.tensor([PAGE + 5]))
+    assert cache.k[1, 5].tolist() == [[32, -127, 81, 0], [0, 0, 0, 0]]
+    assert cache.v[1, 5].tolist() == [[32, -127, 81, 0], [0, 0, 0, 0]]
     (_, k_scale), (_, v_scale) = of_both(cache)
     torch.testing.assert_close(k_scale[1, :, 5], torch.tensor([2 / 127, 0.0]))
     torch.testing.assert_close(v_scale[1, :, 5], torch.tensor([2e-4 / 127, 0.0]))
     assert int(k_scale.isnan().sum()) == 3 * 2 * PAGE - 2  # no other scale is written
 
 
-Write = Callable[[Tensor, Tensor, LayerCache, Tensor], None]
-
-
-@pytest.mark.parametrize("write", [reference.write_kv, write_kv], ids=["reference", "triton"])
+@pytest.mark.parametrize("backend", [reference, TritonBackend()], ids=["reference", "triton"])
 @pytest.mark.parametrize("size", [64, 48])
-def test_written_numbers_are_off_by_half_a_step_at_most(write: Write, size: int, device: torch.device) -> None:
+def test_written_numbers_are_off_by_half_a_step_at_most(backend: Backend, size: int, device: torch.device) -> None:
     k, v = (noise(50, 3, size, device=device) * 10.0**power for power in (3, -3))
     k, v = (x * torch.logspace(-2, 2, 50, device=device).view(-1, 1, 1) for x in (k, v))
     index = torch.randperm(9 * PAGE, generator=torch.Generator().manual_seed(3))[:50].to(device)
     cache = empty_cache(9, 3, size, device)
-    write(k, v, cache, index)
+    write_unrotated(backend, k, v, cache, index)
     for x, found in zip((k, v), both(cache), strict=True):
         step = x.abs().amax(-1, keepdim=True) / 127
         assert bool(((found[index] - x).abs() <= step * 0.5001).all())
         assert int(found.isfinite().all(-1).sum()) == 3 * 50  # no other row is written
 
 
-@pytest.mark.parametrize("write", [reference.write_kv, write_kv], ids=["reference", "triton"])
+@pytest.mark.parametrize("backend", [reference, TritonBackend()], ids=["reference", "triton"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
-def test_a_number_that_is_not_finite_makes_its_head_nan(write: Write, bad: float, device: torch.device) -> None:
+def test_a_number_that_is_not_finite_makes_its_head_nan(backend: Backend, bad: float, device: torch.device) -> None:
     k = torch.ones(2, 2, 16, device=device)
     k[1, 0, 9] = bad
     cache = empty_cache(1, 2, 16, device)
-    write(k, k, cache, torch.arange(2, device=device))
+    write_unrotated(backend, k, k, cache, torch.arange(2, device=device))
     for found in both(cache):
         assert bool(found[1, 0].isnan().all())
         assert bool((found[[0, 0, 1], [0, 1, 1]] == 1).all())
@@ -163,7 +161,6 @@ def test_kernels_refuse_scales_that_are_not_contiguous() -> None:
     k, index = torch.ones(1, 2, 32), torch.zeros(1, dtype=torch.int64)
     runs: list[Callable[[], object]] = [
         lambda: attention(case.q, cache, case.batch, case.scale),
-        lambda: write_kv(k, k, cache, index),
         lambda: rope_and_write_kv(k, k, k, index, rope_table(32, 1, 1e4), cache, index),
     ]
     for run in runs:
@@ -191,7 +188,8 @@ def int8(case: Case) -> tuple[Case, Case]:
     )
     pages, page_size, heads, size = k.shape
     cache = empty_cache(pages, heads, size, k.device, page_size)
-    reference.write_kv(k.flatten(0, 1), v.flatten(0, 1), cache, torch.arange(pages * page_size, device=k.device))
+    index = torch.arange(pages * page_size, device=k.device)
+    write_unrotated(reference, k.flatten(0, 1), v.flatten(0, 1), cache, index)
     dense = LayerCache(*(x.view(k.shape).double() for x in both(cache)))
     return replace(case, cache=cache), replace(case, cache=dense)
 

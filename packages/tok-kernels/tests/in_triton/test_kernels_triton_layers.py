@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from support.interpreted import INTERPRETING, outside, rerun
+from support.kv_writes import write_unrotated
 from support.noise import noise
 from tok_kernels import LayerCache, QKNorm, rope_table
 from tok_kernels.backends.reference import ReferenceBackend
+from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
-from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
-from tok_kernels.norm_rope_kv.triton_rope import rope, rope_and_write_kv
+from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 reference = ReferenceBackend()
 
@@ -80,35 +81,24 @@ def test_rms_norm_refuses_weights_of_another_size(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
-def test_rope_equals_the_reference_and_does_not_modify_its_inputs(
-    heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    product, q, k, _ = fused(5, heads, kv_heads, size, dtype, device)
-    kept, table = product.clone(), rope_table(size, 300, 10000.0).to(device)
-    position = torch.tensor([0, 299, 7, 7, 120], dtype=torch.int32, device=device)
-    for ours, theirs in zip(rope(q, k, position, table), reference.rope(q, k, position, table), strict=True):
-        assert_near(ours, theirs)
-    assert torch.equal(product, kept)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (32, 8, 16)])
-def test_rope_and_write_kv_equals_rope_followed_by_write_kv(
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 24), (3, 1, 64), (6, 3, 24), (32, 8, 16)])
+def test_rope_and_write_kv_equals_the_reference(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     product, q, k, v = fused(3, heads, kv_heads, size, dtype, device)
     memory, cache = poisoned_cache(5, 4, kv_heads, size, like=q)
-    table, position = rope_table(size, 300, 10000.0).to(device), torch.tensor([9, 0, 290], device=device)
+    expected, their_cache = poisoned_cache(5, 4, kv_heads, size, like=q)
+    table = rope_table(size, 300, 10000.0).to(device)
+    position = torch.tensor([9, 0, 290], dtype=torch.int32, device=device)
     index = torch.tensor([19, 0, 6], device=device)
-    turned_q, turned_k = rope(q, k, position, table)
-    expected = memory.clone()
-    reference.write_kv(turned_k, v, LayerCache(expected[1, 0], expected[1, 1]), index)
+    turned_q = reference.rope_and_write_kv(q, k, v, position, table, their_cache, index)
     rest = product[:, heads * size :].clone()
     rope_and_write_kv(q, k, v, position, table, cache, index)
-    assert torch.equal(q, turned_q)
+    assert_near(q, turned_q)
     assert torch.equal(product[:, heads * size :], rest)
-    torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+    assert_near(cache.k.nan_to_num(7.0), their_cache.k.nan_to_num(7.0))
+    assert torch.equal(cache.v.nan_to_num(7.0), their_cache.v.nan_to_num(7.0))
+    assert torch.equal(memory.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,9 +135,10 @@ def test_rope_and_write_kv_converts_to_the_dtype_of_the_cache(device: torch.devi
     _, q, k, v = fused(3, 2, 2, 32, torch.float32, device)
     memory, cache = poisoned_cache(1, 4, 2, 32, like=q.half())
     table, position = rope_table(32, 10, 10000.0).to(device), torch.arange(3, device=device)
-    turned_k = rope(q, k, position, table)[1]
+    _, wide = poisoned_cache(1, 4, 2, 32, like=q)
+    rope_and_write_kv(q.clone(), k, v, position, table, wide, position + 1)
     rope_and_write_kv(q, k, v, position, table, cache, position + 1)
-    assert torch.equal(memory[1, 0, 0, 1:], turned_k.half())
+    assert torch.equal(memory[1, 0, 0, 1:], wide.k[0, 1:].half())
     assert torch.equal(memory[1, 1, 0, 1:], v.half())
 
 
@@ -166,7 +157,7 @@ def test_rope_and_write_kv_rounds_float32_inputs_once(norm: bool, device: torch.
     assert found.is_contiguous()
     assert torch.equal(product, kept)
     if weights is None:
-        wide, _ = rope(q, k, position, table)
+        wide = rope_and_write_kv(q.clone(), k, v, position, table, cache, index)
         assert torch.equal(found, wide.half())
     for ours, theirs in ((found, turned), (cache.k, expected.k), (cache.v, expected.v)):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6, equal_nan=True)
@@ -182,7 +173,7 @@ def test_rope_writes_bfloat16_over_float16_queries_in_place(device: torch.device
     rest, index = product[:, 6 * 32 :].clone(), torch.tensor([5, 0, 2], device=device)
     arguments = (q, k, v, position, table)
     turned = reference.rope_and_write_kv(*arguments, expected, index, dtype=torch.bfloat16)
-    exact, _ = reference.rope(q.float(), k.float(), position, table)
+    exact = reference.rope_and_write_kv(q.float(), k, v, position, table, expected, index)
     assert torch.equal(turned, exact.bfloat16())
     assert turned.abs().max() > torch.finfo(torch.float16).max > product.abs().max()
     found = rope_and_write_kv(*arguments, cache, index, dtype=torch.bfloat16)
@@ -201,21 +192,11 @@ def test_rope_and_write_kv_refuses_queries_with_a_strided_last_axis(device: torc
         rope_and_write_kv(torch.zeros((3, 32, 2), device=device).transpose(1, 2), k, v, index, table, cache, index)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv_writes_only_the_given_cache_rows(dtype: torch.dtype, device: torch.device) -> None:
-    _, _, k, v = fused(3, 1, 3, 24, torch.float32, device)
-    memory, cache = poisoned_cache(5, 4, 3, 24, like=k.to(dtype))
-    expected, index = memory.clone(), torch.tensor([19, 0, 6], device=device)
-    reference.write_kv(k, v, LayerCache(expected[1, 0], expected[1, 1]), index)
-    write_kv(k, v, cache, index)
-    torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_write_kv_refuses_a_cache_without_a_uniform_row_stride(device: torch.device) -> None:
+def test_rope_and_write_kv_refuses_a_cache_of_uneven_pages(device: torch.device) -> None:
     uneven = torch.zeros((5, 6, 3, 16), device=device)[:, :4]
     row, index = torch.zeros((1, 3, 16), device=device), torch.tensor([0], device=device)
     with pytest.raises(RuntimeError, match="view"):
-        write_kv(row, row, LayerCache(uneven, uneven), index)
+        write_unrotated(TritonBackend(), row, row, LayerCache(uneven, uneven), index)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -242,9 +223,7 @@ def test_layer_kernels_of_zero_tokens_write_nothing(device: torch.device) -> Non
     memory, cache = poisoned_cache(1, 4, 1, 32, like=q)
     table, none = rope_table(32, 10, 10000.0).to(device), torch.empty(0, dtype=torch.int64, device=device)
     rope_and_write_kv(q, k, v, none, table, cache, none)
-    write_kv(k, v, cache, none)
     assert memory.isnan().all()
-    assert rope(q, k, none, table)[0].shape == (0, 2, 32)
     assert silu_and_mul(torch.empty((0, 8), device=device)).shape == (0, 4)
 
 
@@ -259,11 +238,10 @@ def test_layer_kernels_over_thousands_of_tokens_equal_the_reference() -> None:
     position = torch.randint(0, 5000, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
     table, index = rope_table(128, 5000, 500000.0).to(device), torch.randperm(tokens).to(device)
     memory, cache = poisoned_cache(tokens // 16, 16, 8, 128, like=q)
-    turned_q, turned_k = reference.rope(q, k, position, table)
-    expected = memory.clone()
-    reference.write_kv(turned_k, v, LayerCache(expected[1, 0], expected[1, 1]), index)
+    _, expected = poisoned_cache(tokens // 16, 16, 8, 128, like=q)
+    turned_q = reference.rope_and_write_kv(q, k, v, position, table, expected, index)
     rope_and_write_kv(q, k, v, position, table, cache, index)
     assert_near(q, turned_q)
-    assert_near(cache.k, expected[1, 0])
-    assert torch.equal(cache.v, expected[1, 1])
+    assert_near(cache.k, expected.k)
+    assert torch.equal(cache.v, expected.v)
     assert memory[0].isnan().all()

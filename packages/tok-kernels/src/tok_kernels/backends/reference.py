@@ -11,7 +11,7 @@ from tok_kernels.attention.reference import attention
 from tok_kernels.linear import invariant as invariant_linear
 from tok_kernels.linear.reference import ReferenceLinear
 from tok_kernels.moe.reference import fused_experts, invariant_fused_experts, select_experts
-from tok_kernels.norm_rope_kv.reference import rms_norm, rope, rope_and_write_kv, silu_and_mul, write_kv
+from tok_kernels.norm_rope_kv.reference import rms_norm, rope_and_write_kv, silu_and_mul
 from tok_kernels.sampling.reference.sampling import sample
 from tok_kernels.slots.reference import decode_rows, record_sampled_tokens
 
@@ -26,10 +26,8 @@ class ReferenceBackend(ReferenceLinear):
     rms_norm = staticmethod(rms_norm)
     select_experts = staticmethod(select_experts)
     fused_experts = staticmethod(fused_experts)
-    rope = staticmethod(rope)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)
-    write_kv = staticmethod(write_kv)
     attention = staticmethod(attention)
     sample = staticmethod(sample)
     decode_rows = staticmethod(decode_rows)

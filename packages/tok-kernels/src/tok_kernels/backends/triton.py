@@ -12,9 +12,8 @@ from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 from tok_kernels.moe import triton_invariant as invariant_moe
 from tok_kernels.moe.triton import fused_experts, select_experts
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
-from tok_kernels.norm_rope_kv.triton_kv import write_kv
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
-from tok_kernels.norm_rope_kv.triton_rope import rope, rope_and_write_kv
+from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 from tok_kernels.sampling.triton.sampling import sample
 from tok_kernels.slots.triton import decode_rows, record_sampled_tokens
 
@@ -36,10 +35,8 @@ class TritonBackend:
     dequantize = staticmethod(dequantize)
     select_experts = staticmethod(select_experts)
     fused_experts = staticmethod(fused_experts)
-    rope = staticmethod(rope)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)
-    write_kv = staticmethod(write_kv)
     attention = staticmethod(attention)
     sample = staticmethod(sample)
     decode_rows = staticmethod(decode_rows)

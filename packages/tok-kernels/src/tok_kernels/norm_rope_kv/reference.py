@@ -19,17 +19,6 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | No
     return (x * scale * weight_N.float()).to(dtype or x_TN.dtype)
 
 
-def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `Backend.rope`."""
-    cos, sin = cos_sin_LD.index_select(0, position_T).unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q_THD, cos, sin), _rotate(k_TKD, cos, sin)
-
-
-def _rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_THD.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THD.dtype)
-
-
 def rope_and_write_kv(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -46,23 +35,24 @@ def rope_and_write_kv(
     q_THD, k_TKD = q_THD.float(), k_TKD.float()
     if norm is not None:
         q_THD, k_TKD = rms_norm(q_THD, norm.q_D, norm.eps), rms_norm(k_TKD, norm.k_D, norm.eps)
-    q_THD, k_TKD = rope(q_THD, k_TKD, position_T, cos_sin_LD)
-    write_kv(k_TKD, v_TKD, cache, index_T)
+    cos, sin = cos_sin_LD.index_select(0, position_T).unsqueeze(1).chunk(2, dim=-1)
+    q_THD, k_TKD = _rotate(q_THD, cos, sin), _rotate(k_TKD, cos, sin)
+    _store(cache.k, index_T, k_TKD, cache.k_scale, cache.k_token_scale)
+    _store(cache.v, index_T, v_TKD, cache.v_scale, cache.v_token_scale)
     if cache.k_scale is not None:
         q_THD = q_THD * cache.k_scale.repeat_interleave(q_THD.shape[1] // k_TKD.shape[1]).unsqueeze(-1)
     return q_THD.to(dtype)
+
+
+def _rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_THD.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
     """Compute `Backend.silu_and_mul`."""
     gate, up = gate_up_TF.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up_TF.dtype)
-
-
-def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
-    """Compute `Backend.write_kv`."""
-    _store(cache.k, index_T, k_TKD, cache.k_scale, cache.k_token_scale)
-    _store(cache.v, index_T, v_TKD, cache.v_scale, cache.v_token_scale)
 
 
 def _store(

@@ -1,4 +1,4 @@
-"""Copy keys and values to their cache rows, with one program per token."""
+"""Write the heads of one token to its cache row, divided by scales and cast to the dtype of the cache."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -13,28 +13,6 @@ from tok_kernels.norm_rope_kv.reference import INT8_MAX, SMALLEST_SCALED
 _FP8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn number
 _INT8_MAX, _SMALLEST_SCALED = tl.constexpr(INT8_MAX), tl.constexpr(SMALLEST_SCALED)
 _INTEGERS = tl.constexpr(1.5 * 2**23)  # float32 numbers near this one are integers
-
-
-def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: LayerCache, index_T: Tensor) -> None:
-    """Compute `Backend.write_kv`.
-
-    Keys and values may be views of a larger GEMM output; they are copied first if their last axis is not dense. Raises
-    ValueError if the cache's last axis is not dense.
-    """
-    tokens, heads, size = k_TKD.shape
-    if not tokens:
-        return
-    k_rows, v_rows = cache_rows(cache)
-    k, v = dense_heads(k_TKD), dense_heads(v_TKD)
-    padded = {"HEADS": triton.next_power_of_2(heads), "SIZE": triton.next_power_of_2(size)}
-    _write_kv_kernel[(tokens,)](
-        *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
-        *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
-        *(index_T.contiguous(), heads, size, cache.k_scale, cache.v_scale, *token_scales(cache)),
-        PAGE=cache.page_size,
-        **padded,
-        num_warps=min(max(padded["HEADS"] * padded["SIZE"] // 512, 1), 8),
-    )
 
 
 def cache_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
@@ -60,44 +38,6 @@ def token_scales(cache: LayerCache) -> tuple[Tensor | None, Tensor | None]:
 def dense_heads(x_THD: Tensor) -> Tensor:
     """Return the tensor itself, or a copy if the entries of a head are not contiguous."""
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
-
-
-@triton.jit(do_not_specialize_on_alignment=["index"])
-def _write_kv_kernel(
-    k: tl.tensor,
-    k_token: tl.tensor,
-    k_head: tl.tensor,
-    v: tl.tensor,
-    v_token: tl.tensor,
-    v_head: tl.tensor,
-    k_rows: tl.tensor,
-    k_rows_row: tl.tensor,
-    k_rows_head: tl.tensor,
-    v_rows: tl.tensor,
-    v_rows_row: tl.tensor,
-    v_rows_head: tl.tensor,
-    index: tl.tensor,
-    heads: tl.tensor,
-    size: tl.tensor,
-    k_scale: tl.tensor | None,
-    v_scale: tl.tensor | None,
-    k_token_scale: tl.tensor | None,
-    v_token_scale: tl.tensor | None,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> None:
-    """Copy the key and value of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(index + token).to(tl.int64)
-    copy_heads(
-        *(k + token * k_token, k_head, k_rows + row * k_rows_row, k_rows_head, heads, size, k_scale),
-        *(k_token_scale, row, PAGE, HEADS, SIZE),
-    )
-    copy_heads(
-        *(v + token * v_token, v_head, v_rows + row * v_rows_row, v_rows_head, heads, size, v_scale),
-        *(v_token_scale, row, PAGE, HEADS, SIZE),
-    )
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Apply rotary embedding with one program per token, alone or fused with the norm of heads and the cache write."""
+"""Apply the norm of heads, rotary embedding and the cache write in one kernel, with one program per token."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -20,21 +20,6 @@ from tok_kernels.norm_rope_kv.triton_kv import (
     store_scales,
     token_scales,
 )
-
-
-def rope(q_THD: Tensor, k_TKD: Tensor, position_T: Tensor, cos_sin_LD: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `Backend.rope`."""
-    q, k = dense_heads(q_THD), dense_heads(k_TKD)
-    rotated_q, rotated_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    if q.shape[0]:
-        table = cos_sin_LD.contiguous()
-        _rope_kernel[(q.shape[0],)](
-            *(q, q.stride(0), q.stride(1), rotated_q, rotated_q.stride(0), rotated_q.stride(1), q.shape[1]),
-            *(k, k.stride(0), k.stride(1), rotated_k, rotated_k.stride(0), rotated_k.stride(1), k.shape[1]),
-            *(position_T.contiguous(), table, q.shape[2] // 2),
-            **_launch(q, k),
-        )
-    return rotated_q, rotated_k
 
 
 def rope_and_write_kv(
@@ -102,43 +87,6 @@ def _launch(q: Tensor, k: Tensor) -> dict[str, int]:
         "HALF": half,
         "num_warps": min(max(heads * half // 512, 1), 8),
     }
-
-
-@triton.jit(do_not_specialize_on_alignment=["position"])
-def _rope_kernel(
-    q: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
-    rotated_q: tl.tensor,
-    rotated_q_token: tl.tensor,
-    rotated_q_head: tl.tensor,
-    q_heads: tl.tensor,
-    k: tl.tensor,
-    k_token: tl.tensor,
-    k_head: tl.tensor,
-    rotated_k: tl.tensor,
-    rotated_k_token: tl.tensor,
-    rotated_k_head: tl.tensor,
-    k_heads: tl.tensor,
-    position: tl.tensor,
-    table: tl.tensor,
-    half: tl.tensor,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-) -> None:
-    """Rotate the queries and keys of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    angle = table + tl.load(position + token).to(tl.int64) * half * 2
-    q += token * q_token
-    k += token * k_token
-    to_q, to_k = rotated_q + token * rotated_q_token, rotated_k + token * rotated_k_token
-    _rotate(
-        q, q_head, to_q, rotated_q_head, q_heads, angle, half, q, 0.0, None, 1, None, 0, 1, Q_HEADS, HALF, False, False
-    )
-    _rotate(
-        k, k_head, to_k, rotated_k_head, k_heads, angle, half, k, 0.0, None, 1, None, 0, 1, K_HEADS, HALF, False, False
-    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["position", "index"])
