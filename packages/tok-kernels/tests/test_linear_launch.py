@@ -10,10 +10,10 @@ from tok_kernels.linear.triton_config import (
     MAX_SPLIT_PROGRAMS,
     FewRowsLaunch,
     LinearLaunch,
-    few_rows,
     few_rows_launch,
     linear_launch,
-    streams,
+    use_few_row_gemm,
+    use_gemv,
 )
 
 
@@ -52,13 +52,13 @@ def test_linear_launch_of_any_shape_is_made_of_powers_of_two(
 
 
 def test_streaming_needs_two_tokens_at_most_and_inputs_in_multiples_of_8() -> None:
-    assert streams(1, 8)
-    assert streams(2, 8)
-    assert not streams(2, 8, bits=8)
-    assert not streams(3, 8)
-    assert not streams(0, 8)
-    assert not streams(1, 12)
-    assert not streams(1, 0)
+    assert use_gemv(1, 8)
+    assert use_gemv(2, 8)
+    assert not use_gemv(2, 8, bits=8)
+    assert not use_gemv(3, 8)
+    assert not use_gemv(0, 8)
+    assert not use_gemv(1, 12)
+    assert not use_gemv(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_few_rows_launch_of_any_shape_covers_its_tokens(tokens: int, lines: int,
 
 
 def test_few_rows_need_up_to_64_tokens_or_32_of_narrow_weights() -> None:
-    assert few_rows(2, 2048, 2048)
-    assert few_rows(32, 2048, 2048)
-    assert not few_rows(33, 2048, 2048)
-    assert few_rows(64, 16384, 2048)
-    assert not few_rows(65, 16384, 2048)
-    assert not few_rows(0, 2048, 2048)
-    assert not few_rows(2, 2048, 2044)
-    assert not few_rows(2, 2048, 0)
+    assert use_few_row_gemm(2, 2048, 2048)
+    assert use_few_row_gemm(32, 2048, 2048)
+    assert not use_few_row_gemm(33, 2048, 2048)
+    assert use_few_row_gemm(64, 16384, 2048)
+    assert not use_few_row_gemm(65, 16384, 2048)
+    assert not use_few_row_gemm(0, 2048, 2048)
+    assert not use_few_row_gemm(2, 2048, 2044)
+    assert not use_few_row_gemm(2, 2048, 0)

@@ -15,14 +15,14 @@ from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.linear.reference import gated_linear as plain_gated_linear
 from tok_kernels.linear.reference import linear as plain_linear
 from tok_kernels.linear.triton import gated_linear, launch_stream, linear
-from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_STREAM_TOKENS, FewRowsLaunch, LinearLaunch
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_GEMV_TOKENS, FewRowsLaunch, LinearLaunch
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 
 reference = ReferenceBackend()
 
 # The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
-TOKENS = (1, MAX_STREAM_TOKENS, MAX_STREAM_TOKENS + 1, MAX_FEW_ROWS + 1)  # a kernel for two, one of few, and torch
+TOKENS = (1, MAX_GEMV_TOKENS, MAX_GEMV_TOKENS + 1, MAX_FEW_ROWS + 1)  # a kernel for two, one of few, and torch
 FEW_ROWS = [
     FewRowsLaunch(64, 64, 4, 3),
     FewRowsLaunch(16, 128, 1, 2, tokens=32),
@@ -48,7 +48,7 @@ def assert_near(result: Tensor, expected: Tensor, x: Tensor) -> None:
     assert result.dtype == x.dtype
     assert result.shape == expected.shape
     step = torch.finfo(x.dtype).eps
-    spread = step if x.shape[0] <= MAX_STREAM_TOKENS else 8 * step
+    spread = step if x.shape[0] <= MAX_GEMV_TOKENS else 8 * step
     torch.testing.assert_close(result.double(), expected, rtol=spread, atol=spread * 0.5)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tok_kernels.launch_config import pdl_options, supports_pdl
 from tok_kernels.linear.quantized_weights import ScaledWeight
 from tok_kernels.linear.reference import matmul
-from tok_kernels.linear.triton_config import LinearLaunch, few_rows, few_rows_launch, linear_launch, streams
+from tok_kernels.linear.triton_config import LinearLaunch, few_rows_launch, linear_launch, use_few_row_gemm, use_gemv
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_stream import stream_linear_kernel
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
@@ -36,11 +36,11 @@ def linear(
     """
     check_linear(x_TK, weight_NK.shape, bias_N, norm, weight_NK.dtype, residual_TN)
     outputs = weight_NK.shape[0]
-    if _streams(x_TK, weight_NK) and (residual_TN is None or residual_TN.stride(1) == 1):
+    if _use_gemv(x_TK, weight_NK) and (residual_TN is None or residual_TN.stride(1) == 1):
         launch = linear_launch(len(x_TK), outputs, x_TK.shape[1], gated=False)
         return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
-    if _few_rows(x_TK, weight_NK):
+    if _use_few_row_gemm(x_TK, weight_NK):
         few = few_rows_launch(len(x_TK), outputs, x_TK.shape[1])
         return launch_few_rows(few, x_TK, weight_NK, bias_N, residual_TN, gated=False)
     return matmul(x_TK, weight_NK, bias_N, residual_TN)
@@ -60,11 +60,11 @@ def gated_linear(
     check_linear(x_TK, gate_up_FK.shape, bias_F, norm, gate_up_FK.dtype)
     if gate_up_FK.shape[0] % 2:
         raise ValueError(f"gate_up has {gate_up_FK.shape[0]} rows; allowed: even numbers, gate and up in equal parts")
-    if _streams(x_TK, gate_up_FK):
+    if _use_gemv(x_TK, gate_up_FK):
         launch = linear_launch(len(x_TK), gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
         return launch_stream(launch, x_TK, gate_up_FK, bias_F, norm, None, gated=True)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, gate_up_FK.dtype)
-    if _few_rows(x_TK, gate_up_FK):
+    if _use_few_row_gemm(x_TK, gate_up_FK):
         few = few_rows_launch(len(x_TK), *gate_up_FK.shape)
         return launch_few_rows(few, x_TK, gate_up_FK, bias_F, None, gated=True)
     return silu_and_mul(matmul(x_TK, gate_up_FK, bias_F, None))
@@ -114,14 +114,14 @@ def launch_stream(
     return out_TN
 
 
-def _streams(x_TK: Tensor, weight: Tensor) -> bool:
-    return _short(x_TK, weight) and streams(*x_TK.shape)
+def _use_gemv(x_TK: Tensor, weight: Tensor) -> bool:
+    return _short(x_TK, weight) and use_gemv(*x_TK.shape)
 
 
-def _few_rows(x_TK: Tensor, weight: Tensor) -> bool:
+def _use_few_row_gemm(x_TK: Tensor, weight: Tensor) -> bool:
     # The launches need the shared memory of Hopper GPUs; Triton's interpreter has no such limit.
     runs = supports_pdl(x_TK.device) or x_TK.device.type == "cpu"
-    return runs and _short(x_TK, weight) and few_rows(len(x_TK), *weight.shape)
+    return runs and _short(x_TK, weight) and use_few_row_gemm(len(x_TK), *weight.shape)
 
 
 def _short(x_TK: Tensor, weight: Tensor) -> bool:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from tok_kernels.launch_config import power_of_two
 from tok_kernels.linear.quantized_weights import PackedWeight
 
-# Maximum tokens for the GEMV kernel. For more, the kernel of few rows is faster, since it uses tensor cores.
-MAX_STREAM_TOKENS = 2
-_MAX_8_BIT_STREAM_TOKENS = 1
-# Maximum tokens for the kernel of few rows, which reads the weight once. For more, cuBLAS is as fast or faster.
+# Maximum tokens for the GEMV kernel. For more, the few-row GEMM is faster, since it uses tensor cores.
+MAX_GEMV_TOKENS = 2
+_MAX_8_BIT_GEMV_TOKENS = 1
+# Maximum tokens for the few-row GEMM, which reads the weight once. For more, cuBLAS is as fast or faster.
 MAX_FEW_ROWS = 64
 MAX_SPLIT_PROGRAMS = 132  # multiprocessors of a Hopper GPU; weights of fewer tiles are divided along their inputs
 VECTOR = 8  # elements of 16 bits that a thread loads at once; torch computes other inputs than multiples of it
@@ -68,13 +68,13 @@ _TWO_TOKENS, _TWO_TOKENS_GATED = LinearLaunch(4, 1024, 4), LinearLaunch(2, 1024,
 
 
 # Launches of batch-invariant GEMMs of few tokens in 16 bits. Programs of few outputs fill the GPU if outputs are few.
-MAX_CHAIN_TOKENS = 16  # for more, cuBLASLt without split-K is as fast or faster, except for long weights
-_MAX_LONG_CHAIN_TOKENS = 64  # with a weight of at least `_LONG` times as many inputs as outputs
+_MAX_INVARIANT_TOKENS = 16  # for more, cuBLASLt without split-K is as fast or faster, except for long weights
+_MAX_LONG_INVARIANT_TOKENS = 64  # with a weight of at least `_LONG` times as many inputs as outputs
 _LONG = 4
-_CHAIN, _CHAIN_GATED = FewRowsLaunch(64, 256, 4, 4), FewRowsLaunch(128, 128, 4, 4)
-_CHAIN_FEW_OUTPUTS, _MAX_FEW_OUTPUTS = FewRowsLaunch(16, 512, 2, 4), 4096
+_INVARIANT, _INVARIANT_GATED = FewRowsLaunch(64, 256, 4, 4), FewRowsLaunch(128, 128, 4, 4)
+_INVARIANT_FEW_OUTPUTS, _MAX_FEW_OUTPUTS = FewRowsLaunch(16, 512, 2, 4), 4096
 
-# Launches of the kernel of few rows by the maximum number of tokens, measured on an H100. Of the first two, a single
+# Launches of the few-row GEMM by the maximum number of tokens, measured on an H100. Of the first two, a single
 # program fits a multiprocessor, so that programs that start early are spread evenly: with 5 stages for 6, the GEMMs of
 # a layer of Llama-3.2-1B take 56 µs for 4 tokens instead of 51.
 _FEW_ROWS = (
@@ -100,24 +100,24 @@ def linear_launch(tokens: int, outputs: int, inputs: int, *, gated: bool) -> Lin
     return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _MIN_BLOCK))
 
 
-def streams(tokens: int, inputs: int, *, bits: int = 16) -> bool:
-    """Return whether the GEMV kernel (`triton_stream`) takes a GEMM of this size with a weight of 16 or 8 bits."""
-    most = MAX_STREAM_TOKENS if bits == 16 else _MAX_8_BIT_STREAM_TOKENS
+def use_gemv(tokens: int, inputs: int, *, bits: int = 16) -> bool:
+    """Return whether the GEMV kernel (`triton_stream`) computes a GEMM of this size with a weight of 16 or 8 bits."""
+    most = MAX_GEMV_TOKENS if bits == 16 else _MAX_8_BIT_GEMV_TOKENS
     return 0 < tokens <= most and inputs > 0 and inputs % VECTOR == 0
 
 
-def chains(tokens: int, outputs: int, inputs: int) -> bool:
-    """Return whether the kernel of few rows takes a batch-invariant GEMM of this size; otherwise cuBLASLt does.
+def use_invariant_few_row_gemm(tokens: int, outputs: int, inputs: int) -> bool:
+    """Return whether the few-row GEMM computes a batch-invariant GEMM of this size; otherwise cuBLASLt does.
 
     With a single output, cuBLASLt gave some rows other bits among 4,095 than among 4,096 (the gate of a shared expert).
     """
     if outputs < VECTOR:
         return tokens > 0
-    return 0 < tokens <= (_MAX_LONG_CHAIN_TOKENS if inputs >= _LONG * outputs else MAX_CHAIN_TOKENS)
+    return 0 < tokens <= (_MAX_LONG_INVARIANT_TOKENS if inputs >= _LONG * outputs else _MAX_INVARIANT_TOKENS)
 
 
 def few_rows_launch(tokens: int, lines: int, inputs: int, *, bits: int = 16) -> FewRowsLaunch:
-    """Return the launch of the kernel of few rows for a weight of `lines` rows and `inputs` columns.
+    """Return the launch of the few-row GEMM for a weight of `lines` rows and `inputs` columns.
 
     With 16 bits and few outputs, split-K divides the inputs among programs until they fill the GPU.
     """
@@ -131,15 +131,15 @@ def few_rows_launch(tokens: int, lines: int, inputs: int, *, bits: int = 16) -> 
     return replace(launch, splits=max(1, splits))
 
 
-def few_rows(tokens: int, lines: int, inputs: int) -> bool:
-    """Return whether the kernel of few rows takes a 16-bit GEMM of this size; otherwise torch does."""
+def use_few_row_gemm(tokens: int, lines: int, inputs: int) -> bool:
+    """Return whether the few-row GEMM computes a 16-bit GEMM of this size; otherwise torch does."""
     fits = 0 < tokens <= (MAX_FEW_ROWS if lines >= _WIDE else _MAX_NARROW_TOKENS)
     return fits and inputs > 0 and inputs % VECTOR == 0
 
 
-def chain_launch(outputs: int, inputs: int, *, gated: bool) -> FewRowsLaunch:
-    """Return the launch of the batch-invariant kernel for few tokens."""
-    launch = _CHAIN_GATED if gated else _CHAIN_FEW_OUTPUTS if outputs <= _MAX_FEW_OUTPUTS else _CHAIN
+def invariant_few_row_launch(outputs: int, inputs: int, *, gated: bool) -> FewRowsLaunch:
+    """Return the launch of the batch-invariant few-row GEMM, which never uses split-K."""
+    launch = _INVARIANT_GATED if gated else _INVARIANT_FEW_OUTPUTS if outputs <= _MAX_FEW_OUTPUTS else _INVARIANT
     return replace(launch, block=max(min(launch.block, power_of_two(inputs)), _MIN_BLOCK))
 
 

@@ -1,8 +1,8 @@
 """Compute linear layers on a GPU so that a row's bits do not depend on the other rows, nor on their number.
 
-Every kernel accumulates along the inputs in one chain: tensor cores add 16 products at a time to a float32 sum.
+Every kernel accumulates along the inputs in sequence: tensor cores add 16 products at a time to a float32 sum.
 cuBLASLt's kernels do so on Hopper unless they use split-K, which `forbid_split_k` excludes. Without split-K, cuBLASLt
-is slow for few rows, so the kernel of `triton_few_rows` computes them.
+is slow for few rows, so the few-row GEMM (`triton_few_rows`) computes them.
 
 Every kernel rounds the GEMM to the weight's dtype before bias, gate and residual follow. The epilogues of cuBLASLt
 round differently for some numbers of rows, so they are not used.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tok_kernels.linear.triton import check_linear
-from tok_kernels.linear.triton_config import chain_launch, chains
+from tok_kernels.linear.triton_config import invariant_few_row_launch, use_invariant_few_row_gemm
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
@@ -41,8 +41,8 @@ def linear(
     """Compute `Backend.linear`. Raises ValueError as `tok_kernels.linear.triton.linear`."""
     check_linear(x_TK, weight_NK.shape, bias_N, norm, weight_NK.dtype, residual_TN)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
-    if chains(len(x_TK), *weight_NK.shape):
-        launch = chain_launch(*weight_NK.shape, gated=False)
+    if use_invariant_few_row_gemm(len(x_TK), *weight_NK.shape):
+        launch = invariant_few_row_launch(*weight_NK.shape, gated=False)
         weight_NK = weight_NK.contiguous()
         return launch_few_rows(launch, x_TK, weight_NK, bias_N, residual_TN, gated=False, rounded=True)
     out_TN = functional.linear(x_TK, weight_NK)
@@ -55,9 +55,9 @@ def gated_linear(
     x_TK: Tensor, gate_up_FK: Tensor, bias_F: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None
 ) -> Tensor:
     """Compute `Backend.gated_linear`. Raises ValueError as `linear`, and for an odd number of rows."""
-    if gate_up_FK.shape[0] % 2 or not chains(len(x_TK), *gate_up_FK.shape):
+    if gate_up_FK.shape[0] % 2 or not use_invariant_few_row_gemm(len(x_TK), *gate_up_FK.shape):
         return silu_and_mul(linear(x_TK, gate_up_FK, bias_F, norm=norm))
     check_linear(x_TK, gate_up_FK.shape, bias_F, norm, gate_up_FK.dtype)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, gate_up_FK.dtype)
-    launch = chain_launch(*gate_up_FK.shape, gated=True)
+    launch = invariant_few_row_launch(*gate_up_FK.shape, gated=True)
     return launch_few_rows(launch, x_TK, gate_up_FK.contiguous(), bias_F, None, gated=True, rounded=True)

@@ -20,7 +20,7 @@ from torch.nn.functional import ScalingType
 
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton import check_linear, gated_linear, launch_stream, linear
-from tok_kernels.linear.triton_config import MAX_FEW_ROWS, few_rows_launch, scaled_stream_launch, streams
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, few_rows_launch, scaled_stream_launch, use_gemv
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, quantize_rows
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
@@ -46,7 +46,7 @@ def scaled_linear(
     check_linear(x_TK, weight.values_NK.shape, bias_N, norm, dtype=None)
     if not _is_supported(x_TK, weight):
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
-    if streams(*x_TK.shape, bits=8):
+    if use_gemv(*x_TK.shape, bits=8):
         launch = scaled_stream_launch(x_TK.shape[1])
         return launch_stream(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
     rows = quantize_rows(x_TK, weight, norm)
@@ -68,7 +68,7 @@ def scaled_gated_linear(
     check_linear(x_TK, gate_up.values_NK.shape, bias_F, norm, dtype=None)
     if not _is_supported(x_TK, gate_up):
         return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
-    if streams(*x_TK.shape, bits=8):
+    if use_gemv(*x_TK.shape, bits=8):
         launch = scaled_stream_launch(x_TK.shape[1])
         return launch_stream(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
     rows = quantize_rows(x_TK, gate_up, norm)
