@@ -14,10 +14,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.linear.quantized_weights import MAX_VALUES, QuantizedRows, ScaledWeight
+from tok_kernels.norm_rope_kv.triton_kv import ROUNDING_OFFSET
 
 _MAX_BLOCK = 4096  # maximum columns of a chunk
 _FINISH_BLOCK = 2048  # columns that a program of `finish_rows` computes
-_INTEGERS = tl.constexpr(1.5 * 2**23)  # float32 numbers near it are integers: adding it rounds, ties to even
 _ROW_MULTIPLE = 4  # cuBLAS takes block-wise scales only for multiples of so many rows
 
 
@@ -93,7 +93,7 @@ def _launch(rows: QuantizedRows, weight: ScaledWeight, args: tuple[Tensor | int 
 def _rounded(x: tl.tensor, out_ptr: tl.tensor) -> tl.tensor:
     """Return x in the dtype that `out_ptr` points to, rounded to nearest, ties to even."""
     if out_ptr.dtype.element_ty == tl.int8:
-        x = (x + _INTEGERS) - _INTEGERS
+        x = (x + ROUNDING_OFFSET) - ROUNDING_OFFSET
     return x.to(out_ptr.dtype.element_ty)
 
 

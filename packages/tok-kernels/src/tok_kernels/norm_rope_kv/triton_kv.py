@@ -12,7 +12,8 @@ from tok_kernels.norm_rope_kv.reference import INT8_MAX, SMALLEST_SCALED
 
 _FP8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn number
 _INT8_MAX, _SMALLEST_SCALED = tl.constexpr(INT8_MAX), tl.constexpr(SMALLEST_SCALED)
-_INTEGERS = tl.constexpr(1.5 * 2**23)  # float32 numbers near this one are integers
+# float32 numbers near this one are integers: adding and subtracting it rounds to nearest, ties to even.
+ROUNDING_OFFSET = tl.constexpr(1.5 * 2**23)
 
 
 def cache_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,7 @@ def cast_to_target(value: tl.tensor, target: tl.tensor) -> tl.tensor:
     Values cast to float8_e4m3fn are clamped to its range; values cast to int8 are within it, and rounded to nearest.
     """
     if target.dtype.element_ty == tl.int8:
-        value = (value + _INTEGERS) - _INTEGERS
+        value = (value + ROUNDING_OFFSET) - ROUNDING_OFFSET
     if target.dtype.element_ty == tl.float8e4nv:
         value = value.to(tl.float32)
         value = tl.where(value > _FP8_MAX, _FP8_MAX, tl.where(value < -_FP8_MAX, -_FP8_MAX, value))  # NaN stays NaN
