@@ -23,9 +23,9 @@ from tok_kernels.calibration.launches import searches
 class ComposedBackend(TritonBackend):
     """A `tok_kernels.Backend` with one attention kernel per phase; the phases `planned` are planned on the host.
 
-    Triton computes all other operations. Triton also computes attention in layers with a sliding window, because it
-    masks each row of a group by the row's own window, and over caches of another dtype than `cache_dtype`, for which
-    the kernels were built.
+    Triton computes all other operations. Triton also computes attention with a sliding window, because its kernels mask
+    each row of a group by the row's own window. It also computes attention over a cache whose dtype is not
+    `cache_dtype`, for which the kernels were built.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ComposedBackend(TritonBackend):
 
 
 def compose(device: torch.device, requested: str, shape: AttentionShape | None, directory: Path | None) -> Backend:
-    """Return the backend "auto", "triton" or "flashinfer" on a CUDA device. Raises ValueError as `choose`."""
+    """Return the backend "auto", "triton" or "flashinfer" on a CUDA device. Raises ValueError as `choose` does."""
     if shape is None:
         if requested == FLASHINFER:
             raise ValueError(f"shape is None; allowed with backend {requested!r}: the model's AttentionShape")

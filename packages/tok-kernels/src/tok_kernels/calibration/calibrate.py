@@ -1,4 +1,4 @@
-"""Measure all candidates of each attention phase on the same steps; choose the first, unless another is 5 % faster."""
+"""Measure all candidates of each attention phase on the same steps, and choose the first or one that is 5 % faster."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ STEPS = (
 )
 """Steps on which each phase is measured; every step has the same weight, whatever its size."""
 
-POOL_BYTES = 1 << 30  # largest page pool of a step
-# Host time in ms to launch all other kernels of a layer, if a planned kernel keeps them out of a CUDA graph; measured
-# with Llama-3.2-1B.
+POOL_BYTES = 1 << 30  # maximum size in bytes of a step's page pool
+# Host time in ms to launch a layer's other kernels, which a planned kernel keeps out of the CUDA graph. Measured with
+# Llama-3.2-1B.
 UNCAPTURED_MS = 0.3
 # Maximum relative norm of the difference of outputs. Correct 16-bit kernels that round in different places differ by
 # less, wrong kernels by far more.
 _MAX_RELATIVE_DIFFERENCE = 0.03
-# Minimum fraction by which another than the first candidate must be faster. The order of closer times varies from run
-# to run.
+# Fraction of time by which another candidate must beat the first. The order of closer times varies from run to run.
 _MIN_GAIN = 0.05
 
 _log = logging.getLogger(__name__)
@@ -90,6 +89,7 @@ def calibrate(
 
 
 def _among(choice: Choice, among: Sequence[Candidate]) -> bool:
+    """Return whether every chosen kernel is one of the candidates."""
     there = {(one.phase, one.name) for one in among}
     return all((phase, name) in there for phase, name in choice.fastest.items())
 
@@ -146,6 +146,7 @@ def _output(kernel: PhaseKernel, problem: AttentionProblem) -> Tensor:
 
 
 def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Raise ArithmeticError if outputs differ from those of the first candidate, if there are any."""
     for out, other in zip(outputs, expected, strict=False):
         difference = float((out.float() - other.float()).norm() / other.float().norm())
         if not difference < _MAX_RELATIVE_DIFFERENCE:

@@ -15,6 +15,7 @@ from tok_kernels.launch_config import AttentionLaunch, Kernel, KernelName
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep
 from tok_kernels.measure.timing import TimedWork, Timer
 
+# Steps on which each kernel's launches are tried: "decode", "split" (few rows, split-KV) and "tile".
 _ROWS = (AttentionStep(rows=1024, own=640), AttentionStep(rows=64, own=2048))
 _FEW_ROWS = (AttentionStep(rows=32, own=640), AttentionStep(rows=4, own=2048))
 _TILES = (AttentionStep(chunks=((512, 0),) * 16), AttentionStep(rows=2048, own=16, groups=16, prefix=704))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 SETS = 2
-PATIENCE = 60.0  # seconds; one rank may have to compile a kernel that another finds compiled
+PATIENCE = 60.0  # timeout in seconds: one rank may have to compile a kernel that another loads from Triton's cache
 _CLOCK_HZ = 2e9  # approximate rate of a GPU's clock
 
 
@@ -57,8 +57,8 @@ class ExchangeChannel:
         return self.buffers[0].shape[3]
 
 
+SUM_UNITS = 128  # units of 16 bytes that a program sums, one per thread
 # (programs, words per rank, program and turn) of each channel.
-SUM_UNITS = 128  # of 16 bytes
 _SUMS = (1024, 4 * SUM_UNITS)
 _SAMPLES = (1024, 8)
 SUM_BYTES = _SUMS[0] * _SUMS[1] * 4

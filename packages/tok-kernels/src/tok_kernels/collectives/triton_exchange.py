@@ -13,7 +13,7 @@ from tok_kernels.collectives.triton_signals import end_turn, get, place, put, se
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WARPS = 4  # one unit per thread
-_UNIT = 16
+_UNIT = 16  # bytes
 
 
 def can_sum(size: int, dtype: torch.dtype) -> bool:
@@ -49,6 +49,7 @@ def exchange_sum(x: Tensor, channel: ExchangeChannel, residual: Tensor | None = 
 
 
 def _plain(x: Tensor) -> Tensor:
+    """Return x, or a copy if x is not contiguous or not aligned to 16 bytes."""
     return x if x.is_contiguous() and x.data_ptr() % _UNIT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -66,9 +67,9 @@ def _sum_over_ranks_kernel(
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Sum units of 16 bytes over ranks; a thread has one unit of this rank and the same unit of the others.
+    """Sum units of 16 bytes over ranks; each thread sums one unit of all ranks.
 
-    With ADD, the values at `out` are added.
+    With ADD, add the values at `out`, too.
     """
     program = tl.program_id(0)
     unit = tl.arange(0, WORDS // 4)
@@ -98,7 +99,7 @@ def _sum_over_ranks_kernel(
 
 @triton.jit
 def numbers(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return the numbers that a unit of four words holds, as float32: four of 32 bits, or eight of 16 bits."""
+    """Unpack a unit of four words to float32: four numbers of 32 bits, or eight numbers of 16 bits."""
     found = ()
     for i in tl.static_range(4):
         if tl.float32 == DTYPE:
@@ -111,7 +112,7 @@ def numbers(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def words_of(found: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return the unit of four words that holds the numbers, rounded to nearest; the inverse of `numbers`."""
+    """Pack float32 numbers into a unit of four words, rounded to nearest; the inverse of `numbers`."""
     words = ()
     for i in tl.static_range(4):
         if tl.float32 == DTYPE:
@@ -125,6 +126,7 @@ def words_of(found: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _added(ones: tl.tensor, others: tl.tensor) -> tl.tensor:
+    """Add two tuples of numbers elementwise."""
     found = ()
     for i in tl.static_range(len(ones)):
         found += (ones[i] + others[i],)

@@ -91,7 +91,7 @@ def put(at: tl.tensor, words: tl.tensor, here: tl.tensor) -> None:
 
 @triton.jit
 def get(at: tl.tensor, here: tl.tensor) -> tl.tensor:
-    """Return the unit at the address `at`, which was written before this kernel; zeros if `here` is false."""
+    """Load the unit at the address `at`, written before this kernel; return zeros if `here` is false."""
     return tl.inline_asm_elementwise(
         *(_GET, "=&r,=&r,=&r,=&r,l,r", [at, here.to(tl.int32)]),
         dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),

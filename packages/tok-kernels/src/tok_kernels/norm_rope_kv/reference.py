@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from tok_kernels.batch import LayerCache, QKNorm
 
 INT8_MAX = 127.0
-SMALLEST_SCALED = 1e-30  # a head whose largest number is below is stored as zeros: 127 divided by it may be infinite
+# A head whose largest absolute value is at most this is stored as zeros, since 127 divided by it may overflow.
+SMALLEST_SCALED = 1e-30
 
 
 def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -45,6 +46,7 @@ def rope_and_write_kv(
 
 
 def _rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (i, i + D / 2) of float32 heads; cosines and sines are `[T, 1, D / 2]`."""
     first, second = x_THD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -58,6 +60,7 @@ def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
 def _store(
     pages: Tensor, index_T: Tensor, x_TKD: Tensor, scale_K: Tensor | None, token_scale_PKS: Tensor | None
 ) -> None:
+    """Write keys or values to the flat rows `index_T` of pages `[P, S, K, D]`, quantised as `LayerCache` describes."""
     # A view, because `reshape` may copy, and the write would be lost.
     rows = pages.view(-1, *pages.shape[2:])
     if token_scale_PKS is not None:
@@ -76,8 +79,8 @@ def _store(
 
 
 def _round_tokens(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return integers up to ±127, and the scales `[T, K]` by which they are multiplied to get x."""
+    """Quantise each head to integers in ±127; return them and the scales `[T, K]`: x ≈ integers · scale."""
     largest_TK = x_TKD.abs().amax(-1) + (x_TKD * 0.0).sum(-1)  # NaN if any number is not finite
-    limit_TK = torch.full_like(largest_TK, INT8_MAX)  # quotients with a number are products with a reciprocal
+    limit_TK = torch.full_like(largest_TK, INT8_MAX)  # with a Python number, torch multiplies by a reciprocal
     factor_TK = torch.where(largest_TK > SMALLEST_SCALED, limit_TK / largest_TK, 0.0)
     return (x_TKD * factor_TK.unsqueeze(-1)).nan_to_num(0.0).round(), largest_TK / limit_TK

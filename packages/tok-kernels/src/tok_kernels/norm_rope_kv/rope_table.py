@@ -167,7 +167,7 @@ def _frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: RopeSc
 
 @lru_cache(maxsize=8)
 def _factors(scaling: LongRopeScaling, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return short and long factors on the device; they are copied once, since each copy waits for the device."""
+    """Return short and long factors on the device; cached, since each copy from the host waits for the device."""
     short_F, long_F = (
         torch.tensor(factors, dtype=torch.float32, device=device)
         for factors in (scaling.short_factors, scaling.long_factors)

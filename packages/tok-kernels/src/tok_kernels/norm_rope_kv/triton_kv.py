@@ -56,10 +56,10 @@ def copy_heads(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Copy the heads of one token, `[heads, size]`, divided by their scales, if any, and cast by `cast_to_target`.
+    """Copy the heads of one token, `[heads, size]`, divided by `scale` if given, and cast by `cast_to_target`.
 
-    With `token_scale`, a cache's scales of positions, they are divided by scales that are found here, and stored for
-    cache row `row`.
+    With `token_scale`, the per-position scales of an int8 cache, compute the scales of this token's heads, divide the
+    heads by them, and store the scales for cache row `row`.
     """
     head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (head < heads) & (entry < size)
@@ -74,7 +74,7 @@ def copy_heads(
 
 @triton.jit
 def largest_of(value: tl.tensor) -> tl.tensor:
-    """Return the largest absolute number of each row; NaN if a number of the row is not finite."""
+    """Return the largest absolute value of each row; NaN if any entry of the row is not finite."""
     return tl.max(tl.abs(value), 1) + tl.sum(value * 0.0, 1)
 
 
@@ -87,9 +87,9 @@ def store_scales(
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> tl.tensor:
-    """Store the scales of a cache row's heads, by which their largest numbers become 127, and return 1 / scale.
+    """Store the scale `largest / 127` of each head for cache row `row`, and return `127 / largest`.
 
-    Heads of zeros, or of numbers that are not finite, get 0.
+    The factor is 0 for heads of zeros and for heads with an entry that is not finite.
     """
     head = tl.arange(0, HEADS)
     at = (row // PAGE * heads + head) * PAGE + row % PAGE
@@ -102,7 +102,7 @@ def store_scales(
 def cast_to_target(value: tl.tensor, target: tl.tensor) -> tl.tensor:
     """Return the value in the dtype that `target` points to.
 
-    Values cast to float8_e4m3fn are clamped to its range; values cast to int8 are within it, and rounded to nearest.
+    Values cast to float8_e4m3fn are clamped to ±448. Values cast to int8 must lie in ±127; they are rounded to nearest.
     """
     if target.dtype.element_ty == tl.int8:
         value = (value + ROUNDING_OFFSET) - ROUNDING_OFFSET

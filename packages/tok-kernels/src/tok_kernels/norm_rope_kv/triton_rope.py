@@ -68,7 +68,7 @@ def rope_and_write_kv(
 
 
 def _weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
-    """Return the norm's weights, or any tensors without a norm, since the kernel does not read them."""
+    """Return the norm's weights; without a norm, return placeholders, which the kernel does not read."""
     if norm is None:
         return q_THD, q_THD
     for name, weight in (("q", norm.q_D), ("k", norm.k_D)):
@@ -175,11 +175,11 @@ def _rotate(
     NORM: tl.constexpr,
     DIVIDE: tl.constexpr,
 ) -> None:
-    """Rotate the heads of one token; with NORM, after the norm of each head.
+    """Rotate the heads of one token; with NORM, normalise each head first.
 
-    `angle` points to the token's `half` cosines, followed by its sines. With `k_scale`, the result is multiplied by
-    `k_scale[head // group]`, or with DIVIDE divided by it. With `token_scale`, it is divided by scales of its heads
-    that are found here, and stored there for cache row `row`.
+    `angle` points to the token's `half` cosines, followed by its `half` sines. With `k_scale`, multiply the result by
+    `k_scale[head // group]`, or with DIVIDE divide by it. With `token_scale`, the per-position scales of an int8 cache,
+    compute the scales of the heads, divide the heads by them, and store the scales for cache row `row`.
     """
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (pair < half)

@@ -1,4 +1,4 @@
-"""Find the most likely tokens of rows that ask for them, and their log-probabilities."""
+"""Compute the log-sum-exp of logits, and the top-k tokens and log-probabilities of rows that request them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from tok_kernels.batch import SamplingBatch
 
 _SUMMED_ROWS = 64  # rows summed or searched at once, which limits the memory
-_UNIT = 2.0**44  # what an exponential of 1 counts as; 2¹⁸ of them stay below 2⁶³
+_UNIT = 2.0**44  # fixed-point value of an exponential of 1: sums of 2¹⁸ entries fit into int64
 
 
 def log_sum_exp(logits_RV: Tensor) -> Tensor:
     """Return the natural log-sum-exp of each row of float32 logits, float32 `[R]`; −inf if all logits are −inf.
 
-    Exponentials are rounded to integers, whose sum does not depend on its order, which differs between devices, shapes
-    and numbers of threads.
+    Exponentials are summed as fixed-point integers. The order of a sum differs between devices, shapes and numbers of
+    threads, but a sum of integers does not depend on it.
     """
     peak_R = logits_RV.amax(-1)
     total_R = torch.empty_like(peak_R)
@@ -50,7 +50,7 @@ def top_logprobs(logits_RV: Tensor, log_sum_R: Tensor, batch: SamplingBatch) -> 
 def top_values(scores_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest values of each row in descending order, and their indices.
 
-    Among equal values, lower indices come first, and only they are returned if there is no place for all.
+    Among equal values, lower indices come first. If the last equal values do not all fit, the lowest are returned.
     """
     parts = [_top_values(part_RV, count) for part_RV in torch.split(scores_RV, _SUMMED_ROWS)]
     value, token = (torch.cat(column) for column in zip(*parts, strict=True))

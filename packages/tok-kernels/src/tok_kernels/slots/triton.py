@@ -1,4 +1,4 @@
-"""Make decode rows from slots and store sampled tokens in slots: one launch each, one lane per row."""
+"""Make decode rows from slots and store sampled tokens in slots: one launch each, one thread per row."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _decode_rows_kernel(
     PAGE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Make LANES decode rows, one per lane."""
+    """Make LANES decode rows, one per thread."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     present = row < rows
     slot = tl.load(slot_ptr + row, mask=present, other=0).to(tl.int64)
@@ -111,7 +111,7 @@ def _record_sampled_tokens_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Store the tokens of LANES rows, one per lane."""
+    """Store the tokens of LANES rows, one per thread."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tok_kernels.batch import Contexts, LogitBias, Masks, Penalties
 
-# Bounds of what is processed at once, which limit the memory.
+# Upper bounds on the work of one pass, which limit the memory.
 _ENTRIES = 1 << 25  # vocabulary entries of all rows whose tokens are counted
 _MASKED_ROWS = 64  # rows whose masks are unpacked, from one bit to one byte per entry
 _POSITIONS = 4096  # positions of a context whose tokens are counted
@@ -48,7 +48,7 @@ def _penalise(logits_RV: Tensor, penalties: Penalties, part: slice) -> None:
 
 
 def _counts(contexts: Contexts, part: slice, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return how often each token occurs in the prompts and in the generated tokens of a part: int32 `[r, V]` each."""
+    """Count each token in the prompts and in the outputs of the rows of `part`: int32 `[r, V]` each."""
     slots, size = contexts.slots[part], contexts.page_size
     length, prompt_len = contexts.length[part].unsqueeze(1), contexts.prompt_len[part].unsqueeze(1)
     in_prompt, in_output = torch.zeros((2, len(slots), vocabulary), dtype=torch.int32, device=slots.device)

@@ -41,8 +41,8 @@ def resample_filtered(
 def processed_scores(edited_RV: Tensor, token_R: Tensor, batch: SamplingBatch) -> Tensor:
     """Return logits of the distribution that the tokens are sampled from: after temperature and filters, float32.
 
-    `edited_RV` are float32 logits after penalties and biases. The sampled tokens `token_R` count as kept, as backends
-    may round differently at the border of a filter.
+    `edited_RV` are float32 logits after penalties and biases. The sampled tokens `token_R` count as kept, because
+    backends may round differently at the threshold of a filter.
     """
     peak_R1 = edited_RV.amax(-1, keepdim=True)
     peak_R1 = torch.where(peak_R1 == -torch.inf, 0.0, peak_R1)

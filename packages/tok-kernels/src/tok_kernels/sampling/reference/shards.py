@@ -66,9 +66,8 @@ def _owner(published_S4R: Tensor, batch: SamplingBatch, rank: int) -> tuple[Tens
 def _normaliser(published_S4R: Tensor, temperature_R: Tensor, processed: bool) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit of all ranks, and the logarithm of the sum of exponentials relative to it.
 
-    The sum is that at the row's own temperature if `processed`, else at temperature 1.
-
-    If all logits of a row are −inf, 0 takes the place of the largest.
+    Exponentials are taken at the row's own temperature if `processed`, else at temperature 1. If all logits of a row
+    are −inf, the first result is 0.
     """
     peak_SR, total_SR = published_S4R[:, 0].double(), published_S4R[:, 1].double()
     if processed:

@@ -23,8 +23,8 @@ def resample_edited(
 ) -> Tensor:
     """Return the tokens; rows that have penalties or biases are resampled from their edited logits.
 
-    A row in which these leave no possible token takes the token with its largest raw logit.
-    With `batch.processed`, log-probabilities and sums of the rows in `whole` change in place to those of edited logits.
+    A row in which penalties and biases leave no possible token takes the token with its largest raw logit. With
+    `batch.processed`, log-probabilities and sums of the rows in `whole` change in place to those of edited logits.
     """
     rows, vocabulary = logits_RV.shape
     # The padding row has the number `rows`.

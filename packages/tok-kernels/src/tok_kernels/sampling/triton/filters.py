@@ -16,7 +16,8 @@ from tok_kernels.sampling.triton.resample import resample_kernel
 # Blocks read at a time, and warps, of the check and of resampling, measured on an H200.
 CHECK_BLOCKS, CHECK_WARPS = 4, 4
 RESAMPLE_BLOCKS, RESAMPLE_WARPS = 1, 4
-MAX_COLLECTED_ENTRIES = 2048  # relevant entries of a row that are copied to scratch and searched there, if no more
+# If a row has at most this many relevant entries, they are copied to scratch memory and searched there.
+MAX_COLLECTED_ENTRIES = 2048
 
 
 def resample_filtered(

@@ -1,9 +1,10 @@
 """Apply penalties to the tokens of a context only, so that the time is linear in the context's length.
 
-A bitmap of the vocabulary records which tokens a row has met. Of all positions that hold a token, the position whose
-atomic update first sets the token's bit changes the logit. Any of them may be first, since all would change the logit
-alike. A first pass handles generated tokens: repetition, then presence. A second pass handles prompt tokens not yet
-met, and the frequency of generated tokens. It adds equal numbers for a token, so their order does not change the sum.
+A bitmap of the vocabulary records which tokens of a row have been seen. Of all positions that hold a token, the one
+whose atomic update sets the token's bit changes the logit. Any of them may win, since all would change the logit alike.
+
+The first pass handles generated tokens: repetition, then presence. The second pass handles tokens that only the prompt
+holds, and the frequency of generated tokens. It adds equal numbers for a token, so their order does not change the sum.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
