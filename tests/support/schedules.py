@@ -214,7 +214,7 @@ def assert_all_given_back(manager: Manager) -> None:
     """Check that the manager holds nothing once all requests have ended."""
     table, paging = manager.table, manager.paging
     assert paging.used == 0
-    assert table.free_slots == table.slots
+    assert table.lendable_slots == table.slots
     assert paging.allocator.free + paging.tree.pages == paging.num_pages
     assert paging.tree.evictable == paging.tree.pages
     assert not manager.scheduler.waiting

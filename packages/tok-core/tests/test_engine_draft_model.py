@@ -105,7 +105,7 @@ def make_cheap(engine: object) -> None:
     [
         (4, {"max_running": 256}),
         (3, {"page_size": 4, "run_ahead": 4, "max_running": 256}),
-        (4, {"page_size": 4, "kv_cache_tokens": 640, "max_running": 32}),  # preempts
+        (4, {"page_size": 4, "kv_cache_tokens": 480, "max_running": 32}),  # preempts
         (16, {"page_size": 1, "max_step_tokens": 48, "max_running": 16, "run_ahead": 1}),
         (8, {"prefix_groups": False, "max_running": 256}),
     ],
@@ -117,10 +117,9 @@ def test_draft_model_changes_no_bit_of_any_answer(
     with cpu_engine(path, speculate=speculate, draft=str(noisy), **settings) as engine:
         make_cheap(engine)
         group_eagerly(manager_of(engine))
-        for _ in range(2):
-            assert answers(engine) == expected
+        assert answers(engine) == expected
         found = engine.stats()
-    assert found["model_drafted_tokens"] > found["model_accepted_tokens"] > 40
+    assert found["model_drafted_tokens"] > found["model_accepted_tokens"] > 400
     assert found["accepted_tokens"] >= found["model_accepted_tokens"]
     assert found["preemptions"] > 0 or "kv_cache_tokens" not in options
 
@@ -164,8 +163,7 @@ def test_drafts_of_any_source_and_size_change_no_bit(path: Path, noisy: Path, ex
         assert speculator is not None
         setattr(speculator.costs, "choose_among", choose_among)  # noqa: B010
         setattr(speculator.costs, "allows", lambda sequences: True)  # noqa: B010
-        for _ in range(2):
-            assert answers(engine) == expected
+        assert answers(engine) == expected
         found = engine.stats()
     assert found["model_accepted_tokens"] > 20
     assert found["accepted_tokens"] > found["model_accepted_tokens"]

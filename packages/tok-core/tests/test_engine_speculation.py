@@ -90,6 +90,16 @@ def test_drafts_change_no_bit_of_any_answer(
     assert stats["preemptions"] > 0 or "kv_cache_tokens" not in options
 
 
+@pytest.mark.parametrize(("running", "most"), [(1, 5), (3, 15), (8, 16)])
+def test_full_engine_drafts_in_slots_beyond_max_running(path: Path, running: int, most: int) -> None:
+    params = SamplingParams(n=running, temperature=0, max_tokens=NEW, ignore_eos=True)
+    with cpu_engine(path, speculate=4, max_running=running, max_step_tokens=16) as engine:
+        assert engine.info.max_running + engine.info.draft_slots == most
+        found = [one.token_ids for _ in range(2) for one in engine.generate([STEM], params)[0].outputs]
+        assert found == [reference_greedy(path, [STEM], NEW)[0][0]] * 2 * running
+        assert engine.stats()["accepted_tokens"] > NEW // 2
+
+
 @pytest.mark.parametrize("kind", ["llama3", "qwen2", "qwen3"])
 def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path / kind)

@@ -121,7 +121,7 @@ def test_token_that_follows_most_often_is_predicted() -> None:
 
 
 def test_step_of_very_many_rows_is_learned_in_part() -> None:
-    table = SequenceTable(slots=3000, max_len=16, page_size=16)
+    table = SequenceTable(max_running=3000, max_len=16, page_size=16)
     speculator, learnt = Speculator(Paging(table, 1), 4, SMALL), list[int]()
     add = speculator.index.add
 

@@ -71,7 +71,7 @@ class Manager:
         self.info = info
         self.ports = ports
         self.faults = Faults()
-        self.table = SequenceTable(info.max_running, info.max_model_len, info.page_size)
+        self.table = SequenceTable(info.max_running, info.max_model_len, info.page_size, info.draft_slots)
         self.paging = Paging(self.table, info.num_pages)
         self.lengths = LengthModel()
         hidden = () if tokenizer is None else tokenizer.special_ids

@@ -60,6 +60,8 @@ class State:
 class SequenceTable:
     """Running sequences as columns indexed by slot.
 
+    At most `max_running` slots have a sequence; `draft_slots` more are only lent to drafts.
+
     Legend: S slots, P pages a slot may hold, M the longest sequence in tokens.
 
     tokens             int32 [S, M], prompt and output tokens
@@ -93,8 +95,9 @@ class SequenceTable:
     salt               salt of its request, by slot; kept until the slot has another owner
     """
 
-    def __init__(self, slots: int, max_len: int, page_size: int) -> None:
-        self.slots = slots
+    def __init__(self, max_running: int, max_len: int, page_size: int, draft_slots: int = 0) -> None:
+        self.slots = slots = max_running + draft_slots
+        self._draft_slots = draft_slots
         self.page_size = page_size
         per_slot = -(-max_len // page_size)
         self.state = np.zeros(slots, np.uint8)
@@ -143,7 +146,12 @@ class SequenceTable:
 
     @property
     def free_slots(self) -> int:
-        """Return the number of unused slots."""
+        """Return the number of samples that can start: unused slots, without as many as are kept for drafts."""
+        return len(self._free) - self._draft_slots
+
+    @property
+    def lendable_slots(self) -> int:
+        """Return the number of unused slots, each of which can be lent to a drafted token."""
         return len(self._free)
 
     @property
@@ -223,9 +231,9 @@ class SequenceTable:
         self.tokens[slots, : len(tokens)] = tokens
 
     def lend(self, sources: Int64) -> Int64:
-        """Return a free slot for each of `sources`, filled for a decode row with the parameters of its sequence.
+        """Return a unused slot for each of `sources`, filled for a decode row with the parameters of its sequence.
 
-        The slots remain free: they must be back before another is claimed. Their limit is never reached.
+        The slots remain unused: they must be back before another is claimed. Their limit is never reached.
         """
         slots = np.array(self._free[-len(sources) :])
         for column in (

@@ -25,6 +25,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     rope_depends_on_length                     long prompts of different lengths share no pages, either
     tp, pp                                     tensor-parallel ranks and pipeline stages of each replica
     ep, redundant_experts                      as in `EngineConfig`
+    draft_slots                                slots beyond `max_running`, which steps lend to drafts
     draft_len                                  positions that the draft model reads at most; 0: there is none
     draft_share                                bytes of weights that a pass of the draft model reads, as a share of the
                                                model's
@@ -52,6 +53,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     pp: int = 1
     ep: bool = False
     redundant_experts: int = 0
+    draft_slots: int = 0
     draft_len: int = 0
     draft_share: float = 0.0
 

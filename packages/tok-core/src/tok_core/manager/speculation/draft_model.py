@@ -126,7 +126,6 @@ class DraftModel:
         slots, drafted, accepted = slots[live], drafted[live], accepted[live]
         if not len(slots):
             return
-        self.accepted_tokens += int(accepted.sum())
         number = np.arange(drafted.max())
         row, column = ((number <= accepted[:, None]) & (number < drafted[:, None])).nonzero()
         family, right = self._table.family[slots][row], column < accepted[row]

@@ -74,8 +74,8 @@ class Drafts(NamedTuple):
 class Speculator:
     """Speculative decoding: drafts come from an `NgramIndex` over prompts and their samples, or from a `DraftModel`.
 
-    A draft of k tokens adds k decode rows to the step, each in a free slot that is lent for this step. Row i feeds the
-    i-th drafted token at its position. All rows write to the sequence's own pages before any row reads them. They
+    A draft of k tokens adds k decode rows to the step, each in an unused slot that is lent for this step. Row i feeds
+    the i-th drafted token at its position. All rows write to the sequence's own pages before any row reads them. They
     sample with the sequence's parameters, seed and sample number:
 
         known tokens … a b;  draft c d;  rows (b, p) (c, p + 1) (d, p + 2) sample c, x, y:  c and x are kept
@@ -195,7 +195,7 @@ class Speculator:
             self.index.add_text(*self._prompts.popleft())
         if in_flight and not self.waits and not len(table.in_state(State.PREFILL)):
             # The tokens in flight are unknown: what can be drafted now stands for what can be drafted after them.
-            drafts = self._draft(decode[~table.guided[decode]], table.free_slots, len(decode))
+            drafts = self._draft(decode[~table.guided[decode]], table.lendable_slots, len(decode))
             self.waits = bool((drafts != NO_TOKEN).any())
         self._waited |= self.waits
 
@@ -223,7 +223,7 @@ class Speculator:
         """Draft tokens for those of `decode` whose last token is known.
 
         Return the slots of the draft rows, and what the draft model does before. Each of these slots is filled like a
-        sequence that feeds a drafted token next, and remains free. The step has `others` more tokens, and at most
+        sequence that feeds a drafted token next, and remains unused. The step has `others` more tokens, and at most
         `budget` together with its drafts.
         """
         table, rows = self._table, len(decode) + others
@@ -232,7 +232,7 @@ class Speculator:
             parents = parents[table.guided[parents]]
         if not len(parents):
             return NOBODY, None
-        token = self._draft(parents, min(budget - rows, table.free_slots), rows)
+        token = self._draft(parents, min(budget - rows, table.lendable_slots), rows)
         drafted = token != NO_TOKEN
         parents, token, drafted = (array[drafted.any(axis=1)] for array in (parents, token, drafted))
         if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
@@ -293,6 +293,12 @@ class Speculator:
         drafted = (drafts.slot[: drafts.models] >= 0).sum(axis=1)
         accepted = np.cumprod(right[: drafts.models], axis=1).sum(axis=1)
         self.model.verified(parents, live, drafted, accepted)
+
+    def count_accepted(self, drafts: Drafts, rows: Int64) -> None:
+        """Count a token of each of these rows of the drafts as accepted."""
+        self.accepted_tokens += len(rows)
+        if self.model is not None:
+            self.model.accepted_tokens += int(np.count_nonzero(rows < drafts.models))
 
     def _add(self) -> None:
         """Add the remembered tokens to the index, and count those that it had predicted."""

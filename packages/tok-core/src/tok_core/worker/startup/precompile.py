@@ -236,16 +236,16 @@ def start_variants(config: EngineConfig, capability: int) -> list[Variant]:
 def launch_start(config: EngineConfig) -> None:
     """Launch on the device "meta" the steps of a startup, and decode steps of up to MAX_DECODE_ROWS rows."""
     runner, path = meta_runner(config), Path(config.model)
-    max_running, max_step_tokens = resolve_step_sizes(config, "cuda")
+    sizes = resolve_step_sizes(config, "cuda")
     words = mask_words(runner.model.config, path)
-    steps = steps_of(runner, max_step_tokens, words)
-    steps += [dummy_step(decode=rows) for rows in range(1, min(max_running, MAX_DECODE_ROWS) + 1)]
+    steps = steps_of(runner, sizes.max_step_tokens, words)
+    steps += [dummy_step(decode=rows) for rows in range(1, min(sizes.slots, MAX_DECODE_ROWS) + 1)]
     with different_layers_only(runner.model, runner.state):
         for step in steps:
             runner.reset()
             runner.launch(step)
         if config.cuda_graphs:
-            runner.graphs.launch(graph_sizes(max_running))
+            runner.graphs.launch(graph_sizes(sizes.slots))
 
 
 def meta_runner(config: EngineConfig) -> Runner:
@@ -258,7 +258,6 @@ def meta_runner(config: EngineConfig) -> Runner:
     dtype = choose_dtype(config.dtype, torch.device("cuda"))
     quantization = read_quantization(path, config.quantization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    max_running, _ = resolve_step_sizes(config, "cuda")
     backend = _backend(config)
     model = build(model_config, backend, meta, dtype, quantization=quantization)
     scales = None
@@ -266,7 +265,7 @@ def meta_runner(config: EngineConfig) -> Runner:
         scales = torch.ones((model_config.num_layers, 2, model_config.num_kv_heads), device=meta)
     state = WorkerState(
         *(model_config, meta, cache_dtype),
-        slots=max_running,
+        slots=resolve_step_sizes(config, "cuda").slots,
         num_pages=1,
         page_size=config.page_size,
         pages_per_slot=-(-(config.max_model_len or model_config.max_positions) // config.page_size),

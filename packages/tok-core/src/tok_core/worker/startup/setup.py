@@ -43,7 +43,7 @@ from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, repo
 from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
 from tok_core.worker.startup.memory_check import require_memory
 from tok_core.worker.startup.precompile import Precompilation, log_compiled
-from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
+from tok_core.worker.startup.sizes import StepSizes, mask_words, resolve_model_config, resolve_step_sizes
 from tok_core.worker.startup.tp_calibration import calibrate
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
@@ -113,7 +113,8 @@ def set_up(
     if draft is not None:
         draft_model = draft.build(draft_backend, device, dtype, model.tensor, partial(fill_model, config))
     clock.done("weights")
-    max_running, max_step_tokens = resolve_step_sizes(config, device.type)
+    sizes = resolve_step_sizes(config, device.type)
+    max_step_tokens = sizes.max_step_tokens
     if config.batch_invariant and device.type != "cpu":
         check_rows(model, max_step_tokens)
         clock.done("bits of linear layers")
@@ -121,7 +122,7 @@ def set_up(
         calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
     max_all_reduce_tokens, min_overlap_tokens = _thresholds(model, coordinates)
     clock.done("tensor-parallel layouts")
-    pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, max_running)
+    pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, sizes.slots)
     scales = None
     if cache_dtype != dtype:
         trial = CacheTrial(model, backend, pipeline, config.page_size, max_step_tokens)
@@ -133,16 +134,16 @@ def set_up(
     if device.type == "cuda":
         words = peers.all_reduce_min(mask_words(model_config, path))  # all workers must measure the same steps
         measured = _measure(
-            *(config, model, backend, pipeline, cache_dtype, scales, max_running, max_step_tokens, words),
+            *(config, model, backend, pipeline, cache_dtype, scales, sizes, words),
             partial(_draft_runner, draft_model, draft_backend, vocab_size=model_config.vocab_size),
         )
         clock.done("largest step, and rows of graphs")
-    tables = page_table_bytes(max_running, config.max_model_len or model_config.max_positions, config.page_size)
+    tables = page_table_bytes(sizes.slots, config.max_model_len or model_config.max_positions, config.page_size)
     per_token = kv_bytes_per_token(local, cache_dtype) + (0 if draft is None else draft.bytes_per_token(dtype))
     tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
     num_pages = tokens // config.page_size
     max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
-    state = _state(config, local, device, cache_dtype, scales, max_running, num_pages, max_model_len, memory)
+    state = _state(config, local, device, cache_dtype, scales, sizes.slots, num_pages, max_model_len, memory)
     draft_runner = _draft_runner(draft_model, draft_backend, state, vocab_size=model_config.vocab_size)
     tracer = _tracer(config, coordinates, device) if replica == 0 else None
     start_weights = partial(fill_model, config, path)
@@ -164,7 +165,7 @@ def set_up(
         max_model_len=max_model_len,
         num_pages=num_pages,
         page_size=config.page_size,
-        max_running=max_running,
+        max_running=sizes.max_running,
         max_step_tokens=max_step_tokens,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -180,6 +181,7 @@ def set_up(
         pp=config.pp,
         ep=config.ep,
         redundant_experts=config.redundant_experts,
+        draft_slots=sizes.draft_slots,
         draft_len=0 if draft is None else min(draft.config.max_positions, max_model_len),
         draft_share=0.0 if draft is None else draft.share(model_config, dtype, quantization),
     )
@@ -305,18 +307,17 @@ def _measure(
     pipeline: Pipeline,
     cache_dtype: torch.dtype,
     scales: torch.Tensor | None,
-    max_running: int,
-    max_step_tokens: int,
+    sizes: StepSizes,
     words: int,
     draft_runner: Callable[[WorkerState], DraftModelRunner | None],
 ) -> StepMemory:
     """Measure the memory of steps, on a temporary state whose sequences all share one page."""
-    length = measured_len(model.config.max_positions, max_running, max_step_tokens)
+    length = measured_len(model.config.max_positions, sizes.slots, sizes.max_step_tokens)
     state = WorkerState(
         model.local,
         pipeline.peers.device,
         cache_dtype,
-        slots=max_running,
+        slots=sizes.slots,
         num_pages=1,
         page_size=config.page_size,
         pages_per_slot=-(-length // config.page_size),
@@ -327,14 +328,14 @@ def _measure(
     try:
         return measure(
             Runner(model, backend, state, pipeline=pipeline, draft_model=draft_runner(state)),
-            max_step_tokens,
+            sizes.max_step_tokens,
             graphs=graphs,
             words=words,
         )
     except torch.OutOfMemoryError as error:
         raise EngineError(
-            f"a step of {max_step_tokens} tokens and {max_running} samples does not fit beside the weights: lower "
-            f"max_step_tokens or max_running ({error})"
+            f"a step of {sizes.max_step_tokens} tokens and {sizes.slots} sampled rows does not fit beside the weights: "
+            f"lower max_step_tokens or max_running ({error})"
         ) from None
     finally:
         del state

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from tok_core.config import EngineConfig
+from tok_core.config import MAX_DRAFT_TOKENS, MAX_DRAFTING, EngineConfig
 from tok_core.errors import InvalidField
 from tok_core.model_config import ModelConfig, read_config
 from tok_core.models import resolve_tied_embeddings
@@ -31,14 +32,34 @@ def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
     return replace(model, windows=windows)
 
 
-def resolve_step_sizes(config: EngineConfig, device_type: str) -> tuple[int, int]:
-    """Return `max_running` and `max_step_tokens`. Raises InvalidField if the former exceeds the latter."""
+class StepSizes(NamedTuple):
+    """Limits of steps.
+
+    draft_slots  slots beyond `max_running`, which steps lend to drafts while `max_running` samples run
+    """
+
+    max_running: int
+    max_step_tokens: int
+    draft_slots: int
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots, which is the maximum number of rows that are sampled in a step."""
+        return self.max_running + self.draft_slots
+
+
+def resolve_step_sizes(config: EngineConfig, device_type: str) -> StepSizes:
+    """Return the limits of steps. Raises InvalidField if `max_running` exceeds `max_step_tokens`."""
     default_running, default_step_tokens = (8192, 8192) if device_type == "cuda" else (256, 1024)
     max_running = config.max_running or min(default_running, config.max_step_tokens or default_running)
     max_step_tokens = config.max_step_tokens or max(default_step_tokens, max_running)
     if max_step_tokens < max_running:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
-    return max_running, max_step_tokens
+    draft_slots = 0
+    if config.speculate != "off":
+        longest = MAX_DRAFT_TOKENS if config.speculate == "auto" else config.speculate
+        draft_slots = max(min(max_running * (1 + longest), MAX_DRAFTING, max_step_tokens) - max_running, 0)
+    return StepSizes(max_running, max_step_tokens, draft_slots)
 
 
 def mask_words(model: ModelConfig, path: Path) -> int:
