@@ -37,6 +37,16 @@ def _no_user_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Fork the processes of this file's engines from a server; other files start them as users do."""
+    from support.forked_children import FORKING
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tok_core.replicas.replica.subprocess", FORKING)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--random-files`."""
     parser.addoption("--random-files", type=int, metavar="SEED", help="run test files in the order that SEED gives")

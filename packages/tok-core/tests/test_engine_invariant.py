@@ -30,6 +30,8 @@ from tok_core.worker.startup import setup
 from tok_core.worker.startup.invariance_check import check_rows
 from tok_kernels import choose
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 KINDS = ("llama3", "qwen3-window", "qwen2", "qwen2-moe")
 STEM, *PARTS = random_prompts((70, 1, 15, 40, 130), seed=3)
 PROMPTS = [STEM, STEM + PARTS[0], STEM + PARTS[1], STEM[:33] + PARTS[2], PARTS[3], PARTS[0], STEM + PARTS[1] + PARTS[2]]

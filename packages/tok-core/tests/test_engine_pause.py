@@ -19,6 +19,8 @@ from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, EngineClosed, EngineConfig, InvalidField, RequestOutput, SamplingParams
 from tok_core.engine import RequestStream
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPT = [1, 2, 3, 4, 5]
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -21,6 +21,8 @@ from tok_core import AsyncEngine, Engine, EngineConfig, EngineError, InvalidFiel
 from tok_core.worker import Runner
 from tok_core.worker.memory_region import MemoryRegion
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPTS = random_prompts((5, 33, 64, 65))
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)

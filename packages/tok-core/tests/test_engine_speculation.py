@@ -20,6 +20,8 @@ from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, RequestOut
 from tok_core.manager.speculation.acceptance import Float64
 from tok_core.sampling_params import Grammar
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 NEW = 40
 STEM, *PARTS = random_prompts((33, 1, 15, 40), seed=5)
 PROMPTS = [STEM, STEM + PARTS[0], STEM + PARTS[1], PARTS[2]]

@@ -26,6 +26,8 @@ from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.worker.transfer.trainer_group import read_unique_id
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPTS = random_prompts((5, 33, 64))
 NEW = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)

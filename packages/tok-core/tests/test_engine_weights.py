@@ -20,6 +20,8 @@ from support.tiny_models import change_weights, make_model, reference_greedy
 from tok_core import Engine, EngineConfig, EngineDead, ModelError, SamplingParams
 from tok_core.models import weights as model_weights
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPTS = random_prompts((5, 33, 64, 65, 100))
 NEW = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)

@@ -30,6 +30,8 @@ from tok_core.parallel import ShardPlan
 from tok_core.quantization import read_quantization
 from tok_kernels import choose
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 # Stages and replicas, and the other kinds, are those of `test_redundant_experts.py`, whose engines do the same.
 ENGINES = {"mixtral": {"tp": 2}}
 PROMPTS = random_prompts((1, 17, 33, 65))

@@ -28,6 +28,8 @@ from tok_core import AsyncEngine, Engine, EngineConfig, EngineError, InvalidFiel
 from tok_core.grammar.compiler import Compiler
 from tok_core.sampling_params import Grammar
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SCHEMAS = int(os.environ.get("TOK_GRAMMAR_SCHEMAS", "40"))
 VOCAB = 512
 PERSON = {

@@ -25,6 +25,8 @@ from tok_core.worker.memory_region import MemoryRegion
 from tok_core.worker.startup.backend import choose_cache_dtype
 from tok_core.worker.state import WorkerState, kv_bytes_per_token
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 INT8, CPU = torch.int8, torch.device("cpu")
 LAYERS, TOKENS = 3, 60
 PROMPTS = random_prompts((TOKENS, 17, 48, 90))

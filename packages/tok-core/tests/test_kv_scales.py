@@ -27,6 +27,8 @@ from tok_core.quantization import read_quantization
 from tok_core.worker.startup.backend import require_float8
 from tok_core.worker.startup.kv_scales import HEADROOM, calibrated_scales
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 FP8 = torch.float8_e4m3fn
 LAYERS, HEADS, TOKENS = 3, 2, 60
 PROMPTS = random_prompts((TOKENS, 17, 48, 90))

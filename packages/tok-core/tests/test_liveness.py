@@ -23,6 +23,8 @@ from tok_core.replicas.liveness import Liveness
 from tok_core.replicas.replica import ProcessReplica
 from tok_core.runtime.heartbeat import Heartbeat
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 CONFIG = EngineConfig(model="m", step_timeout=60, start_timeout=200)

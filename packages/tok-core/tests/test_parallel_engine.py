@@ -14,6 +14,8 @@ from support.engines import random_prompts
 from support.tiny_models import make_model, reference_greedy
 from tok_core import Engine, EngineConfig, InvalidField, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 LENGTHS = (1, 3, 15, 16, 17, 33, 64, 65, 128, 200)
 PROMPTS = random_prompts(LENGTHS)
 NEW = 20

@@ -17,6 +17,8 @@ from support.tiny_models import make_model
 from tok_core import AsyncEngine, EngineConfig, EngineDead, SamplingParams
 from tok_core.replicas.replica import ProcessReplica
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 LONG = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 

@@ -23,6 +23,8 @@ from tok_core import Engine, EngineConfig, SamplingParams
 from tok_core.config import Quantization, all_coordinates
 from tok_core.quantization import read_quantization
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 FORMATS = (*SCHEMES, *ROUNDED)
 NEW = 24
 FIRST, *REST = random_prompts((22, 9, 30, 17))

@@ -31,6 +31,8 @@ from tok_core.parallel import ExpertPlacement, ShardPlan
 from tok_core.quantization import QuantizationConfig, read_quantization
 from tok_kernels import choose
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 COPIES = {"mixtral": 2, "qwen2-moe": 2, "qwen3-moe": 4}
 # A single stage and replica, and Mixtral, are those of `test_expert_parallel.py`.
 ENGINES: dict[str, dict[str, Any]] = {

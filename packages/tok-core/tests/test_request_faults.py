@@ -36,6 +36,8 @@ from tok_core.replicas.replica import ProcessReplica
 from tok_core.text.detokenise import Detokeniser
 from tok_core.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 GUILTY = [77, 77, 77]
 CURRENT_SEQUENCE = (5,)  # a stop token that only guilty requests have
 INNOCENT = [[1, 2, 3], [4, 5], list(range(40))]

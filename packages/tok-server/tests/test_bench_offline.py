@@ -38,6 +38,8 @@ from tok_server.cli import make_parser
 from tok_server.commands.bench import _config
 from tok_server.flags.engine_flags import ENGINE_FLAGS
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SHARED = list(range(10, 58))
 WORKLOAD = Workload(
     "mixed",

@@ -20,6 +20,8 @@ from tok_server.passatk.estimator import Coverage, coverage
 from tok_server.passatk.plot import plot_coverage
 from tok_server.passatk.run import Report, pass_at_k, table_ks
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SAMPLES, PROBLEMS, TEMPERATURE = 5, 4, 1.8  # so high that some answers are wrong, and samples differ between seeds
 
 
