@@ -25,8 +25,6 @@ from tok_core.replicas.replica_record import ReplicaRecord
 from tok_core.worker.runner import Launched, Runner
 from tok_core.worker.startup import setup
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
