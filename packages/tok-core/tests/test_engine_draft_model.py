@@ -18,43 +18,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
-from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.drafting import (
+    NEW,
+    PARAMS,
+    PLAIN,
+    PROMPTS,
+    SETTINGS,
+    STEM,
+    Answer,
+    answer,
+    answers,
+    make_cheap,
+    pad_passes,
+    refused,
+)
+from support.engines import assert_all_given_back, cpu_engine, manager_of
 from support.grouping import group_eagerly
 from support.tiny_models import change_weights, make_model, reference_greedy, reference_logits
-from tok_core import (
-    AsyncEngine,
-    Engine,
-    EngineConfig,
-    EngineError,
-    InvalidField,
-    ModelError,
-    RequestOutput,
-    SamplingParams,
-)
+from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
 from tok_core.manager.speculation.step_costs import DraftCandidate
-from tok_core.sampling_params import Grammar
-from tok_core.worker.draft_graphs import Launch
-
-NEW = 40
-STEM, *PARTS = random_prompts((33, 1, 15, 40), seed=5)
-PROMPTS = [STEM, STEM + PARTS[0], STEM + PARTS[1], PARTS[2]]
-PLAIN = SamplingParams(temperature=1.0, seed=3, max_tokens=NEW, ignore_eos=True, logprobs=0)
-WORDS = Grammar(kind="regex", value="(apples|baskets|dogs)( (apples|baskets|dogs)){3}")
-PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=2),
-    "plain": PLAIN,
-    "samples": SamplingParams(n=5, temperature=0.4, seed=1, max_tokens=NEW, ignore_eos=True, logprobs=0),
-    "filters": SamplingParams(n=2, temperature=0.8, seed=2, top_k=20, top_p=0.9, max_tokens=NEW, logprobs=3),
-    "penalties": SamplingParams(
-        n=2, temperature=0.7, seed=4, presence_penalty=0.6, repetition_penalty=1.2, max_tokens=NEW, ignore_eos=True
-    ),
-    "min_tokens": SamplingParams(n=3, temperature=1.2, seed=6, min_tokens=20, stop_token_ids=(9, 30), max_tokens=NEW),
-    "bad_words": SamplingParams(temperature=0.5, seed=8, bad_words=("a", "the"), max_tokens=NEW, ignore_eos=True),
-    "grammar": SamplingParams(temperature=1.0, seed=9, grammar=WORDS, max_tokens=NEW),
-    "one_token": SamplingParams(temperature=0, max_tokens=1),
-}
-Answer = list[tuple[list[int], object, str | None, object]]
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +58,6 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return change_weights(directory, add_noise)
 
 
-def answer(output: RequestOutput) -> Answer:
-    return [(one.token_ids, one.logprobs, one.finish_reason, one.stop_reason) for one in output.outputs]
-
-
-def answers(engine: Engine) -> list[Answer]:
-    """Return the answers to all prompts with all parameters, which run together."""
-    asked = [(prompt, params) for params in PARAMS.values() for prompt in PROMPTS]
-    prompts, params = zip(*asked, strict=True)
-    return [answer(output) for output in engine.generate(list(prompts), list(params))]
-
-
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[Answer]:
     """Return the answers without speculation."""
@@ -93,23 +65,7 @@ def expected(path: Path) -> list[Answer]:
         return answers(engine)
 
 
-def make_cheap(engine: object) -> None:
-    """Let the engine assume that passes of the draft model take no time, since it is as large as the model."""
-    speculator = manager_of(engine).speculator
-    assert speculator is not None
-    speculator.costs._pass_share = 1e-6
-
-
-@pytest.mark.parametrize(
-    ("speculate", "options"),
-    [
-        (4, {"max_running": 256}),
-        (3, {"page_size": 4, "run_ahead": 4, "max_running": 256}),
-        (4, {"page_size": 4, "kv_cache_tokens": 480, "max_running": 32}),  # preempts
-        (16, {"page_size": 1, "max_step_tokens": 48, "max_running": 16, "run_ahead": 1}),
-        (8, {"prefix_groups": False, "max_running": 256}),
-    ],
-)
+@pytest.mark.parametrize(("speculate", "options"), SETTINGS)
 def test_draft_model_changes_no_bit_of_any_answer(
     path: Path, noisy: Path, expected: list[Answer], speculate: int, options: dict[str, Any]
 ) -> None:
@@ -131,20 +87,10 @@ def test_rows_padded_to_the_size_of_graphs_change_no_bit(path: Path, noisy: Path
     for sizes in ((), (1, 2, 4, 24)):
         with cpu_engine(path, speculate=4, draft=str(noisy), **options) as engine:
             make_cheap(engine)
-            graphs = manager_of(engine).ports._runner.draft_model.graphs  # type: ignore[attr-defined]
-            replays = Counter[int]()
-
-            def record(launch: Launch, replays: Counter[int] = replays) -> Launch:
-                def replay() -> None:
-                    replays[len(launch.args[0])] += 1  # type: ignore[attr-defined]
-                    launch()
-
-                return replay
-
-            if sizes:
-                graphs.capture(sizes, record)
+            replays = pad_passes(engine, sizes) if sizes else None
             assert answers(engine) == expected
             found.append(engine.stats()["model_accepted_tokens"])
+    assert replays is not None
     assert len(replays) > 2
     assert found[0] == found[1] > 40
 
@@ -288,33 +234,22 @@ def test_draft_model_without_speculate_is_refused_by_name() -> None:
         EngineConfig(model="m", draft="", speculate=1)
 
 
-def refused(path: Path, draft: Path | str, **options: Any) -> Exception:
-    """Return the error of an engine's start."""
-    with (
-        pytest.raises((InvalidField, ModelError, EngineError)) as caught,
-        cpu_engine(path, speculate=2, draft=str(draft), **options),
-    ):
-        pass
-    assert "\n" not in str(caught.value)
-    return caught.value
-
-
 def test_draft_model_of_other_tokens_is_refused(path: Path, tmp_path: Path) -> None:
     larger = make_model("llama", tmp_path / "larger", vocab_size=600)
     (larger / "tokenizer.json").unlink()
-    assert "the same tokens: 512, not 600" in str(refused(path, larger))
+    assert "the same tokens: 512, not 600" in refused(path, larger)
     other = make_model("llama", tmp_path / "other")
     file = other / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
     first, second = list(vocab)[300:302]
     file.write_text(json.dumps({**tokenizer, "added_tokens": [{**added[0], "id": 1}, *added[1:]]}))
-    error = str(refused(path, other))
+    error = refused(path, other)
     assert error.startswith(f"draft is '{other}'; allowed: a model with the same tokens")
     assert f"{added[0]['content']!r} is 1 in its tokenizer.json and {added[0]['id']} in the model's" in error
     vocab[first], vocab[second] = vocab[second], vocab[first]
     file.write_text(json.dumps(tokenizer))
-    assert f"the same tokens ({first!r} is {vocab[first]}" in str(refused(path, other))
+    assert f"the same tokens ({first!r} is {vocab[first]}" in refused(path, other)
 
 
 def test_padded_vocabulary_of_a_draft_model_is_no_other_vocabulary(path: Path, tmp_path: Path) -> None:
@@ -339,10 +274,10 @@ def test_padded_vocabulary_of_a_draft_model_is_no_other_vocabulary(path: Path, t
 def test_draft_model_of_unknown_architecture_is_refused(path: Path, tmp_path: Path) -> None:
     draft = make_model("llama", tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLMEagle3"]}))
-    error = str(refused(path, draft))
+    (draft / "config.json").write_text(json.dumps({**config, "architectures": ["MedusaForCausalLM"]}))
+    error = refused(path, draft)
     assert error.startswith(f"draft is '{draft}'; allowed: a model that tok serves")
-    assert "LlamaForCausalLMEagle3" in error
+    assert "MedusaForCausalLM" in error
 
 
 def test_draft_model_with_missing_tensors_is_refused(path: Path, tmp_path: Path) -> None:
@@ -351,19 +286,19 @@ def test_draft_model_with_missing_tensors_is_refused(path: Path, tmp_path: Path)
     weights = load_file(file)
     del weights["model.layers.1.mlp.down_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    error = str(refused(path, draft))
+    error = refused(path, draft)
     assert error.startswith(f"draft model: {draft}")
     assert "model.layers.1.mlp.down_proj.weight" in error
 
 
 def test_draft_model_that_is_no_directory_is_refused(path: Path, tmp_path: Path) -> None:
-    assert str(refused(path, str(tmp_path / "nothing"))).startswith(f"draft '{tmp_path / 'nothing'}': is no directory")
+    assert refused(path, str(tmp_path / "nothing")).startswith(f"draft '{tmp_path / 'nothing'}': is no directory")
 
 
 def test_draft_model_that_does_not_fit_is_refused(path: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
     monkeypatch.setattr("tok_core.worker.startup.memory_check.available_memory", lambda: int(weights * 1.7))
-    assert str(refused(path, noisy)).startswith(f"{path} with the draft model {noisy} does not fit: it needs")
+    assert refused(path, noisy).startswith(f"{path} with the draft model {noisy} does not fit: it needs")
     monkeypatch.undo()
     with cpu_engine(path, speculate=2, draft=str(noisy)):
         pass
