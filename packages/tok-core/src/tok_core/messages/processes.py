@@ -27,6 +27,8 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     ep, redundant_experts                      as in `EngineConfig`
     draft_slots                                slots beyond `max_running`, which steps lend to drafts
     draft_len                                  positions that the draft model reads at most; 0: there is none
+    draft_head                                 the draft model is a head, whose row of position p reads the hidden state
+                                               of p and the token of p + 1; else it reads the token of p
     draft_share                                bytes of weights that a pass of the draft model reads, as a share of the
                                                model's
     """
@@ -55,6 +57,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     redundant_experts: int = 0
     draft_slots: int = 0
     draft_len: int = 0
+    draft_head: bool = False
     draft_share: float = 0.0
 
     @property

@@ -116,6 +116,9 @@ class ModelDrafts(msgspec.Struct):
     For example, a sequence has 7 positions in the cache, the last of which the draft model has not read. With
     position (7, 6) and end (9, 7), the second row only reads position 6. The first row reads position 7, samples the
     token of position 8, reads it, and samples the token of position 9: two drafted tokens.
+
+    A draft head's row of position p feeds the token of position p + 1, and samples that of position p + 2. After the
+    first pass, it reads its own output in place of the target model's hidden state.
     """
 
     chunk_slot: np.ndarray

@@ -11,13 +11,14 @@ from tok_core.model_config.fields import Fields
 from tok_core.model_config.hub import resolve, resolve_draft, resolve_tokenizer
 
 if TYPE_CHECKING:
-    from tok_core.model_config.model_config import ModelConfig, read_config
+    from tok_core.model_config.model_config import ModelConfig, read_config, read_head
     from tok_core.model_config.rope import short_prompt
 
 __all__ = [
     "Fields",
     "ModelConfig",
     "read_config",
+    "read_head",
     "resolve",
     "resolve_draft",
     "resolve_tokenizer",

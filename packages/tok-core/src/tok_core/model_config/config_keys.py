@@ -32,6 +32,13 @@ QWEN_EXPERTS = _names("num_experts_per_tok moe_intermediate_size norm_topk_prob 
 HONOURED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "llama": frozenset({"attention_bias", "mlp_bias"}),
+        # Of EAGLE-3 heads, which are Llama layers; read by `read_eagle3`.
+        "eagle3": _names(
+            """
+            attention_bias mlp_bias draft_vocab_size target_hidden_size norm_before_residual eagle_config
+            eagle_aux_hidden_state_layer_ids
+            """
+        ),
         "mistral": frozenset(),
         "mixtral": _names("num_local_experts num_experts_per_tok"),
         "qwen2": frozenset(),
@@ -146,6 +153,7 @@ ALLOWED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
         # transformers never reads these keys: Qwen2 always has the biases, and loading fails if they are missing.
         "qwen2": {"attention_bias": (True, False), "qkv_bias": (True,)},
+        "eagle3": {"norm_before_fc": (False,)},
         "qwen3": {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)},
         "qwen3_moe": {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)},
     }

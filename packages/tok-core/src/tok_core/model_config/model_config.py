@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tok_core.errors import ModelError
 from tok_core.model_config.config_keys import check_keys
+from tok_core.model_config.eagle3 import Eagle3Config, flattened, is_eagle3, read_eagle3
 from tok_core.model_config.experts import MoEConfig, read_experts
 from tok_core.model_config.fields import Fields
 from tok_core.model_config.rope import read_rope
@@ -45,6 +46,7 @@ class ModelConfig:
     windows        for each layer the number of positions that a token attends to, itself included; None: all
     tied           the LM head is the embedding matrix
     moe            mixture of experts of some or all layers; None: no layer has one
+    eagle3         what an EAGLE-3 head has beside its layer; None: a model of its own
     """
 
     architecture: str
@@ -69,6 +71,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     moe: MoEConfig | None = None
+    eagle3: Eagle3Config | None = None
 
 
 def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
@@ -76,11 +79,39 @@ def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
 
     Raises ModelError, which names the file and the key, for a missing or unknown key or an unsupported value.
     """
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path}: has no config.json")
-    config = Fields.of_file(path / "config.json")
+    config = _config_file(path)
     family = _family(config)
     check_keys(config, family, ignored)
+    return _decoder(path, config, family)
+
+
+def read_head(path: Path, target: ModelConfig, ignored: Collection[str] = ()) -> ModelConfig | None:
+    """Return the configuration of the EAGLE-3 head for `target` in directory `path`; None if it holds no such head.
+
+    Raises ModelError as `read_config`, and for a head of another target model.
+    """
+    config = _config_file(path)
+    if not is_eagle3(config):
+        return None
+    config = flattened(config)
+    check_keys(config, "eagle3", ignored)
+    family = config.text("model_type", "llama")
+    if family != "llama":
+        raise config.wrong("model_type", family, "llama (an EAGLE-3 head)")
+    head = read_eagle3(config, target.num_layers, target.hidden_size, target.vocab_size)
+    own_size = config.integer("draft_vocab_size", head.target_vocab_size)
+    layer = _decoder(path, config, family)
+    return replace(layer, architecture="Eagle3LlamaForCausalLM", vocab_size=own_size, eagle3=head)
+
+
+def _config_file(path: Path) -> Fields:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: has no config.json")
+    return Fields.of_file(path / "config.json")
+
+
+def _decoder(path: Path, config: Fields, family: str) -> ModelConfig:
+    """Return the configuration in `config`, whose keys are checked, with the defaults of `family`."""
     vocab_size, num_layers = config.integer("vocab_size"), config.integer("num_hidden_layers")
     if num_layers > MAX_LAYERS:
         raise config.wrong("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,19 @@ from tok_core.models.layers import (
 )
 from tok_core.parallel import Slice, TPLayout, VocabularyShards, choose_layout
 from tok_kernels import AttentionBatch, LayerCache, rope_rows, rope_table
+
+
+class StreamReader(Protocol):
+    """Reader of the residual stream at some layers of each forward pass.
+
+    streams  layers whose input is read, in rising order; the number of layers stands for the output of the last one
+    """
+
+    streams: tuple[int, ...]
+
+    def read(self, x_TA: Tensor, step: ForwardContext) -> None:
+        """Read the streams of this rank's rows side by side, A = len(streams) × N."""
+        ...
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -56,6 +70,10 @@ class DecoderLayer(nn.Module, ABC):
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, step.layout, step.batch)
         return out_TN
 
+    def qkv_gain(self) -> Tensor:
+        """Return the weight of the norm before the QKV projection: one number for each of its columns."""
+        return self.input_layernorm.weight
+
     def run_gemms(self, x_TN: Tensor, layout: TPLayout | None) -> Tensor:
         """Run the layer with its queries in place of the attention's result, to time and warm up its GEMMs."""
         query_TF, *_ = self.self_attn.project(x_TN, self.input_layernorm, layout)
@@ -73,20 +91,41 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, placement: Placement, layer: type[DecoderLayer]) -> None:
         super().__init__()
         stage = placement.shard_plan.coordinates
-        embeds = stage.first or (stage.last and config.tied)
-        self.embed_tokens = TokenEmbedding(config, placement) if embeds else None
+        self.embed_tokens = self.embedding(config, placement)
         self.layers = nn.ModuleDict(
             {
                 str(number): layer(config, placement.within(f"model.layers.{number}"), number)
                 for number in placement.shard_plan.layers
             }
         )
+        self.end = str(config.num_layers)  # name of the stream that leaves the last layer
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement) if stage.last else None
 
-    def forward(self, x_TN: Tensor, caches: Sequence[LayerCache], step: ForwardContext) -> Tensor:
-        """Return the residual stream after this stage's layers; the final norm is applied together with the LM head."""
-        for layer, cache in zip(self.layers.values(), caches, strict=True):
+    def embedding(self, config: ModelConfig, placement: Placement) -> TokenEmbedding | None:
+        """Construct the embedding; None if this stage needs none."""
+        stage = placement.shard_plan.coordinates
+        return TokenEmbedding(config, placement) if stage.first or (stage.last and config.tied) else None
+
+    def forward(
+        self, x_TN: Tensor, caches: Sequence[LayerCache], step: ForwardContext, reader: StreamReader | None = None
+    ) -> Tensor:
+        """Return the residual stream after this stage's layers; the final norm is applied together with the LM head.
+
+        A `reader` reads the stream on the way; the stage must then have all layers.
+        """
+        if reader is None:
+            for layer, cache in zip(self.layers.values(), caches, strict=True):
+                x_TN = layer(x_TN, cache, step)
+            return x_TN
+        index_of = {str(layer): index for index, layer in enumerate(reader.streams)}
+        read_TSN = x_TN.new_empty((len(x_TN), len(index_of), x_TN.shape[1]))  # copies: layers change `x` in place
+        for (number, layer), cache in zip(self.layers.items(), caches, strict=True):
+            if number in index_of:
+                read_TSN[:, index_of[number]] = x_TN
             x_TN = layer(x_TN, cache, step)
+        if (last := index_of.get(self.end)) is not None:
+            read_TSN[:, last] = x_TN
+        reader.read(read_TSN.flatten(1), step)
         return x_TN
 
 
@@ -103,6 +142,7 @@ class CausalLM(nn.Module):
     """
 
     layer: type[DecoderLayer]
+    decoder: type[Decoder] = Decoder
     cos_sin_LD: Tensor
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
@@ -115,7 +155,7 @@ class CausalLM(nn.Module):
         # Partial logits are summed otherwise than whole ones, which some rows of a step may need.
         self._gathered = shards if placement.tensor is not None and placement.tensor.ordered else None
         self.shards = shards if self._gathered is None else None
-        self.model = Decoder(config, placement, self.layer)
+        self.model = self.decoder(config, placement, self.layer)
         heads = placement.shard_plan.coordinates.last and not config.tied
         hidden = Slice.whole(config.hidden_size)
         self.lm_head = Linear(hidden, {"lm_head": vocabulary}, placement) if heads else None
@@ -140,6 +180,9 @@ class CausalLM(nn.Module):
         batch: AttentionBatch,
         logit_row_R: Tensor | None,
         pass_length_T: Tensor | None = None,
+        *,
+        reader: StreamReader | None = None,
+        hidden_TN: Tensor | None = None,
     ) -> Tensor:
         """Run this stage's layers: return hidden states for `logits` at the last stage, else the residual stream.
 
@@ -153,6 +196,8 @@ class CausalLM(nn.Module):
         logit_row_R    int64
         pass_length_T  length of the forward pass that determines each token's rotation (`rope_rows`), int64; None:
                        the pass ends with the token
+        reader         reads the residual stream at some layers; None: nothing reads it
+        hidden_TN      hidden states of another model, whole on every rank, for a draft head; may change in place
         """
         layout = None if self.tensor is None else choose_layout(self.tensor, len(position_T))
         if self.shard_plan.coordinates.first:
@@ -163,7 +208,7 @@ class CausalLM(nn.Module):
             config = self.config
             table = rope_rows(config.head_dim, config.rope_base, config.rope_scaling, position_T, pass_length_T)
             row_T = torch.arange(len(table), device=table.device)
-        x = self.model(x, caches, ForwardContext(row_T, kv_index_T, batch, table, layout))
+        x = self.model(x, caches, ForwardContext(row_T, kv_index_T, batch, table, layout, hidden_TN), reader)
         if not self.shard_plan.coordinates.last:
             return x
         if layout is not None:

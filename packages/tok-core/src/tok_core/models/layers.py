@@ -70,6 +70,7 @@ class ForwardContext:
     kv_index_T   flat cache rows to write, int64
     batch        attention inputs of the step
     layout       tensor-parallel layout; None without tensor parallelism
+    hidden_TN    hidden states of another model for each token, which only a draft head reads
     """
 
     rope_row_T: Tensor
@@ -77,6 +78,7 @@ class ForwardContext:
     batch: AttentionBatch
     cos_sin_LD: Tensor
     layout: TPLayout | None = None
+    hidden_TN: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -168,10 +170,11 @@ def _weight(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
 class TokenEmbedding(nn.Module):
     """Token embedding `[T] -> [T, N]`; with tied weights also the LM head."""
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, part: Slice | None = None) -> None:
+        """`part`: the rank's entries of the vocabulary, if it is not that of the LM head."""
         super().__init__()
         self.backend = placement.backend
-        self.part = placement.shard_plan.vocabulary
+        self.part = part or placement.shard_plan.vocabulary
         self.weight = placement.parameter(self.part.count, config.hidden_size)
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -217,8 +220,16 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, placement: Placement, *, qkv_bias: bool, o_bias: bool, qk_norm: bool
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        *,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+        inputs: int | None = None,
     ) -> None:
+        """`inputs`: columns of the QKV projection, if they are not the model's hidden size."""
         super().__init__()
         self.head_dim = config.head_dim
         self.window: int | None = None
@@ -227,7 +238,8 @@ class Attention(nn.Module):
         hidden = Slice.whole(config.hidden_size)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         # Attention scores amplify the rounding errors of queries and keys.
-        self.qkv_proj = Linear(hidden, parts, placement, bias=qkv_bias, fp16=True)
+        columns = hidden if inputs is None else Slice.whole(inputs)
+        self.qkv_proj = Linear(columns, parts, placement, bias=qkv_bias, fp16=True)
         self.o_proj = Linear(q, {"o_proj": hidden}, placement, bias=o_bias)
         self.sizes = [q.count, kv.count, kv.count]
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
@@ -236,14 +248,17 @@ class Attention(nn.Module):
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: ForwardContext) -> Tensor:
         """Return the residual stream `x` plus the attention of `norm(x)`; may change `x` in place."""
-        q_TF, k_TF, v_TF = self.project(x_TN, norm, step.layout)
-        q_THD, k_TKD, v_TKD = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in (q_TF, k_TF, v_TF))
+        out_TF = self.attend(self.project(x_TN, norm, step.layout), cache, step, x_TN.dtype)
+        return self.add_output(out_TF, x_TN, step.layout)
+
+    def attend(self, qkv_TF: tuple[Tensor, ...], cache: LayerCache, step: ForwardContext, dtype: torch.dtype) -> Tensor:
+        """Rotate queries and keys, write keys and values to the cache, and return the attention, `[T, heads × D]`."""
+        q_THD, k_TKD, v_TKD = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in qkv_TF)
         q_THD = self.backend.rope_and_write_kv(
             *(q_THD, k_TKD, v_TKD, step.rope_row_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm()),
-            dtype=x_TN.dtype,
+            dtype=dtype,
         )
-        out_TF = self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5, self.window).flatten(1)
-        return self.add_output(out_TF, x_TN, step.layout)
+        return self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5, self.window).flatten(1)
 
     def project(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values of `norm(x)`, `[T, heads × D]` each."""
@@ -251,7 +266,11 @@ class Attention(nn.Module):
             qkv_TF = self.qkv_proj(x_TN, norm=norm)
         else:
             qkv_TF = layout.enter(x_TN, norm, self.qkv_proj)[: layout.tokens]
-        return tuple(qkv_TF.split(self.sizes, dim=-1))
+        return self.split(qkv_TF)
+
+    def split(self, qkv_TF: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values in the result of the QKV projection."""
+        return torch.split(qkv_TF, self.sizes, dim=-1)
 
     def add_output(self, out_TF: Tensor, x_TN: Tensor, layout: TPLayout | None) -> Tensor:
         """Return the residual stream `x` plus the output projection of `out`; may change `x` in place."""

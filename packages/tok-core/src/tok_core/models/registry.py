@@ -11,6 +11,7 @@ from tok_core.config import RankCoordinates
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
+from tok_core.models.eagle3 import Eagle3Decoder, Eagle3LlamaForCausalLM
 from tok_core.models.experts import MixtureOfExperts
 from tok_core.models.layers import Allocate, Placement
 from tok_core.models.llama import LlamaForCausalLM
@@ -32,6 +33,7 @@ SUPPORTED = (
     Qwen3MoeForCausalLM,
 )
 ARCHITECTURES: Mapping[str, type[CausalLM]] = MappingProxyType({model.__name__: model for model in SUPPORTED})
+HEADS = {Eagle3LlamaForCausalLM.__name__: Eagle3LlamaForCausalLM}  # draft heads, which need a target model
 
 
 def build(
@@ -51,11 +53,12 @@ def build(
     architecture, or for a stacked layer whose matrices have several formats, and InvalidField for a model that cannot
     be sharded in this way.
     """
-    if config.architecture not in ARCHITECTURES:
+    model = ARCHITECTURES.get(config.architecture) or HEADS.get(config.architecture)
+    if model is None:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"architecture is {config.architecture!r}; supported: {supported}")
     placement = Placement(backend, device, dtype, ShardPlan.of(config, coordinates), tensor, quantization, allocate)
-    return ARCHITECTURES[config.architecture](config, placement).eval()
+    return model(config, placement).eval()
 
 
 def model_bytes(
@@ -74,14 +77,17 @@ def weight_reads(
 ) -> tuple[int, int]:
     """Return the bytes of parameters that every decode step reads, and those of all experts, of which it reads some.
 
-    Of an embedding that is no LM head, a step reads a row per token, which does not count. Raises as `build` does.
+    Of an embedding that is no LM head, a step reads a row per token, which does not count; nor does the part of a draft
+    head that the target model's steps read. Raises as `build` does.
     """
     model = _on_meta(config, dtype, coordinates, quantization)
     parts = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     experts = sum(_bytes(part.gate_up_proj) + _bytes(part.down_proj) for part in parts)
     embedding = model.model.embed_tokens
-    looked_up = 0 if config.tied or embedding is None else _bytes(embedding)
-    return _bytes(model) - experts - looked_up, experts
+    unread = 0 if config.tied or embedding is None else _bytes(embedding)
+    if isinstance(model.model, Eagle3Decoder):
+        unread += _bytes(model.model.fc)
+    return _bytes(model) - experts - unread, experts
 
 
 def _bytes(module: torch.nn.Module) -> int:

@@ -59,6 +59,10 @@ class TPLayout(ABC):
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
         """Return rows `row_R` of the residual stream (None: all T), whole on every rank."""
 
+    @abstractmethod
+    def own_rows(self, x_TN: Tensor) -> Tensor:
+        """Return the rank's rows, as of the residual stream, of a tensor that is whole on every rank."""
+
 
 class AllReduceLayout(TPLayout):
     """All-reduce layout: whole residual stream on every rank; one all-reduce, and so one wait, per half."""
@@ -95,6 +99,9 @@ class AllReduceLayout(TPLayout):
 
     def rows(self, x: Tensor, row_R: Tensor | None) -> Tensor:
         return x if row_R is None else x[row_R]
+
+    def own_rows(self, x_TN: Tensor) -> Tensor:
+        return x_TN
 
 
 class SequenceParallelLayout(TPLayout):
@@ -133,6 +140,11 @@ class SequenceParallelLayout(TPLayout):
         local = row_R - self.tensor.rank * len(x)
         own = (local >= 0) & (local < len(x))
         return self.tensor.sum(x[torch.where(own, local, 0)].masked_fill_(~own.unsqueeze(1), 0))
+
+    def own_rows(self, x_TN: Tensor) -> Tensor:
+        rows = self._rows_per_rank()
+        padded = functional.pad(x_TN, (0, 0, 0, rows * self.tensor.ranks - self.tokens))
+        return padded[self.tensor.rank * rows : (self.tensor.rank + 1) * rows]
 
     def _rows_per_rank(self) -> int:
         return -(-self.tokens // self.tensor.ranks)

@@ -9,10 +9,18 @@ from tok_core.quantization.packed_layouts import PackQuantizedMethod
 from tok_core.quantization.packed_method import PackedMethod
 from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
-from tok_core.quantization.weight_target import KV_SCALES, BadTensor, StackedTarget, StoredTensor, WeightTarget
+from tok_core.quantization.weight_target import (
+    KV_SCALES,
+    AllowedRange,
+    BadTensor,
+    StackedTarget,
+    StoredTensor,
+    WeightTarget,
+)
 
 __all__ = [
     "KV_SCALES",
+    "AllowedRange",
     "BadTensor",
     "DenseMethod",
     "FillTarget",

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tok_core.config import RankCoordinates
 from tok_core.messages import StepInput
-from tok_core.models import CausalLM
+from tok_core.models import CausalLM, StreamReader
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker import step_tensors
 from tok_core.worker.layer_kinds import different_layers_only
@@ -87,7 +87,7 @@ class DecodeGraph:
 class DecodeGraphs:
     """CUDA graphs of one model, by size and variant; empty until `capture`.
 
-    `prefix_groups`: there are graphs of steps with prefix groups, too.
+    `prefix_groups`: there are graphs of steps with prefix groups, too. `reader` reads the residual stream of each step.
     """
 
     def __init__(
@@ -99,8 +99,10 @@ class DecodeGraphs:
         coordinates: RankCoordinates,
         *,
         prefix_groups: bool = True,
+        reader: StreamReader | None = None,
     ) -> None:
         self._model = model
+        self._reader = reader
         self._backend = backend
         self._state = state
         self._staging = staging
@@ -275,7 +277,9 @@ class DecodeGraphs:
             levels=(step_tensors.cascade_level(put, 0, size, max_kv),) if "start_0" in put else (),
         )
         x_T = inputs.token if stage_input is None else stage_input
-        hidden: Tensor = self._model(x_T, inputs.position, inputs.kv_index, state.caches, batch, None)
+        hidden: Tensor = self._model(
+            *(x_T, inputs.position, inputs.kv_index, state.caches, batch, None), reader=self._reader
+        )
         return hidden
 
     def _sample(self, put: dict[str, Tensor], hidden: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from tok_core.worker.state import WorkerState
 DRAFT_GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows; padding is cheap, and the last bounds the logits' memory
 
 Launch = Callable[[], None]
-Advance = Callable[[Tensor, Tensor, int], None]
-"""Runs a pass on slots, int32 `[R]`, and on tokens, positions and ends, int64 `[3, R]`, which it moves on in place."""
+Advance = Callable[[Tensor, Tensor, Tensor | None, int], None]
+"""Runs a pass on slots, int32 `[R]`, and moves on in place: tokens, positions and ends, int64 `[3, R]`, and the hidden
+states of a draft head, `[R, N]`."""
 
 
 def record(launch: Launch, recorder: GraphRecorder) -> Launch:
@@ -34,12 +35,15 @@ class DraftGraphs:
     """CUDA graphs of passes, by number of rows and for short or long contexts; empty until `capture`.
 
     Rows are read from fixed tensors, and moved on in them: the passes of a step follow one another without copies.
-    Padding rows are at their end, so that they feed nothing.
+    Padding rows are at their end, so that they feed nothing. `hidden_size` is that of a draft head; 0: no hidden states
+    are moved on.
     """
 
-    def __init__(self, advance: Advance, state: WorkerState) -> None:
+    def __init__(self, advance: Advance, state: WorkerState, hidden_size: int, dtype: torch.dtype) -> None:
         self._advance = advance
         self._state = state
+        self._hidden_size, self._dtype = hidden_size, dtype
+        self._hidden_NH: Tensor | None = None
         self._sizes: list[int] = []
         self._graphs: dict[tuple[int, bool], Launch] = {}
 
@@ -58,16 +62,23 @@ class DraftGraphs:
         slots, device = self._state.slots, self._state.device
         self._slot_N = torch.full((largest_first[0],), slots, dtype=torch.int32, device=device)
         self._row_3N = torch.zeros((3, largest_first[0]), dtype=torch.int64, device=device)
+        if self._hidden_size:
+            shape = largest_first[0], self._hidden_size
+            self._hidden_NH = torch.zeros(shape, dtype=self._dtype, device=device)
         for size in largest_first:
+            hidden = None if self._hidden_NH is None else self._hidden_NH[:size]
             for long in (True, False) if longest > SHORT_KV_TOKENS else (False,):
                 max_kv = longest if long else min(longest, SHORT_KV_TOKENS)
-                launch = partial(self._advance, self._slot_N[:size], self._row_3N[:, :size], max_kv)
+                launch = partial(self._advance, self._slot_N[:size], self._row_3N[:, :size], hidden, max_kv)
                 self._graphs[size, long] = record(launch)
         self._sizes = largest_first[::-1]
 
-    def load(self, put: Mapping[str, Tensor]) -> None:
+    def load(self, put: Mapping[str, Tensor], hidden: Tensor | None) -> None:
         """Copy the rows of a step's first pass, padded to the size of a graph, to where the graphs read them."""
         size = len(put["draft_slot"])
+        if hidden is not None:
+            assert self._hidden_NH is not None
+            self._hidden_NH[:size] = hidden
         self._slot_N[:size] = put["draft_slot"]
         self._row_3N[:, :size] = put["draft_row"]
 

@@ -134,8 +134,11 @@ class Runner:
         self.staging = Staging(state.device, MAX_STEPS_AHEAD)
         self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.host_lengths = step_tensors.HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
+        self._reader = None if draft_model is None else draft_model.reader
         self.graphs = DecodeGraphs(
-            model, backend, state, self.staging, pipeline.coordinates, prefix_groups=prefix_groups
+            *(model, backend, state, self.staging, pipeline.coordinates),
+            prefix_groups=prefix_groups,
+            reader=self._reader,
         )
         self._expert_load = ExpertLoad(model) if _counts_experts(model, pipeline.coordinates) else None
         self._short_prompt = short_prompt(model.config.rope_scaling, self.max_len)
@@ -264,6 +267,7 @@ class Runner:
             hidden: Tensor = self.model(
                 *(x_T, tensors.position_T, tensors.kv_index_T, self.state.caches, tensors.batch),
                 *(logit_row_R, pass_length_T),
+                reader=self._reader,
             )
         return hidden
 

@@ -37,7 +37,8 @@ class WorkerState:
     `columns` have S = `slots` + 1 entries: the last slot never holds a sequence and stands for padding rows. Likewise
     no sequence owns the last page of the cache: padding rows and ended slots write there. `scales` are those of cached
     keys and values, float32 `[layers, 2, K]`; None: the cache holds them as they are. An int8 cache has a scale for
-    each position in `token_scales`, float32 `[layers, 2, pages, K, page_size]`. `processed_logprobs` is
+    each position in `token_scales`, float32 `[layers, 2, pages, K, page_size]`. `hidden` has a hidden state for each
+    position that a draft head reads, `[pages, page_size, N]`; None: there is no such head. `processed_logprobs` is
     `SamplingBatch.processed` of every step. `memory` is that of the KV cache; None: PyTorch's.
     """
 
@@ -67,6 +68,7 @@ class WorkerState:
         if dtype == torch.int8:
             self.token_scales = self.cache((*layers, heads, page_size), torch.float32)
         unscaled = [(None, None)] * model.num_layers
+        self.hidden: Tensor | None = None
         head_scales = unscaled if scales is None else scales
         token_scales = unscaled if self.token_scales is None else self.token_scales
         self.caches = [
@@ -109,6 +111,11 @@ class WorkerState:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         return self._memory.zeros(shape, dtype)
 
+    def add_hidden(self, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """Allocate `hidden`, and return it."""
+        self.hidden = self.cache((self.num_pages + 1, self.page_size, hidden_size), dtype)
+        return self.hidden
+
     def _column(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.slots + 1, dtype=dtype, device=self.device)
 
@@ -134,8 +141,9 @@ class WorkerState:
         kv = self.kv.view(torch.uint8) if self.kv.itemsize == 1 else self.kv  # not all operations support 8-bit floats
         # Gather a few positions at a time to keep the temporary small, but of all pages at once: a page may be the
         # source of one copy and the target of another.
-        count = max(1, MAX_COPY_BYTES // (kv[0, :, 0, 0].nbytes * len(source)))
-        for layer in kv:
+        hidden = () if self.hidden is None else (self.hidden.unsqueeze(0),)
+        for layer in (*kv, *hidden):
+            count = max(1, MAX_COPY_BYTES // (layer[:, 0, 0].nbytes * len(source)))
             for start in range(0, self.page_size, count):
                 positions = slice(start, start + count)
                 layer[:, target, positions] = layer[:, source, positions]

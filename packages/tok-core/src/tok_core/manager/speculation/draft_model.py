@@ -9,11 +9,13 @@ from typing import Final
 
 import numpy as np
 
+from tok_core.config import MAX_DRAFT_TOKENS
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.speculation.acceptance import Acceptance, Float64
 from tok_core.messages import EngineInfo, Int64, ModelDrafts, array
 
 OPTIMISTIC_SHARE: Final = 0.8  # acceptance assumed before the first drafts, so that the model is tried
+MAX_FIRST_ROWS: Final = 256  # rows of a head's first pass that also read what was added, as the largest CUDA graph has
 FORGET_TURNS: Final = 256  # times in a row that the model drafts nothing, after which its acceptance is unknown again
 
 
@@ -25,6 +27,12 @@ class DraftModel:
     sequence so far, and later ones read what the target model has added since. For each page, the number of its first
     positions that the draft model has read is kept until the page is released. So the samples of a prompt, and requests
     with a common prefix, read it once. A page that was copied counts as not read.
+
+    A head (`EngineInfo.draft_head`) reads the hidden state of a position together with the token of the next one, so
+    that it can read one position less of a sequence. It drafts from its own hidden states, and reads accepted tokens
+    again with those of the target model. The last position of a page is read with the next token of the sequence that
+    reads it first. Sequences that share the page, but not this token, draft with keys and values that are not quite
+    theirs: fewer tokens may be accepted.
 
     `acceptance` has the number of a token within its draft, from 1 on, in place of a prediction's score.
 
@@ -46,6 +54,8 @@ class DraftModel:
         self._read_by = np.full(paging.table.slots, -1, np.int64)  # the epoch that `_read` holds for
         self._idle_turns = 0
         self._read_again = 0  # tokens of the last `read` by which sequences had grown since they drafted
+        self._ahead = int(info.draft_head)  # from a position to that of the token that is fed there
+        self._max_behind = 1  # positions before the drafting one that the first pass may read
 
     def probabilities(self, slots: Int64, count: int) -> Float64:
         """Return the probabilities that the tokens of a draft of each slot are accepted, with all before, `[n, count]`.
@@ -65,16 +75,18 @@ class DraftModel:
     def read(self, slots: Int64) -> list[tuple[int, int, int]]:
         """Return chunks to read before the slots can draft, as slot, start and count: at most one step's tokens.
 
-        Up to one position before a sequence's last token needs no chunk. What one chunk reads is read for all: of
-        sequences with a common prefix, the first one reads it.
+        Few positions before a sequence's last token need no chunk: one, or of a head as many as tokens were accepted.
+        What one chunk reads is read for all: of sequences with a common prefix, the first one reads it.
         """
         table, left, chunks = self._table, self._max_chunk_tokens, list[tuple[int, int, int]]()
         self._read_again = 0
+        if self._ahead:
+            self._max_behind = max(1, min(MAX_DRAFT_TOKENS, MAX_FIRST_ROWS // max(len(slots), 1) - 1))
         new = slots[self._read_by[slots] != table.epoch[slots]]
         self._read[new], self._read_by[new] = 0, table.epoch[new]
-        for slot in slots[table.length[slots] - self._read[slots] > 1].tolist():
-            start, end = self._first_unread(slot), int(table.length[slot])
-            if end - start > 1 and left:
+        for slot in slots[self._unread(slots) > self._max_behind].tolist():
+            start, end = self._first_unread(slot), int(table.length[slot]) - self._ahead
+            if end - start > self._max_behind and left:
                 count = min(end - start, left)
                 self._read_again += count if self._read[slot] else 0
                 chunks.append((slot, start, count))
@@ -88,32 +100,34 @@ class DraftModel:
         return self._read_again / max(len(drafts.chunk_token), 1)
 
     def is_ready(self, slots: Int64) -> np.ndarray:
-        """Return which slots can draft: at most the position before their last token is not read, bool `[n]`."""
-        ready: np.ndarray = self._table.length[slots] - self._read[slots] <= 1
+        """Return which slots can draft: the first pass can read all of their positions, bool `[n]`."""
+        ready: np.ndarray = self._unread(slots) <= self._max_behind
         return ready
 
     def write(self, chunks: list[tuple[int, int, int]], slots: Int64, lent: Int64) -> ModelDrafts:
         """Return the message by which `slots`, which are ready, draft the tokens of the slots `lent`, `[n, k]`."""
         table, lent = self._table, lent[:, : (lent >= 0).sum(axis=1).max(initial=0)]
-        length = table.length[slots].astype(np.int64)
-        behind = slots[self._read[slots] < length]
-        slot = np.concatenate((slots, behind))
-        position = np.concatenate((length, table.length[behind] - 1))
-        end = np.concatenate((length + (lent >= 0).sum(axis=1), table.length[behind]))
-        self._mark(slots, self._read[slots], length + 1)
-        self._read[slots] = length + 1
+        last = table.length[slots].astype(np.int64) - self._ahead
+        count = last - self._read[slots]
+        behind = np.repeat(slots, count)
+        before = np.arange(count.sum()) + np.repeat(self._read[slots] - (np.cumsum(count) - count), count)
+        slot, position = np.concatenate((slots, behind)), np.concatenate((last, before))
+        end = np.concatenate((last + (lent >= 0).sum(axis=1), before + 1))
+        self._mark(slots, self._read[slots], last + 1)
+        self._read[slots] = last + 1
         self._idle_turns = 0
         self.drafted_tokens += int(np.count_nonzero(lent >= 0))
-        chunk_slot, start, count = array(chunks).reshape(-1, 3).T
-        tokens = [table.tokens[one, first : first + size] for one, first, size in chunks]
+        chunk_slot, start, size = array(chunks).reshape(-1, 3).T
+        first = start + self._ahead
+        tokens = [table.tokens[one, at : at + n] for one, at, n in zip(chunk_slot, first, size, strict=True)]
         return ModelDrafts(
             chunk_slot=chunk_slot,
             chunk_start=start,
-            chunk_count=count,
+            chunk_count=size,
             chunk_token=np.concatenate(tokens) if tokens else array([]),
             slot=slot.astype(np.int32),
             position=position.astype(np.int32),
-            token=table.tokens[slot, position],
+            token=table.tokens[slot, position + self._ahead],
             end=end.astype(np.int32),
             lent=lent.astype(np.int32),
         )
@@ -130,15 +144,22 @@ class DraftModel:
         row, column = ((number <= accepted[:, None]) & (number < drafted[:, None])).nonzero()
         family, right = self._table.family[slots][row], column < accepted[row]
         self.acceptance.observe(family, column.astype(np.int32) + 1, right)
+        if self._ahead:  # it has read them with hidden states of its own
+            return
         # The last drafted token was sampled by the draft model, but not read.
         first = self._read[slots]
         end = first + np.minimum(accepted, drafted - 1)
         self._mark(slots, first, end)
         self._read[slots] = end
 
+    def _unread(self, slots: Int64) -> Int64:
+        """Return how many positions before the one that drafts are not read, as far as `_read` says."""
+        unread: Int64 = self._table.length[slots] - self._ahead - self._read[slots]
+        return unread
+
     def _first_unread(self, slot: int) -> int:
         """Return how many of the slot's first positions are read in its pages."""
-        size, length = self._page_size, int(self._table.length[slot])
+        size, length = self._page_size, int(self._table.length[slot]) - self._ahead
         first = int(self._read[slot]) // size
         page = self._table.pages[slot, first : -(-length // size)]
         filled = np.where(self._filled_in[page] == self._releases[page], self._filled[page], 0)

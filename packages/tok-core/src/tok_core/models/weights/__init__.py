@@ -5,7 +5,13 @@ from __future__ import annotations
 from tok_core.models.weights.checkpoint_quantization import SCHEMES, WrittenTensor, quantize_checkpoint
 from tok_core.models.weights.dummy_weights import fill_dummy_weights
 from tok_core.models.weights.incoming import IncomingWeights
-from tok_core.models.weights.loading import check_checkpoint, checkpoint_files, load_checkpoint, resolve_tied_embeddings
+from tok_core.models.weights.loading import (
+    check_checkpoint,
+    checkpoint_files,
+    load_checkpoint,
+    resolve_tied_embeddings,
+    tensor_names,
+)
 
 __all__ = [
     "SCHEMES",
@@ -17,4 +23,5 @@ __all__ = [
     "load_checkpoint",
     "quantize_checkpoint",
     "resolve_tied_embeddings",
+    "tensor_names",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from tok_core.errors import InvalidField
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
+from tok_core.models.eagle3 import DraftVocabulary
 from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.markov_weights import SparseEntries, markov_entries
 from tok_core.models.weights.targets import EMBEDDING, HEAD, NORM, module_targets, modules
@@ -65,6 +66,8 @@ def fill_dummy_weights(
             module.fill_dense(partial(fill, prefix))
         elif isinstance(module, KVScales):
             module.scale.fill_(1)
+        elif isinstance(module, DraftVocabulary):
+            torch.arange(len(module.ids), out=module.ids)
         else:
             for name, target in module_targets(module):
                 fill(prefix, name, target)

@@ -29,9 +29,7 @@ def recast_overflowing_qkv(model: CausalLM) -> dict[str, WeightTarget]:
     if model.dtype != torch.bfloat16:
         return {}
     layers: dict[str, DecoderLayer] = dict(model.model.layers.items())  # type: ignore[arg-type]
-    bound_L = torch.stack(
-        [_result_bound(layer.input_layernorm.weight, layer.self_attn.qkv_proj) for layer in layers.values()]
-    )
+    bound_L = torch.stack([_result_bound(layer.qkv_gain(), layer.self_attn.qkv_proj) for layer in layers.values()])
     if model.tensor is not None:
         bound_L = model.tensor.gather(bound_L).amax(0)
     refill: dict[str, WeightTarget] = {}

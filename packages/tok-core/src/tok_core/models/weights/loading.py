@@ -19,6 +19,7 @@ from torch import Tensor
 from tok_core.errors import ModelError
 from tok_core.model_config import ModelConfig
 from tok_core.models.decoder import CausalLM
+from tok_core.models.eagle3 import DraftVocabulary
 from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, stacked_targets, targets
@@ -30,6 +31,7 @@ MAX_THREADS = 8  # threads that copy tensors of a checkpoint
 MAX_NAMED_TENSORS = 8  # tensors named in an error; further ones are only counted
 COMPARED_ROWS = 16_384  # rows of the embedding and the LM head that are read at once to compare them
 PREFIX = "model."
+MIDLAYER = "model.midlayer."  # start of the names of an EAGLE-3 head's only layer in most checkpoints
 _OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
 _KV_SCALE = re.compile(r"\.([kv])_proj\.(?:output_scale|\1_scale)$")  # names of KV scales in older formats
 MIXTRAL = ".block_sparse_moe."  # component of tensor names in Mixtral's checkpoints, in place of ".mlp."
@@ -129,6 +131,15 @@ def resolve_tied_embeddings(config: ModelConfig, path: Path) -> ModelConfig:
     return config
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Return the model's names of the tensors in directory `path`; read headers only."""
+    names = set[str]()
+    for file in checkpoint_files(path):
+        with _opened(file) as tensors:
+            names.update(map(canonical_name, tensors.keys()))
+    return names
+
+
 def checkpoint_files(path: Path) -> list[Path]:
     """Return the safetensors files of a directory: the single file, or those of its index. Raise ModelError if none."""
     if (path / SINGLE).is_file():
@@ -162,8 +173,8 @@ def _prefixed(name: str) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Return the model's name of a tensor: prefixed, with the usual names of scales, and of Mixtral's experts."""
-    name = _KV_SCALE.sub(r".\1_scale", _prefixed(name))
+    """Return the model's name of a tensor: prefixed, with the usual names of scales, layers, and Mixtral's experts."""
+    name = _KV_SCALE.sub(r".\1_scale", _prefixed(name)).replace(MIDLAYER, "model.layers.0.")
     if MIXTRAL not in name:
         return name
     return _MIXTRAL_MATRIX.sub(lambda found: f".{MIXTRAL_MATRICES[found[1]]}.", name.replace(MIXTRAL, ".mlp."))
@@ -333,7 +344,7 @@ class SkippedTensors:
         } | {
             f"{prefix}{name}"
             for prefix, module in modules(model)
-            if isinstance(module, KVScales)
+            if isinstance(module, KVScales | DraftVocabulary)
             for name in module.redundant
         }
         names = self._targets | self._redundant

@@ -1,9 +1,9 @@
-"""Read and check the draft model before any weights are read, and build it beside the target model."""
+"""Read and check the draft model, or the EAGLE-3 head, before any weights are read; build it beside the target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +13,17 @@ from msgspec import structs
 
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import EngineError, InvalidField, ModelError
-from tok_core.model_config import ModelConfig
-from tok_core.models import CausalLM, build, check_checkpoint, model_bytes, weight_reads
-from tok_core.parallel import ShardPlan, TensorParallel
+from tok_core.model_config import ModelConfig, read_head
+from tok_core.models import (
+    CausalLM,
+    Eagle3LlamaForCausalLM,
+    build,
+    check_checkpoint,
+    model_bytes,
+    tensor_names,
+    weight_reads,
+)
+from tok_core.parallel import ShardPlan
 from tok_core.quantization import QuantizationConfig, read_quantization
 from tok_core.worker.draft_model import draft_bytes_per_token
 from tok_core.worker.startup.sizes import resolve_model_config
@@ -50,20 +58,22 @@ class DraftPlan:
         backend: Backend,
         device: torch.device,
         dtype: torch.dtype,
-        tensor: TensorParallel | None,
+        target: CausalLM,
         fill: Callable[[Path, CausalLM], None],
     ) -> CausalLM:
         """Return the model, filled by `fill`. Raise EngineError if it does not fit into memory."""
         try:
-            model = build(self.config, backend, device, dtype, self.coordinates, tensor, self.quantization)
+            model = build(self.config, backend, device, dtype, self.coordinates, target.tensor, self.quantization)
         except torch.OutOfMemoryError as error:
             raise EngineError(f"the weights of the draft model {self.path} do not fit on {device}: {error}") from None
         fill(self.path, model)
+        if isinstance(model, Eagle3LlamaForCausalLM):
+            model.share_embedding(target)
         return model
 
 
 def read_draft(config: EngineConfig, model: ModelConfig, coordinates: RankCoordinates) -> DraftPlan | None:
-    """Return the draft model for the target `model`; None without one. Only JSON files are read.
+    """Return the draft model for the target `model`; None without one. Only JSON files and tensors' names are read.
 
     It is sharded as the target model, but its experts, if it has any, by their columns. Raises InvalidField for a draft
     model that is not supported, has other tokens, or cannot be sharded so.
@@ -73,15 +83,32 @@ def read_draft(config: EngineConfig, model: ModelConfig, coordinates: RankCoordi
     path = Path(config.draft)
     coordinates = structs.replace(coordinates, ep=False, redundant_experts=0)
     try:
-        draft = resolve_model_config(structs.replace(config, model=config.draft), path)
+        head = _read_head(config, path, model)
+        draft = head or resolve_model_config(structs.replace(config, model=config.draft), path)
         local = ShardPlan.of(draft, coordinates).local(draft)
         quantization = read_quantization(path, "auto")
+        if head is not None and quantization != QuantizationConfig():
+            raise ModelError(f"{path}: its weights are quantised ({quantization}); allowed: a dense EAGLE-3 head")
     except ModelError as error:
         raise InvalidField("draft", config.draft, f"a model that tok serves ({error})") from None
     except InvalidField as error:
         raise InvalidField("draft", config.draft, f"a model that fits the engine's other settings ({error})") from None
-    _check_vocabulary(config, model, draft)
+    _check_vocabulary(config, model.vocab_size, draft.vocab_size if head is None else model.vocab_size)
     return DraftPlan(path, draft, local, coordinates, quantization)
+
+
+def _read_head(config: EngineConfig, path: Path, model: ModelConfig) -> ModelConfig | None:
+    """Return the EAGLE-3 head in directory `path`; None if another model is there.
+
+    A checkpoint without embedding is a head that reads the target model's.
+    """
+    head = read_head(path, model, config.ignore_config_keys or ())
+    if head is None or head.eagle3 is None or config.load_format == "dummy":
+        return head
+    names, eagle3 = tensor_names(path), head.eagle3
+    own_embedding = eagle3.own_embedding or "model.embed_tokens.weight" in names
+    maps_tokens = eagle3.maps_tokens or "model.d2t" in names
+    return replace(head, eagle3=replace(eagle3, own_embedding=own_embedding, maps_tokens=maps_tokens))
 
 
 def check_draft_tensors(plan: DraftPlan, dtype: torch.dtype) -> None:
@@ -95,13 +122,13 @@ def check_draft_tensors(plan: DraftPlan, dtype: torch.dtype) -> None:
         raise ModelError(f"draft model: {error}") from None
 
 
-def _check_vocabulary(config: EngineConfig, model: ModelConfig, draft: ModelConfig) -> None:
+def _check_vocabulary(config: EngineConfig, model_size: int, draft_size: int) -> None:
     """Raise InvalidField if the models have different tokens: other tokenizers, or other sizes where one has none."""
     assert config.draft is not None
     target, own = (_vocabulary(Path(path)) for path in (config.tokenizer or config.model, config.draft))
     if target is None or own is None:
-        if draft.vocab_size != model.vocab_size:
-            allowed = f"a model with the same tokens: {model.vocab_size}, not {draft.vocab_size}"
+        if draft_size != model_size:
+            allowed = f"a model with the same tokens: {model_size}, not {draft_size}"
             raise InvalidField("draft", config.draft, allowed)
         return
     for token in (*target.learned, *own.learned, *(target.added.keys() & own.added.keys())):

@@ -111,7 +111,7 @@ def set_up(
     model = _load_model(config, path, model_config, backend, peers, dtype, quantization, memory)
     draft_model = None
     if draft is not None:
-        draft_model = draft.build(draft_backend, device, dtype, model.tensor, partial(fill_model, config))
+        draft_model = draft.build(draft_backend, device, dtype, model, partial(fill_model, config))
     clock.done("weights")
     sizes = resolve_step_sizes(config, device.type)
     max_step_tokens = sizes.max_step_tokens
@@ -183,6 +183,7 @@ def set_up(
         redundant_experts=config.redundant_experts,
         draft_slots=sizes.draft_slots,
         draft_len=0 if draft is None else min(draft.config.max_positions, max_model_len),
+        draft_head=draft is not None and draft.config.eagle3 is not None,
         draft_share=0.0 if draft is None else draft.share(model_config, dtype, quantization),
     )
     return runner, info
@@ -257,8 +258,13 @@ def _load_model(
 
 
 def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
-    """Fill the model with the checkpoint in directory `path`, or with dummy weights, as the configuration says."""
-    if config.load_format == "dummy":
+    """Fill the model with the checkpoint in directory `path`, or with dummy weights, as the configuration says.
+
+    The dummy weights of a draft head speak no language.
+    """
+    if config.load_format == "dummy" and model.config.eagle3 is not None:
+        fill_dummy_weights(model, config.seed)
+    elif config.load_format == "dummy":
         fill_dummy_weights(
             model,
             config.seed,

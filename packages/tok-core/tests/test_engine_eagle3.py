@@ -1,0 +1,270 @@
+"""An EAGLE-3 head drafts what its published description says, and changes no answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from support.drafting import (
+    NEW,
+    PARAMS,
+    PLAIN,
+    PROMPTS,
+    SETTINGS,
+    Answer,
+    answer,
+    answers,
+    draft_often,
+    pad_passes,
+    refused,
+)
+from support.engines import cpu_engine, manager_of, random_prompts
+from support.grouping import group_eagerly
+from support.tiny_eagle3 import ReferenceHead, make_head, make_target
+from support.tiny_models import change_weights, reference_greedy
+from tok_core import Engine, EngineConfig
+from tok_core.manager.speculation.ngram_index import NO_TOKEN
+from tok_core.manager.speculation.speculator import Drafts
+from tok_core.messages import Int64, ModelDrafts
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def head(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_head(tmp_path_factory.mktemp("head") / "tiny", path)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[Answer]:
+    """Return the answers without speculation."""
+    with cpu_engine(path, batch_invariant=True) as engine:
+        return answers(engine)
+
+
+@pytest.mark.parametrize(("speculate", "options"), SETTINGS)
+def test_head_changes_no_bit_of_any_answer(
+    path: Path, head: Path, expected: list[Answer], speculate: int, options: dict[str, Any]
+) -> None:
+    settings = {"batch_invariant": True, "max_model_len": 128, **options}
+    with cpu_engine(path, speculate=speculate, draft=str(head), **settings) as engine:
+        draft_often(engine)
+        group_eagerly(manager_of(engine))
+        for _ in range(2):
+            assert answers(engine) == expected
+        found = engine.stats()
+    assert found["model_drafted_tokens"] > found["model_accepted_tokens"] > 5
+    assert found["preemptions"] > 0 or "kv_cache_tokens" not in options
+
+
+def test_rows_padded_to_the_size_of_graphs_change_no_answer(path: Path, head: Path, expected: list[Answer]) -> None:
+    """On a CPU, the passes run as they are captured on a GPU, without a graph."""
+    options: dict[str, Any] = {"batch_invariant": True, "max_model_len": 128, "max_running": 256}
+    with cpu_engine(path, speculate=4, draft=str(head), **options) as engine:
+        draft_often(engine)
+        replays = pad_passes(engine, (1, 2, 4, 24, 64))
+        assert answers(engine) == expected
+        assert engine.stats()["model_accepted_tokens"] > 40
+    assert len(replays) > 2
+
+
+def recorded(engine: Engine) -> list[tuple[list[int], list[int]]]:
+    """Let the head draft alone; return a list that grows by its drafts.
+
+    An entry has the tokens of a sequence, and those drafted to follow.
+    """
+    speculator = manager_of(engine).speculator
+    assert speculator is not None
+    assert speculator.model is not None
+    drafts, texts = list[tuple[list[int], list[int]]](), list[list[int]]()
+    write, verified = speculator.model.write, speculator.verified
+
+    def recording_write(chunks: list[tuple[int, int, int]], slots: Int64, lent: Int64) -> ModelDrafts:
+        table = speculator._table
+        texts[:] = [table.tokens[slot, : table.length[slot] + 1].tolist() for slot in slots]
+        return write(chunks, slots, lent)
+
+    def recording_verified(found: Drafts, right: Any) -> None:
+        drafted = [row[row >= 0].tolist() for row in found.token[: found.models]]
+        drafts.extend(zip(texts, drafted, strict=True) if drafted else ())
+        verified(found, right)
+
+    none = np.full((64, 16), NO_TOKEN, np.int32), np.zeros((64, 16))
+    setattr(speculator, "propose", lambda slots, count: tuple(one[: len(slots), :count].copy() for one in none))  # noqa: B010
+    setattr(speculator.model, "write", recording_write)  # noqa: B010
+    setattr(speculator, "verified", recording_verified)  # noqa: B010
+    return drafts
+
+
+@pytest.mark.parametrize(
+    ("options", "padded"),
+    [
+        ({}, False),
+        ({"own_embedding": True, "norm_before_residual": True}, False),
+        ({"draft_vocab_size": 512, "noise": 0.02}, True),
+    ],
+)
+def test_drafts_equal_those_of_the_plain_head(
+    path: Path, tmp_path: Path, options: dict[str, Any], padded: bool
+) -> None:
+    """Whole prompts, chunks, accepted and rejected drafts, and steps without drafts precede them."""
+    head = make_head(tmp_path / "head", path, **options)
+    with cpu_engine(path, speculate=4, draft=str(head), page_size=4, max_step_tokens=48, max_running=48) as engine:
+        draft_often(engine)
+        if padded:
+            pad_passes(engine, (1, 3, 8, 64))
+        drafts = recorded(engine)
+        engine.generate(PROMPTS, PARAMS["greedy"])
+        assert engine.stats()["model_accepted_tokens"] > 10
+    plain = ReferenceHead(head, path)
+    assert sum(len(drafted) for _, drafted in drafts) > 100
+    for tokens, drafted in drafts:
+        assert plain.draft(tokens, len(drafted)) == drafted
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mistral"])
+def test_greedy_tokens_equal_transformers_with_a_head(kind: str, tmp_path: Path) -> None:
+    path = make_target(tmp_path / "target", kind)
+    head = make_head(tmp_path / "head", path)
+    with cpu_engine(path, speculate=4, draft=str(head)) as engine:
+        draft_often(engine)
+        outputs = engine.generate(PROMPTS, PARAMS["greedy"])
+        assert engine.stats()["model_drafted_tokens"] > 0
+    for output, (tokens, _) in zip(outputs, reference_greedy(path, PROMPTS, NEW), strict=True):
+        assert output.outputs[0].token_ids == tokens
+
+
+def test_tensor_parallel_ranks_draft_from_one_hidden_state(tmp_path: Path) -> None:
+    """Prompts of more than 64 tokens have a sequence-parallel layout, in the model and in the head."""
+    path = make_target(tmp_path / "target", layers=8)
+    head = make_head(tmp_path / "head", path)
+    prompts = random_prompts((90, 70, 30, 130), seed=9)
+    config = EngineConfig(
+        model=str(path), device="cpu", dtype="float32", tp=2, kv_cache_tokens=8192, speculate=4, draft=str(head)
+    )
+    with Engine(config) as engine:
+        outputs = engine.generate(prompts, PARAMS["greedy"])
+        found = engine.stats()
+    for output, (tokens, _) in zip(outputs, reference_greedy(path, prompts, NEW), strict=True):
+        assert output.outputs[0].token_ids == tokens
+
+    assert found["model_accepted_tokens"] > 0.1 * found["model_drafted_tokens"] > 1
+
+
+def test_weights_may_change_and_memory_sleep_beside_a_head(path: Path, head: Path, tmp_path: Path) -> None:
+    other = make_target(tmp_path / "other", seed=1)
+    with cpu_engine(other, batch_invariant=True) as engine:
+        wanted = [answer(output) for output in engine.generate(PROMPTS, PLAIN)]
+    with cpu_engine(path, speculate=4, draft=str(head), batch_invariant=True, enable_sleep_mode=True) as engine:
+        draft_often(engine)
+        before = [answer(output) for output in engine.generate(PROMPTS, PLAIN)]
+        engine.sleep()
+        engine.wake_up()
+        assert [answer(output) for output in engine.generate(PROMPTS, PLAIN)] == before
+        engine.update_weights(str(other))
+        assert [answer(output) for output in engine.generate(PROMPTS, PLAIN)] == wanted
+        assert engine.stats()["model_drafted_tokens"] > engine.stats()["model_accepted_tokens"] > 0
+
+
+def test_dummy_weights_of_a_head_need_its_config_only(path: Path, head: Path, tmp_path: Path) -> None:
+    for name, source in (("target", path), ("head", head)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((source / "config.json").read_text())
+    dummy: dict[str, Any] = {"load_format": "dummy", "markov_probability": 0.9, "eos_probability": 0.01}
+    with cpu_engine(tmp_path / "target", speculate=2, draft=str(tmp_path / "head"), **dummy) as engine:
+        draft_often(engine)
+        engine.generate(PROMPTS, PLAIN)
+        assert engine.stats()["model_drafted_tokens"] > 0
+
+
+def change_config(head: Path, **changes: object) -> None:
+    file = head / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"vocab_size": 600}, "vocab_size is 600; allowed: 512, as the model has"),
+        ({"draft_vocab_size": 513}, "draft_vocab_size is 513; allowed: at most vocab_size (512)"),
+        ({"target_hidden_size": 32}, "target_hidden_size is 32; allowed: 64, as the model has"),
+        ({"hidden_size": 32}, "hidden_size is 32; allowed: 64, as the model has"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; allowed: 1"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True; allowed: false"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3'; allowed: llama (an EAGLE-3 head)"),
+        ({"norm_before_fc": True}, "norm_before_fc is True; allowed: false"),
+        ({"rope_scaling": {"rope_type": "new"}}, "rope_type is 'new'; allowed: default, linear"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; allowed: true"),
+        ({"eagle_config": {}}, "eagle_aux_hidden_state_layer_ids is None; allowed: layers of the model, which has"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}, "allowed: a rising list of layers of the model, which has 3"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "allowed: a rising list of layers of the model, which has 3"),
+        ({"speculators_model_type": "mlp", "transformer_layer_config": {}}, "speculators_model_type is 'mlp'"),
+        ({"mystery": 1}, "not known here: mystery"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "its weights are quantised",
+        ),
+    ],
+)
+def test_config_of_a_head_is_refused_by_name(
+    path: Path, tmp_path: Path, changes: dict[str, object], error: str
+) -> None:
+    head = make_head(tmp_path / "head", path)
+    change_config(head, **changes)
+    found = refused(path, head)
+    assert found.startswith(f"draft is '{head}'; allowed: a model that tok serves ({head}")
+    assert error in found
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda weights: weights.pop(name)
+
+
+def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda weights: weights.__setitem__(name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (without("fc.weight"), "missing tensors: model.fc.weight [64, 192]"),
+        (without("d2t"), "missing tensors: model.d2t [490]"),
+        (without("midlayer.hidden_norm.weight"), "missing tensors: model.layers.0.hidden_norm.weight [64]"),
+        (with_tensor("fc.weight", torch.zeros(64, 64)), "tensor fc.weight has shape [64, 64]; expected [64, 192]"),
+        (with_tensor("lm_head.weight", torch.zeros(512, 64)), "has shape [512, 64]; expected [490, 64]"),
+        (with_tensor("d2t", torch.full((490,), 30)), "allowed: differences that lead to token ids from 0 to 511"),
+        (with_tensor("d2t", torch.zeros(490)), "tensor d2t is stored as F32; supported: I64, I32"),
+        (with_tensor("mystery", torch.zeros(1)), "tensor mystery [1] has no place in the model"),
+    ],
+)
+def test_tensors_of_a_head_are_refused_by_name(
+    path: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], error: str
+) -> None:
+    head = change_weights(make_head(tmp_path / "head", path), change)
+    found = refused(path, head)
+    assert found.startswith(f"draft model: {head}")
+    assert error in found
+
+
+def test_head_is_no_model_of_its_own(head: Path) -> None:
+    with pytest.raises(Exception, match="LlamaForCausalLMEagle3"), cpu_engine(head):
+        pass
+
+
+def test_head_that_does_not_fit_beside_the_model_is_refused(
+    path: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    monkeypatch.setattr("tok_core.worker.startup.memory_check.available_memory", lambda: int(weights * 1.2))
+    assert refused(path, head).startswith(f"{path} with the draft model {head} does not fit: it needs")
