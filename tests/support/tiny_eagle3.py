@@ -8,7 +8,7 @@ queries and keys, and passes the token's embedding on. All other weights are noi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +46,14 @@ def make_head(
     draft_vocab_size: int = 490,
     own_embedding: bool = False,
     noise: float = 0.01,
+    focus: float = 6.0,
     **config: object,
 ) -> Path:
     """Write a head for the model in `target`; return `directory`.
 
     own_embedding  store a copy of the target model's embedding
     noise          standard deviation of the weights that are noise
+    focus          biases of queries and keys; with smaller ones, a row reads more of other rows
     config         keys of config.json to add or to replace
     """
     directory.mkdir(parents=True)
@@ -72,7 +74,7 @@ def make_head(
         "hidden_norm.weight": 1 + random(size),
         "post_attention_layernorm.weight": 1 + random(size),
         **{f"self_attn.{name}_proj.weight": random(width, both) for name in "qkv"},
-        **{f"self_attn.{name}_proj.bias": torch.full((width,), 6.0) for name in "qk"},
+        **{f"self_attn.{name}_proj.bias": torch.full((width,), focus) for name in "qk"},
         "self_attn.v_proj.bias": torch.zeros(width),
         "self_attn.o_proj.weight": random(size, width),
         "self_attn.o_proj.bias": torch.zeros(size),
@@ -130,8 +132,8 @@ class ReferenceHead:
         self.embedding = load_file(self.target / "model.safetensors")["model.embed_tokens.weight"]
         self.ids = self.weights["d2t"] + torch.arange(len(self.weights["d2t"]))
 
-    def draft(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return `count` greedy tokens after `tokens`."""
+    def draft(self, tokens: Sequence[int], count: int, choose: Callable[[Tensor, int], int]) -> list[int]:
+        """Return `count` tokens after `tokens`, each chosen by the head's logits and the token's position."""
         fed = torch.tensor(list(tokens))
         with torch.inference_mode():
             found = reference_model(self.target)(fed[None, :-1], output_hidden_states=True).hidden_states
@@ -140,7 +142,7 @@ class ReferenceHead:
         for _ in range(count):
             output = self._rows(self.embedding[fed[1:]], hidden)
             logits = self._norm(output[-1:], "norm") @ self.weights["lm_head.weight"].T
-            drafted.append(int(self.ids[logits.argmax()]))
+            drafted.append(int(self.ids[choose(logits, len(fed))]))
             fed = torch.cat((fed, torch.tensor(drafted[-1:])))
             hidden = torch.cat((hidden, output[-1:]))
         return drafted
