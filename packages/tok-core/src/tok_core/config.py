@@ -95,8 +95,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculate            tokens to draft for a sample in a step, by its prompt and by samples of the same prompt. The
                          step verifies the drafts, so that samples stay as they are without them. auto: as many as
                          measured step times make worth it; a number: at most so many, by assumed step times; off: none
-    draft                directory or hub id of a small model with the same tokens, which drafts for samples that the
-                         texts so far do not predict; only together with `speculate`. None: no model drafts
+    draft                directory or hub id of a small model with the same tokens, or of an EAGLE-3 head for the model,
+                         which drafts for samples that the texts so far do not predict; only together with `speculate`.
+                         None: no model drafts
     step_timeout         seconds without a returned step, or without a turn of a process's main loop, after which the
                          replica counts as hung: it is killed and restarted
     start_timeout        seconds without progress (no tensor loaded, no kernel measured, no graph captured, by any
