@@ -142,8 +142,8 @@ def test_drafts_equal_those_of_the_plain_head(
         if padded:
             pad_passes(engine, (1, 3, 8, 64))
         drafts = recorded(engine)
-        engine.generate(prompts, msgspec.structs.replace(PLAIN, temperature=temperature, n=3))
-        assert engine.stats()["model_accepted_tokens"] > 10
+        engine.generate(prompts, msgspec.structs.replace(PLAIN, temperature=temperature, n=3 if temperature else 1))
+        assert engine.stats()["model_accepted_tokens"] > 5
     plain = ReferenceHead(head, path)
     assert sum(len(one.drafted) for one in drafts) > 100
     for one in drafts:
@@ -162,14 +162,15 @@ def sampled_token(logits: Tensor, position: int, *, temperature: float, seed: in
     return int(choose(torch.device("cpu")).sample(logits, batch).token)
 
 
-def test_head_changes_no_answer_of_quantised_weights(path: Path, head: Path) -> None:
+@pytest.mark.parametrize("options", [{"quantization": "int8", "kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}])
+def test_head_changes_no_answer_in_few_bits(path: Path, head: Path, options: dict[str, Any]) -> None:
     found = []
-    for options in ({}, {"speculate": 4, "draft": str(head)}):
-        with cpu_engine(path, batch_invariant=True, quantization="int8", kv_cache_dtype="int8", **options) as engine:
-            if options:
+    for draft in ({}, {"speculate": 4, "draft": str(head)}):
+        with cpu_engine(path, batch_invariant=True, **options, **draft) as engine:
+            if draft:
                 draft_often(engine)
             found.append([answer(output) for output in engine.generate(PROMPTS, PARAMS["samples"])])
-            assert (engine.stats()["model_accepted_tokens"] > 10) == bool(options)
+            assert (engine.stats()["model_accepted_tokens"] > 10) == bool(draft)
     assert found[0] == found[1]
 
 

@@ -61,7 +61,7 @@ REFUSED = {
     "--rope-scaling": "the scaling is read from the model's config.json",
     "--runner": "generation and embeddings are always both served",
     "--scheduling-policy": "requests are always served by priority, and within one fairly among API keys",
-    "--speculative-config": "use --speculate auto, which drafts from prompts and their samples, and --draft MODEL, also an EAGLE-3 head",
+    "--speculative-config": "use --speculate auto, which drafts from prompts and their samples, and --draft MODEL",
     "--structured-outputs-config": "grammars are always compiled by xgrammar",
     "--swap-space": "the KV cache is never swapped to the CPU; preempted samples are computed again",
     "--task": "generation and embeddings are always both served",
