@@ -6,13 +6,17 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from support.engines import cpu_engine, manager_of, random_prompts
 from tok_core import Engine, EngineError, InvalidField, ModelError, RequestOutput, SamplingParams
+from tok_core.manager.speculation.ngram_index import NO_TOKEN
+from tok_core.manager.speculation.speculator import Drafts
 from tok_core.manager.speculation.step_costs import DraftCandidate
+from tok_core.messages import Int64, ModelDrafts
 from tok_core.sampling_params import Grammar
 from tok_core.worker.draft_graphs import Launch
 
@@ -88,6 +92,42 @@ def pad_passes(engine: object, sizes: Sequence[int]) -> Counter[int]:
 
     manager_of(engine).ports._runner.draft_model.graphs.capture(sizes, record)  # type: ignore[attr-defined]
     return replays
+
+
+class Draft(NamedTuple):
+    """Tokens of a sequence, those drafted to follow, and the keys of the sequence's random numbers."""
+
+    tokens: list[int]
+    drafted: list[int]
+    seed: int
+    sample: int
+
+
+def record_drafts(engine: Engine) -> list[Draft]:
+    """Let the draft model draft alone; return a list that grows by its drafts."""
+    speculator = manager_of(engine).speculator
+    assert speculator is not None
+    assert speculator.model is not None
+    drafts, texts, keys = list[Draft](), list[list[int]](), list[list[int]]()
+    state = manager_of(engine).ports._runner.state  # type: ignore[attr-defined]
+    write, verified = speculator.model.write, speculator.verified
+
+    def recording_write(chunks: list[tuple[int, int, int]], slots: Int64, lent: Int64) -> ModelDrafts:
+        table = speculator._table
+        texts[:] = [table.tokens[slot, : table.length[slot] + 1].tolist() for slot in slots]
+        keys[:] = state.random_keys[:2, slots.tolist()].T.tolist()
+        return write(chunks, slots, lent)
+
+    def recording_verified(found: Drafts, right: Any) -> None:
+        drafted = [row[row >= 0].tolist() for row in found.token[: found.models]]
+        drafts.extend(map(Draft, texts, drafted, *zip(*keys, strict=True)) if drafted else ())
+        verified(found, right)
+
+    none = np.full((64, 16), NO_TOKEN, np.int32), np.zeros((64, 16))
+    setattr(speculator, "propose", lambda slots, count: tuple(one[: len(slots), :count].copy() for one in none))  # noqa: B010
+    setattr(speculator.model, "write", recording_write)  # noqa: B010
+    setattr(speculator, "verified", recording_verified)  # noqa: B010
+    return drafts
 
 
 def refused(path: Path, draft: Path | str, **options: Any) -> str:

@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,6 +27,7 @@ from support.drafting import (
     answers,
     draft_often,
     pad_passes,
+    record_drafts,
     refused,
 )
 from support.engines import cpu_engine, manager_of, random_prompts
@@ -35,9 +35,6 @@ from support.grouping import group_eagerly
 from support.tiny_eagle3 import ReferenceHead, make_head, make_target
 from support.tiny_models import change_weights, reference_greedy
 from tok_core import Engine, EngineConfig
-from tok_core.manager.speculation.ngram_index import NO_TOKEN
-from tok_core.manager.speculation.speculator import Drafts
-from tok_core.messages import Int64, ModelDrafts
 from tok_kernels import SamplingBatch, choose
 
 
@@ -83,42 +80,6 @@ def test_rows_padded_to_the_size_of_graphs_change_no_answer(path: Path, head: Pa
     assert len(replays) > 2
 
 
-class Draft(NamedTuple):
-    """Tokens of a sequence, those drafted to follow, and the keys of the sequence's random numbers."""
-
-    tokens: list[int]
-    drafted: list[int]
-    seed: int
-    sample: int
-
-
-def recorded(engine: Engine) -> list[Draft]:
-    """Let the head draft alone; return a list that grows by its drafts."""
-    speculator = manager_of(engine).speculator
-    assert speculator is not None
-    assert speculator.model is not None
-    drafts, texts, keys = list[Draft](), list[list[int]](), list[list[int]]()
-    state = manager_of(engine).ports._runner.state  # type: ignore[attr-defined]
-    write, verified = speculator.model.write, speculator.verified
-
-    def recording_write(chunks: list[tuple[int, int, int]], slots: Int64, lent: Int64) -> ModelDrafts:
-        table = speculator._table
-        texts[:] = [table.tokens[slot, : table.length[slot] + 1].tolist() for slot in slots]
-        keys[:] = state.random_keys[:2, slots.tolist()].T.tolist()
-        return write(chunks, slots, lent)
-
-    def recording_verified(found: Drafts, right: Any) -> None:
-        drafted = [row[row >= 0].tolist() for row in found.token[: found.models]]
-        drafts.extend(map(Draft, texts, drafted, *zip(*keys, strict=True)) if drafted else ())
-        verified(found, right)
-
-    none = np.full((64, 16), NO_TOKEN, np.int32), np.zeros((64, 16))
-    setattr(speculator, "propose", lambda slots, count: tuple(one[: len(slots), :count].copy() for one in none))  # noqa: B010
-    setattr(speculator.model, "write", recording_write)  # noqa: B010
-    setattr(speculator, "verified", recording_verified)  # noqa: B010
-    return drafts
-
-
 @pytest.mark.parametrize(
     ("options", "padded", "temperature"),
     [
@@ -141,7 +102,7 @@ def test_drafts_equal_those_of_the_plain_head(
         draft_often(engine)
         if padded:
             pad_passes(engine, (1, 3, 8, 64))
-        drafts = recorded(engine)
+        drafts = record_drafts(engine)
         engine.generate(prompts, msgspec.structs.replace(PLAIN, temperature=temperature, n=3 if temperature else 1))
         assert engine.stats()["model_accepted_tokens"] > 5
     plain = ReferenceHead(head, path)
