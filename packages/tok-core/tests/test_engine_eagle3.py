@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -32,9 +34,12 @@ from support.drafting import (
 )
 from support.engines import cpu_engine, manager_of, random_prompts
 from support.grouping import group_eagerly
+from support.parallel_heads import drafts_after_prompt, drafts_of_rank
+from support.ranks import run_ranks
 from support.tiny_eagle3 import ReferenceHead, make_head, make_target
 from support.tiny_models import change_weights, reference_greedy
 from tok_core import Engine, EngineConfig
+from tok_core.config import all_coordinates
 from tok_kernels import SamplingBatch, choose
 
 
@@ -147,8 +152,22 @@ def test_greedy_tokens_equal_transformers_with_a_head(kind: str, tmp_path: Path)
         assert output.outputs[0].token_ids == tokens
 
 
-def test_tensor_parallel_ranks_draft_from_one_hidden_state(tmp_path: Path) -> None:
-    """Prompts of more than 64 tokens have a sequence-parallel layout, in the model and in the head."""
+def test_ranks_compute_hidden_states_and_rows_of_one_process(path: Path, tmp_path: Path) -> None:
+    """Steps of more tokens than the limit have a sequence-parallel layout, in the model and in the head."""
+    heads = [
+        make_head(tmp_path / "shared", path, noise=0.1, focus=2.0),
+        make_head(tmp_path / "own", path, noise=0.1, focus=2.0, own_embedding=True, norm_before_residual=True),
+    ]
+    alone = [drafts_after_prompt(path, head) for head in heads]
+    for rank, layouts in enumerate(run_ranks(all_coordinates(1, 2), drafts_of_rank, path, heads, (0, 10, 1000))):
+        for found, expected in zip(itertools.chain(*layouts), itertools.cycle(alone), strict=False):
+            count = found.kv.shape[3]
+            assert found.drafted == expected.drafted
+            np.testing.assert_allclose(found.hidden, expected.hidden, atol=1e-4)
+            np.testing.assert_allclose(found.kv, expected.kv[:, :, :, rank * count : (rank + 1) * count], atol=1e-4)
+
+
+def test_tensor_parallel_engine_drafts_with_a_head(tmp_path: Path) -> None:
     path = make_target(tmp_path / "target", layers=8)
     head = make_head(tmp_path / "head", path)
     prompts = random_prompts((90, 70, 30, 130), seed=9)
