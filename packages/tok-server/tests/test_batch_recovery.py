@@ -40,7 +40,7 @@ from tok_server.batch.storage.clock import Clock, ClockReading
 from tok_server.batch.storage.database import DamagedError, StoreError, check_database
 from tok_server.batch.storage.directory import DataDirectory
 from tok_server.batch.storage.recovery import check_index, recover
-from tok_server.batch.storage.store import FROM_VERSION_1, RecordNotFound, Store, StoredJob
+from tok_server.batch.storage.store import RecordNotFound, Store, StoredJob
 from tok_server.wire.json import new_id
 
 MONTH = 31 * 86_400
@@ -373,33 +373,6 @@ def test_clock_without_boot_ids_counts_each_process_alone() -> None:
     clock = Clock(lambda: 100.0, lambda: 50.0, lambda: "")
     clock.start(ClockReading(1000.0, "", 20.0))
     assert clock.now() == 1000.0
-
-
-def test_index_of_version_1_is_migrated(tmp_path: Path) -> None:
-    (file,) = filled_directory(tmp_path / "data", files=1)
-    path = DataDirectory(tmp_path / "data").store
-    timed = msgspec.structs.replace(file, id=new_id("file"), expires_at=file.created_at + 3600)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for statement in ("DROP INDEX files_by_deadline", "DROP TABLE clock", "PRAGMA user_version = 1"):
-            connection.execute(statement)
-        for table, column in (("files", "deadline"), ("files", "owner"), ("batches", "owner")):
-            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        connection.execute("ALTER TABLE files ADD COLUMN expires_at INTEGER")
-        connection.execute("CREATE INDEX files_expiring ON files (expires_at) WHERE expires_at IS NOT NULL")
-        row = (timed.id, "batch", timed.expires_at, msgspec.json.encode(timed))
-        connection.execute("INSERT INTO files (id, purpose, expires_at, record) VALUES (?, ?, ?, ?)", row)
-    assert "deadline" in FROM_VERSION_1
-    check_index(DataDirectory(tmp_path / "data"))
-    for _ in range(2):
-        store = Store(path)
-        store.start_deadlines(50_000.0)
-        assert store.expired(53_599.0) == []
-        assert store.expired(53_600.0) == [timed.id]
-        assert {one.id for one in store.files(None, 9, newest_first=True, purpose=None, owner="any").records} == {
-            file.id,
-            timed.id,
-        }
-        store.close()
 
 
 def test_store_shows_an_owner_only_its_own_and_unowned_records(tmp_path: Path) -> None:

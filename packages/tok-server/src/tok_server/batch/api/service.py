@@ -15,7 +15,15 @@ from typing import TypeVar
 from tok_client.types import Batch, BatchError, FileObject
 from tok_core import EngineClosed
 from tok_server.batch.api.metrics import BatchStats
-from tok_server.batch.execution import BatchResources, BatchRun, Budget, EngineGate, PoisonIsolation, sample_budget
+from tok_server.batch.execution import (
+    BatchResources,
+    BatchRun,
+    Budget,
+    EngineGate,
+    PoisonIsolation,
+    run_in,
+    sample_budget,
+)
 from tok_server.batch.storage import (
     ENDED,
     NO_OWNER,
@@ -101,10 +109,10 @@ class BatchService:
 
     async def open(self) -> None:
         """Lock the directory, and complete what a crash interrupted. Errors: StoreError."""
-        self.data_directory = await self._run_in_store_thread(lambda: DataDirectory(self._directory))
+        self.data_directory = await run_in(self._store_thread, lambda: DataDirectory(self._directory))
         self._lock = FileLock(self.data_directory.lock, f"data directory {self._directory}")
         try:
-            await self._run_in_store_thread(self._open)
+            await run_in(self._store_thread, self._open)
         except (OSError, sqlite3.Error) as error:
             self._lock.close()
             raise StoreError(f"data directory {self._directory}: cannot be used: {error}") from error
@@ -120,7 +128,6 @@ class BatchService:
         try:
             self.clock.start(self._store.clock())
             self._no_deletion_before = self.clock.now() + DELETION_GRACE_SECONDS
-            self._store.start_deadlines(self.clock.now())
             self._store.save_clock(self.clock.reading())
             recover(self.data_directory, self._store)
             self._count_content()
@@ -152,7 +159,7 @@ class BatchService:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._resources is not None:
             self._resources.gate.close()
-        await self._run_in_store_thread(self._close_store)
+        await run_in(self._store_thread, self._close_store)
         for pool in (self._reader_threads, self._background_threads, self._store_thread):
             await asyncio.to_thread(pool.shutdown)
         self._lock.close()
@@ -191,7 +198,7 @@ class BatchService:
 
     async def run_with_store(self, function: Callable[[Store], T]) -> T:
         """Return the result of `function`, called with the store. Errors: those of `function`."""
-        return await self._run_in_store_thread(lambda: function(self._store))
+        return await run_in(self._store_thread, lambda: function(self._store))
 
     async def add_file(self, file: FileObject, owner: str = NO_OWNER, seconds: int | None = None) -> None:
         """Add a file whose content has been written. `seconds`: time after which the file expires; None: never."""
@@ -371,7 +378,3 @@ class BatchService:
             await run.fail(BatchError(code="server_error", message=message))
         except (OSError, sqlite3.Error) as failure:
             log.error("%s: cannot mark the batch as failed: %s", id, failure)
-
-    async def _run_in_store_thread(self, function: Callable[[], T]) -> T:
-        # If cancelled, the function still runs to its end: a thread cannot be stopped halfway.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._store_thread, function))

@@ -14,7 +14,7 @@ from tok_server.batch.execution.line_runner import (
     sample_budget,
 )
 from tok_server.batch.execution.poison_isolation import PoisonIsolation
-from tok_server.batch.execution.shielding import uninterrupted
+from tok_server.batch.execution.shielding import run_in, uninterrupted
 
 __all__ = [
     "ANSWERS_PER_GROUP",
@@ -26,6 +26,7 @@ __all__ = [
     "LineSource",
     "PoisonIsolation",
     "for_each_line",
+    "run_in",
     "sample_budget",
     "uninterrupted",
 ]

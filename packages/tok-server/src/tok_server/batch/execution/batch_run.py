@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 from tok_client.types import Batch, BatchError
 from tok_server.batch.execution.finish import FinishedBatch, finish
 from tok_server.batch.execution.line_runner import BatchResources, LineRunner, LineSource
+from tok_server.batch.execution.shielding import run_in
 from tok_server.batch.storage import (
     Answers,
     Clock,
@@ -29,8 +28,6 @@ from tok_server.batch.storage import (
     states,
     validate,
 )
-
-T = TypeVar("T")
 
 
 class BatchRun:
@@ -117,14 +114,14 @@ class BatchRun:
         A batch whose input or answers are missing or damaged ends as failed: no retry could repair them.
         """
         # The job may have been changed since it was read.
-        self._job = await self._run_in(self._resources.store, partial(self._store.job_of_any_owner, self._job.batch.id))
+        self._job = await run_in(self._resources.store, partial(self._store.job_of_any_owner, self._job.batch.id))
         try:
             await self._run_stages()
         except Exception as error:
             if (reason := self._permanent_failure(error)) is None:
                 raise
             await self.fail(reason)
-        await self._run_in(self._resources.store, self._clean_up)
+        await run_in(self._resources.store, self._clean_up)
 
     async def _run_stages(self) -> None:
         if self._job.open:
@@ -159,12 +156,12 @@ class BatchRun:
         self._stopped.clear()
         path = self._data_directory.answers(self._job.batch.id)
         if path.exists():
-            await self._run_in(self._resources.background, partial(check_database, path))
+            await run_in(self._resources.background, partial(check_database, path))
             self._quota.put(self._job.batch.id, path.stat().st_size)
         reads_input = self._job.batch.status == "in_progress" or states.unanswered_reason(self._job) is not None
         if reads_input and self._job.digest:
             check = partial(check_digest, self._source.path, self._job.digest, self._stopped.is_set)
-            await self._interruptible(self._run_in(self._resources.background, check))
+            await self._interruptible(run_in(self._resources.background, check))
 
     def _clean_up(self) -> None:
         """Publish the output and remove the answers; keep the answers of a failed batch. Runs in the store's thread."""
@@ -196,23 +193,23 @@ class BatchRun:
         check_lines = partial(
             validate, self._source.path, {self._job.batch.endpoint}, self._max_line_bytes, self._stopped.is_set
         )
-        result = await self._run_in(self._resources.background, check_lines)
+        result = await run_in(self._resources.background, check_lines)
         await self._change(partial(states.validated, result=result, now=self._unix_time()))
 
     async def _answer_lines(self) -> None:
         async with self._computing_limit:
-            answers = await self._run_in(self._resources.store, self._open_answers)
+            answers = await run_in(self._resources.store, self._open_answers)
             try:
                 self._line_runner = LineRunner(self._source, answers, self._resources, self._job.owner)
                 await self._line_runner.run()
             finally:
-                await self._run_in(self._resources.store, answers.close)
+                await run_in(self._resources.store, answers.close)
         await self._change(partial(states.answered, now=self._unix_time()))
 
     async def _finish(self) -> None:
         self._stopped.clear()
         write = partial(finish, self._job, self._data_directory, self._source, self._unix_time(), self._stopped.is_set)
-        await self._end(await self._run_in(self._resources.background, write))
+        await self._end(await run_in(self._resources.background, write))
 
     async def _end(self, result: FinishedBatch) -> None:
         ids = [None if file is None else file.id for file in (result.output, result.errors)]
@@ -233,7 +230,7 @@ class BatchRun:
                 self._quota.put(file.id, file.bytes)
             return job
 
-        self._job = await self._run_in(self._resources.store, end)
+        self._job = await run_in(self._resources.store, end)
 
     @property
     def _source(self) -> LineSource:
@@ -245,12 +242,8 @@ class BatchRun:
 
     async def _change(self, change: Callable[[StoredJob], StoredJob]) -> None:
         id = self._job.batch.id
-        self._job = await self._run_in(self._resources.store, lambda: self._store.change(id, change))
+        self._job = await run_in(self._resources.store, lambda: self._store.change(id, change))
 
     def _unix_time(self) -> int:
         """Return the seconds since 1970, as reported to clients."""
         return int(self._clock.wall())
-
-    async def _run_in(self, executor: Executor, function: Callable[[], T]) -> T:
-        # If cancelled, the function still runs to its end: a thread cannot be stopped halfway.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))

@@ -22,7 +22,7 @@ from tok_core import EngineClosed, EngineDead, EngineError, RequestFailed
 from tok_server.batch.execution.budget import Budget
 from tok_server.batch.execution.gate import EngineGate
 from tok_server.batch.execution.poison_isolation import PoisonIsolation, PoisonRequest
-from tok_server.batch.execution.shielding import uninterrupted
+from tok_server.batch.execution.shielding import run_in, uninterrupted
 from tok_server.batch.storage import (
     Answers,
     FinishedLine,
@@ -266,7 +266,7 @@ class LineRunner:
             self._release(sum(acquired for _, acquired in group))
 
     async def _encode_and_commit(self, group: Sequence[tuple[FinishedLine, int]]) -> Sequence[LineAnswer]:
-        written = await self._run_in(self._resources.reader, lambda: [encode_line_answer(done) for done, _ in group])
+        written = await run_in(self._resources.reader, lambda: [encode_line_answer(done) for done, _ in group])
         return await self._commit(written)
 
     async def _commit(self, written: Sequence[LineAnswer]) -> Sequence[LineAnswer]:
@@ -289,11 +289,7 @@ class LineRunner:
             await self._store_group()
 
     async def _run_in_store(self, function: Callable[[], T]) -> T:
-        return await self._run_in(self._resources.store, function)
-
-    async def _run_in(self, executor: Executor, function: Callable[[], T]) -> T:
-        # If cancelled, the function still runs to its end: computed answers are to be stored.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))
+        return await run_in(self._resources.store, function)
 
 
 def _is_cancelled() -> bool:

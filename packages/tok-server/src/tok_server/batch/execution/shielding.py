@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,3 +24,8 @@ async def uninterrupted(work: Coroutine[object, object, T]) -> T:
             cancelled.__context__ = failure
         raise cancelled
     return task.result()
+
+
+async def run_in(executor: Executor, function: Callable[[], T]) -> T:
+    """Return the result of `function`, called in `executor`. If cancelled, `function` still runs to its end."""
+    return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))

@@ -7,13 +7,12 @@ OUT.jsonl.lock      held while the run lasts
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import msgspec
 
@@ -28,6 +27,7 @@ from tok_server.batch.execution import (
     LineRunner,
     LineSource,
     for_each_line,
+    run_in,
     sample_budget,
 )
 from tok_server.batch.storage import (
@@ -46,8 +46,6 @@ from tok_server.batch.storage import (
 )
 from tok_server.openai import ENDPOINTS, ServedModel
 from tok_server.settings import AUTO, Formats, Limits
-
-T = TypeVar("T")
 
 MAX_LINE_BYTES = Limits().max_body  # bytes of a line, the same as of an HTTP body
 
@@ -123,7 +121,7 @@ class OfflineBatch:
     async def check(self) -> None:
         """Validate all lines of the input. Errors: InvalidInput, before any line is run."""
         check_lines = partial(validate, self._file, ENDPOINTS.keys(), MAX_LINE_BYTES, lambda: self._ended)
-        result = await self._run_in(self._reader, check_lines)
+        result = await run_in(self._reader, check_lines)
         if result.errors:
             raise InvalidInput(result.errors)
         self.lines, self._digest = result.lines, result.digest
@@ -131,22 +129,22 @@ class OfflineBatch:
     async def answer(self, engine: AsyncEngine, formats: Formats = AUTO) -> Totals:
         """Answer the remaining lines and write the output. Errors: StoreError, EngineError, OSError, sqlite3.Error."""
         source = LineSource(self._file, self.lines)
-        answers = await self._run_in(self._store, self._open_answers)
+        answers = await run_in(self._store, self._open_answers)
         gate = EngineGate(engine, until_closed=False)
         try:
             if self._retry and self._output.exists():
-                await self._run_in(self._store, lambda: self._import_successful(answers))
+                await run_in(self._store, lambda: self._import_successful(answers))
             budget = Budget(sample_budget(engine.info.max_running))
             served = ServedModel(engine, (self._model,), formats)
             self._line_runner = LineRunner(
                 source, answers, BatchResources(served, budget, gate, self._store, self._reader, self._reader)
             )
             await self._line_runner.run()
-            await self._run_in(self._store, lambda: self._write(source, answers))
+            await run_in(self._store, lambda: self._write(source, answers))
         finally:
             gate.close()
-            await self._run_in(self._store, answers.close)
-        await self._run_in(self._store, lambda: remove_database(self.partial))
+            await run_in(self._store, answers.close)
+        await run_in(self._store, lambda: remove_database(self.partial))
         return self._line_runner.totals
 
     def _open_answers(self) -> Answers:
@@ -190,10 +188,6 @@ class OfflineBatch:
                 stream.write(text + b"\n")
 
             for_each_line(source, answers, None, write_line, lambda: self._ended)
-
-    async def _run_in(self, executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-        # If cancelled, the function still runs to its end: computed answers are to be stored.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, function))
 
 
 class _Response(msgspec.Struct):

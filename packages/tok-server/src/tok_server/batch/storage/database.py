@@ -85,19 +85,18 @@ def open_database(path: Path, schema: str, version: int, synchronous: Synchronou
 def _prepare(connection: sqlite3.Connection, path: Path, schema: str, version: int, synchronous: Synchronous) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
-    check_version(connection, path, (0, version))
+    check_version(connection, path, version)
     with transaction(connection):
         for statement in filter(str.strip, schema.split(";")):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {version}")
 
 
-def check_version(connection: sqlite3.Connection, path: Path, known: tuple[int, ...]) -> int:
-    """Return the file's version; 0 if it is new. Errors: StoreError for one that is not `known`."""
+def check_version(connection: sqlite3.Connection, path: Path, version: int) -> None:
+    """Raise StoreError unless the file is new or of this version."""
     found: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found not in known:
-        raise StoreError(f"{path}: was written by another version of tok (format {found}, not {known[-1]})")
-    return found
+    if found not in (0, version):
+        raise StoreError(f"{path}: was written by another version of tok (format {found}, not {version})")
 
 
 def make_private(path: Path) -> None:

@@ -24,7 +24,7 @@ from tok_server.batch.storage.database import (
     remove_database,
 )
 from tok_server.batch.storage.directory import DataDirectory
-from tok_server.batch.storage.store import KNOWN_VERSIONS, Store, StoredJob
+from tok_server.batch.storage.store import VERSION, Store, StoredJob
 
 log = logging.getLogger("tok.server")
 
@@ -46,7 +46,7 @@ def check_index(data_directory: DataDirectory) -> None:
     try:
         with open_read_only(path) as connection:
             check_content(connection, path)
-            check_version(connection, path, KNOWN_VERSIONS)
+            check_version(connection, path, VERSION)
             records = _check_records(connection, path)
     except DamagedError as error:
         raise DamagedError(

@@ -3,12 +3,11 @@
 A record is the JSON that clients see, beside the columns that queries use. For one thread.
 
 Each record has an owner: the tenant that created it. An owner sees its own records and those of NO_OWNER, which were
-created without API keys or by versions without owners. For other owners a record does not exist.
+created without API keys. For other owners a record does not exist.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -18,10 +17,9 @@ import msgspec
 from tok_client.decoders import decoder
 from tok_client.types import Batch, FileObject
 from tok_server.batch.storage.clock import ClockReading
-from tok_server.batch.storage.database import StoreError, check_version, open_database, transaction
+from tok_server.batch.storage.database import open_database, transaction
 
 VERSION = 2
-KNOWN_VERSIONS = (0, 1, VERSION)
 NO_OWNER = ""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -43,12 +41,6 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), elapsed REAL, boot TEXT, uptime REAL);
 CREATE INDEX IF NOT EXISTS files_by_deadline ON files (deadline) WHERE deadline IS NOT NULL;
 CREATE INDEX IF NOT EXISTS batches_open ON batches (input) WHERE open
-"""
-FROM_VERSION_1 = """
-ALTER TABLE files ADD COLUMN deadline REAL;
-ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT '';
-ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT '';
-DROP INDEX IF EXISTS files_expiring
 """
 VISIBLE = "owner IN ('', ?)"
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -106,7 +98,6 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._file = decoder(FileObject)
         self._job = decoder(StoredJob)
-        _migrate(path)
         self._connection = open_database(path, SCHEMA, VERSION, "FULL")
 
     def close(self) -> None:
@@ -124,22 +115,6 @@ class Store:
         """Save the clock."""
         with transaction(self._connection):
             self._connection.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", reading)
-
-    def start_deadlines(self, now: float) -> None:
-        """Give files and open batches of version 1, which stored no measured deadlines, their full time from now on."""
-        with transaction(self._connection):
-            for id, record in self._connection.execute(
-                "SELECT id, record FROM files WHERE deadline IS NULL"
-            ).fetchall():
-                file = self._file.decode(record)
-                if isinstance(file.expires_at, int):
-                    deadline = now + max(0, file.expires_at - file.created_at)
-                    self._connection.execute("UPDATE files SET deadline = ? WHERE id = ?", (deadline, id))
-            for job in self.open_jobs():
-                expires = job.batch.expires_at
-                if job.deadline is None and isinstance(expires, int):
-                    deadline = now + max(0, expires - job.batch.created_at)
-                    self._update(msgspec.structs.replace(job, deadline=deadline))
 
     # Files
 
@@ -276,20 +251,3 @@ class Store:
         query = f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?"
         rows = [record for (record,) in self._connection.execute(query, (*values, limit + 1))]
         return rows[:limit], len(rows) > limit
-
-
-def _migrate(path: Path) -> None:
-    """Migrate an index of version 1 to this version. `Store.start_deadlines` adds its deadlines. Errors: StoreError."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    connection = sqlite3.connect(path, isolation_level=None)
-    try:
-        if check_version(connection, path, KNOWN_VERSIONS) == 1:
-            with transaction(connection):
-                for statement in FROM_VERSION_1.split(";"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-    except sqlite3.Error as error:
-        raise StoreError(f"{path}: cannot be used: {error}") from error
-    finally:
-        connection.close()
