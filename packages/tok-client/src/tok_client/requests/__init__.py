@@ -20,6 +20,7 @@ from tok_client.requests.params import (
     ResponseCreateParams,
     ResponseParams,
     ScoreParams,
+    TokenGenerationCreateParams,
     TokenGenerationParams,
     TokenizeParams,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "ResponseCreateParams",
     "ResponseParams",
     "ScoreParams",
+    "TokenGenerationCreateParams",
     "TokenGenerationParams",
     "TokenizeParams",
 ]

@@ -15,6 +15,7 @@ from tok_client.requests.params import (
     Prompts,
     RerankParams,
     ScoreParams,
+    TokenGenerationParams,
     TokenizeParams,
 )
 from tok_client.transport import Call
@@ -61,7 +62,30 @@ from tok_client.types import (
 if TYPE_CHECKING:
     import aiohttp
 
-UNAVAILABLE = 503
+UNAVAILABLE = 503  # a status with which /health and /ready answer, too
+
+# Calls without parameters. Some servers answer /health with the status alone, without a body.
+MODELS = Call(method="GET", path="/models", kind=ModelList)
+HEALTH = Call(
+    method="GET",
+    path="/health",
+    kind=HealthReport,
+    at_root=True,
+    accepted_statuses=(UNAVAILABLE,),
+    default=HealthReport(status="ready"),
+)
+READY = Call(method="GET", path="/ready", kind=ReadyReport, at_root=True, accepted_statuses=(UNAVAILABLE,))
+LOAD = Call(method="GET", path="/load", kind=LoadReport, at_root=True)
+VERSION = Call(method="GET", path="/version", kind=VersionReport, at_root=True)
+METRICS = Call(method="GET", path="/metrics", kind=str, at_root=True)
+RESUME = Call(method="POST", path="/resume", kind=EngineStatus, at_root=True)
+PAUSED = Call(method="GET", path="/is_paused", kind=PausedReport, at_root=True)
+SLEEPING = Call(method="GET", path="/is_sleeping", kind=SleepReport, at_root=True)
+CACHE_RESET = Call(method="POST", path="/reset_prefix_cache", kind=CacheReset, at_root=True)
+WEIGHT_VERSION = Call(method="GET", path="/get_weight_version", kind=WeightVersion, at_root=True)
+WEIGHT_UPDATE_START = Call(
+    method="POST", path="/start_weight_update", kind=EngineStatus, body=b"{}", at_root=True, repeatable=False
+)
 
 
 def embedding(input: Prompts, params: EmbeddingParams, extra: Object | None) -> Call[EmbeddingList]:
@@ -69,11 +93,6 @@ def embedding(input: Prompts, params: EmbeddingParams, extra: Object | None) -> 
     fields = {"encoding_format": "base64", **params, "input": input}
     body = body_of(EmbeddingRequest, fields, extra)
     return Call(method="POST", path="/embeddings", kind=EmbeddingList, body=body)
-
-
-def models() -> Call[ModelList]:
-    """Return the call of `GET /models`."""
-    return Call(method="GET", path="/models", kind=ModelList)
 
 
 def model(model: str) -> Call[Model]:
@@ -170,34 +189,6 @@ def reranking(params: RerankParams) -> Call[RerankResponse]:
     return Call(method="POST", path="/rerank", kind=RerankResponse, body=body, at_root=True)
 
 
-def health() -> Call[HealthReport]:
-    """Return the call of `GET /health`. Some servers answer with the status alone, without a body."""
-    default = HealthReport(status="ready")
-    return Call(
-        method="GET", path="/health", kind=HealthReport, at_root=True, accepted_statuses=(UNAVAILABLE,), default=default
-    )
-
-
-def ready() -> Call[ReadyReport]:
-    """Return the call of `GET /ready`."""
-    return Call(method="GET", path="/ready", kind=ReadyReport, at_root=True, accepted_statuses=(UNAVAILABLE,))
-
-
-def load() -> Call[LoadReport]:
-    """Return the call of `GET /load`."""
-    return Call(method="GET", path="/load", kind=LoadReport, at_root=True)
-
-
-def version() -> Call[VersionReport]:
-    """Return the call of `GET /version`."""
-    return Call(method="GET", path="/version", kind=VersionReport, at_root=True)
-
-
-def metrics() -> Call[str]:
-    """Return the call of `GET /metrics`."""
-    return Call(method="GET", path="/metrics", kind=str, at_root=True)
-
-
 def replica_restart(number: int) -> Call[ReplicaReport]:
     """Return the call of `POST /admin/replicas/{number}/restart`."""
     path = f"/admin/replicas/{number}/restart"
@@ -210,16 +201,6 @@ def pause(mode: str, clear_cache: bool | None) -> Call[EngineStatus]:
     return Call(method="POST", path=f"/pause{query_of(mode=mode, clear_cache=cache)}", kind=EngineStatus, at_root=True)
 
 
-def resume() -> Call[EngineStatus]:
-    """Return the call of `POST /resume`."""
-    return Call(method="POST", path="/resume", kind=EngineStatus, at_root=True)
-
-
-def paused() -> Call[PausedReport]:
-    """Return the call of `GET /is_paused`."""
-    return Call(method="GET", path="/is_paused", kind=PausedReport, at_root=True)
-
-
 def sleep(level: int, mode: str) -> Call[EngineStatus]:
     """Return the call of `POST /sleep`."""
     return Call(method="POST", path=f"/sleep{query_of(level=level, mode=mode)}", kind=EngineStatus, at_root=True)
@@ -228,11 +209,6 @@ def sleep(level: int, mode: str) -> Call[EngineStatus]:
 def wake_up(tags: Sequence[str] | None) -> Call[EngineStatus]:
     """Return the call of `POST /wake_up`."""
     return Call(method="POST", path=f"/wake_up{query_of(tags=tags)}", kind=EngineStatus, at_root=True)
-
-
-def sleeping() -> Call[SleepReport]:
-    """Return the call of `GET /is_sleeping`."""
-    return Call(method="GET", path="/is_sleeping", kind=SleepReport, at_root=True)
 
 
 def weights_update(
@@ -255,11 +231,6 @@ def weight_transfer_init(init_info: Object) -> Call[EngineStatus]:
     return _update_call("/init_weight_transfer_engine", body)
 
 
-def weight_update_start() -> Call[EngineStatus]:
-    """Return the call of `POST /start_weight_update`."""
-    return _update_call("/start_weight_update", b"{}")
-
-
 def weight_update_finish(weight_version: str | None) -> Call[EngineStatus]:
     """Return the call of `POST /finish_weight_update`."""
     fields = {"weight_version": UNSET if weight_version is None else weight_version}
@@ -276,32 +247,13 @@ def world_size(include_dp: bool) -> Call[WorldSize]:
     return Call(method="GET", path=f"/get_world_size{query}", kind=WorldSize, at_root=True)
 
 
-def cache_reset() -> Call[CacheReset]:
-    """Return the call of `POST /reset_prefix_cache`."""
-    return Call(method="POST", path="/reset_prefix_cache", kind=CacheReset, at_root=True)
-
-
-def weight_version() -> Call[WeightVersion]:
-    """Return the call of `GET /get_weight_version`."""
-    return Call(method="GET", path="/get_weight_version", kind=WeightVersion, at_root=True)
-
-
 def token_generation(
-    token_ids: Sequence[int],
-    sampling_params: Mapping[str, object],
-    request_id: str | None,
-    cache_salt: str | None,
-    priority: int | None,
-    *,
-    stream: bool = False,
-    stream_options: Mapping[str, object] | None = None,
+    token_ids: Sequence[int], sampling_params: Object, params: TokenGenerationParams, *, stream: bool
 ) -> Call[TokenGeneration]:
     """Return the call of `POST /inference/v1/generate`."""
-    named: dict[str, object] = {"request_id": request_id, "cache_salt": cache_salt, "priority": priority}
-    named |= {"stream": stream or None, "stream_options": stream_options}
-    given = {name: value for name, value in named.items() if value is not None}
+    given = {name: value for name, value in params.items() if value is not None}
     fields = {"token_ids": list(token_ids), "sampling_params": dict(sampling_params), **given}
-    body = body_of(TokenGenerationRequest, fields)
+    body = body_of(TokenGenerationRequest, {**fields, "stream": True} if stream else fields)
     return Call(method="POST", path="/inference/v1/generate", kind=TokenGeneration, body=body, at_root=True)
 
 

@@ -260,10 +260,15 @@ class BatchParams(TypedDict, total=False):
 
 
 class TokenGenerationParams(TypedDict, total=False):
-    """Keyword parameters of `rl.generate` beside `stream`; see `tok_client.types.TokenGenerationRequest`."""
+    """Parameters of `rl.generate` beside its prompt; see `tok_client.types.TokenGenerationRequest`."""
 
     request_id: str | None
     cache_salt: str | None
     priority: int | None
     stream_options: Mapping[str, object] | None
+
+
+class TokenGenerationCreateParams(TokenGenerationParams, total=False):
+    """Keyword parameters of `rl.generate` beside `stream`."""
+
     timeout: float | None

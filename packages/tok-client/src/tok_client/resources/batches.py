@@ -7,17 +7,14 @@ import time
 from typing import Unpack
 
 from tok_client.requests import BatchParams, Object, calls
-from tok_client.transport import BlockingTransport, Transport
+from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.types import Batch, BatchList
 
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
-class AsyncBatches:
+class AsyncBatches(AsyncResource):
     """The `/batches` endpoints."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     async def create(
         self, *, timeout: float | None = None, extra_body: Object | None = None, **params: Unpack[BatchParams]
@@ -49,11 +46,8 @@ class AsyncBatches:
         return batch
 
 
-class Batches:
+class Batches(Resource):
     """The `/batches` endpoints."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     def create(
         self, *, timeout: float | None = None, extra_body: Object | None = None, **params: Unpack[BatchParams]

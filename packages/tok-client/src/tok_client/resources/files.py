@@ -6,15 +6,12 @@ from os import PathLike
 from typing import Literal
 
 from tok_client.requests import calls
-from tok_client.transport import BlockingTransport, Transport
+from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.types import ExpiresAfter, FileDeleted, FileList, FileObject
 
 
-class AsyncFiles:
+class AsyncFiles(AsyncResource):
     """The `/files` endpoints."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     async def create(
         self,
@@ -63,11 +60,8 @@ class AsyncFiles:
         return await self._transport.fetch(calls.file_deletion(file_id), timeout)
 
 
-class Files:
+class Files(Resource):
     """The `/files` endpoints."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     def create(
         self,

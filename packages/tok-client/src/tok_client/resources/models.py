@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from tok_client.requests import calls
-from tok_client.transport import BlockingTransport, Transport
+from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.types import Model, ModelList
 
 
-class AsyncModels:
+class AsyncModels(AsyncResource):
     """The `/models` endpoints."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     async def list(self, *, timeout: float | None = None) -> ModelList:
         """Return the models that the server serves."""
-        return await self._transport.fetch(calls.models(), timeout)
+        return await self._transport.fetch(calls.MODELS, timeout)
 
     async def retrieve(self, model: str, *, timeout: float | None = None) -> Model:
         """Return the model with the id `model`. NotFoundError: the model does not exist."""
         return await self._transport.fetch(calls.model(model), timeout)
 
 
-class Models:
+class Models(Resource):
     """The `/models` endpoints."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     def list(self, *, timeout: float | None = None) -> ModelList:
         """Return the models that the server serves."""
-        return self._transport.fetch(calls.models(), timeout)
+        return self._transport.fetch(calls.MODELS, timeout)
 
     def retrieve(self, model: str, *, timeout: float | None = None) -> Model:
         """Return the model with the id `model`. NotFoundError: the model does not exist."""

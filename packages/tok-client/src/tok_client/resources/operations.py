@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from tok_client.requests import RerankParams, ScoreParams, TokenizeParams, calls
-from tok_client.transport import BlockingTransport, Transport
+from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.types import (
     DetokenizeResponse,
     HealthReport,
@@ -20,11 +20,8 @@ from tok_client.types import (
 )
 
 
-class AsyncOperations:
+class AsyncOperations(AsyncResource):
     """Endpoints beside the API, served below the server's root rather than its `/v1`."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     async def tokenize(self, *, timeout: float | None = None, **params: Unpack[TokenizeParams]) -> TokenizeResponse:
         """Return the tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
@@ -46,34 +43,31 @@ class AsyncOperations:
 
     async def health(self, *, timeout: float | None = None) -> HealthReport:
         """Return the server's health. It takes requests if `status` is "ready"."""
-        return await self._transport.fetch(calls.health(), timeout)
+        return await self._transport.fetch(calls.HEALTH, timeout)
 
     async def ready(self, *, timeout: float | None = None) -> ReadyReport:
         """Return whether the server takes requests."""
-        return await self._transport.fetch(calls.ready(), timeout)
+        return await self._transport.fetch(calls.READY, timeout)
 
     async def load(self, *, timeout: float | None = None) -> LoadReport:
         """Return the number of prompts whose clients wait."""
-        return await self._transport.fetch(calls.load(), timeout)
+        return await self._transport.fetch(calls.LOAD, timeout)
 
     async def version(self, *, timeout: float | None = None) -> VersionReport:
         """Return the server's version."""
-        return await self._transport.fetch(calls.version(), timeout)
+        return await self._transport.fetch(calls.VERSION, timeout)
 
     async def metrics(self, *, timeout: float | None = None) -> str:
         """Return the server's metrics in Prometheus' text format."""
-        return await self._transport.fetch(calls.metrics(), timeout)
+        return await self._transport.fetch(calls.METRICS, timeout)
 
     async def restart_replica(self, number: int, *, timeout: float | None = None) -> ReplicaReport:
         """Restart a replica after its open requests; requires the admin key as `api_key`."""
         return await self._transport.fetch(calls.replica_restart(number), timeout)
 
 
-class Operations:
+class Operations(Resource):
     """Endpoints beside the API, served below the server's root rather than its `/v1`."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     def tokenize(self, *, timeout: float | None = None, **params: Unpack[TokenizeParams]) -> TokenizeResponse:
         """Return the tokens of a `prompt`, or of the `messages` of a chat; see `TokenizeRequest`."""
@@ -95,23 +89,23 @@ class Operations:
 
     def health(self, *, timeout: float | None = None) -> HealthReport:
         """Return the server's health. It takes requests if `status` is "ready"."""
-        return self._transport.fetch(calls.health(), timeout)
+        return self._transport.fetch(calls.HEALTH, timeout)
 
     def ready(self, *, timeout: float | None = None) -> ReadyReport:
         """Return whether the server takes requests."""
-        return self._transport.fetch(calls.ready(), timeout)
+        return self._transport.fetch(calls.READY, timeout)
 
     def load(self, *, timeout: float | None = None) -> LoadReport:
         """Return the number of prompts whose clients wait."""
-        return self._transport.fetch(calls.load(), timeout)
+        return self._transport.fetch(calls.LOAD, timeout)
 
     def version(self, *, timeout: float | None = None) -> VersionReport:
         """Return the server's version."""
-        return self._transport.fetch(calls.version(), timeout)
+        return self._transport.fetch(calls.VERSION, timeout)
 
     def metrics(self, *, timeout: float | None = None) -> str:
         """Return the server's metrics in Prometheus' text format."""
-        return self._transport.fetch(calls.metrics(), timeout)
+        return self._transport.fetch(calls.METRICS, timeout)
 
     def restart_replica(self, number: int, *, timeout: float | None = None) -> ReplicaReport:
         """Restart a replica after its open requests; requires the admin key as `api_key`."""

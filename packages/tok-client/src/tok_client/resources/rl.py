@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Literal, Unpack, overload
 
-from tok_client.requests import TokenGenerationParams, calls
-from tok_client.transport import AsyncStream, BlockingTransport, Stream, Transport
+from tok_client.requests import TokenGenerationCreateParams, TokenGenerationParams, calls
+from tok_client.resources.resource import AsyncResource, Resource
+from tok_client.transport import AsyncStream, Stream
 from tok_client.types import CacheReset, EngineStatus, TokenGeneration
 
 PauseMode = Literal["keep", "wait", "abort"]
 
 
-class AsyncRL:
+class AsyncRL(AsyncResource):
     """Endpoints for trainers, served below the server's root. PermissionDeniedError: without --enable-rl."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     async def pause(
         self, mode: PauseMode = "abort", *, clear_cache: bool | None = None, timeout: float | None = None
@@ -31,11 +29,11 @@ class AsyncRL:
 
     async def resume(self, *, timeout: float | None = None) -> EngineStatus:
         """Resume the engine."""
-        return await self._transport.fetch(calls.resume(), timeout)
+        return await self._transport.fetch(calls.RESUME, timeout)
 
     async def is_paused(self, *, timeout: float | None = None) -> bool:
         """Return whether the engine is paused."""
-        return (await self._transport.fetch(calls.paused(), timeout)).is_paused
+        return (await self._transport.fetch(calls.PAUSED, timeout)).is_paused
 
     async def sleep(
         self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort", timeout: float | None = None
@@ -55,7 +53,7 @@ class AsyncRL:
 
     async def is_sleeping(self, *, timeout: float | None = None) -> bool:
         """Return whether any of the server's memory is given back."""
-        return (await self._transport.fetch(calls.sleeping(), timeout)).is_sleeping
+        return (await self._transport.fetch(calls.SLEEPING, timeout)).is_sleeping
 
     async def update_weights(
         self,
@@ -80,7 +78,7 @@ class AsyncRL:
 
     async def start_weight_update(self, *, timeout: float | None = None) -> EngineStatus:
         """Open an update: tensors are staged until `finish_weight_update`."""
-        return await self._transport.fetch(calls.weight_update_start(), timeout)
+        return await self._transport.fetch(calls.WEIGHT_UPDATE_START, timeout)
 
     async def finish_weight_update(
         self, *, weight_version: str | None = None, timeout: float | None = None
@@ -94,11 +92,11 @@ class AsyncRL:
 
     async def weight_version(self, *, timeout: float | None = None) -> str:
         """Return the version of the weights."""
-        return (await self._transport.fetch(calls.weight_version(), timeout)).weight_version
+        return (await self._transport.fetch(calls.WEIGHT_VERSION, timeout)).weight_version
 
     async def reset_prefix_cache(self, *, timeout: float | None = None) -> CacheReset:
         """Forget cached prefixes; running requests keep theirs."""
-        return await self._transport.fetch(calls.cache_reset(), timeout)
+        return await self._transport.fetch(calls.CACHE_RESET, timeout)
 
     @overload
     async def generate(
@@ -107,7 +105,7 @@ class AsyncRL:
         sampling_params: Mapping[str, object],
         *,
         stream: Literal[False] = False,
-        **params: Unpack[TokenGenerationParams],
+        **params: Unpack[TokenGenerationCreateParams],
     ) -> TokenGeneration: ...
 
     @overload
@@ -117,7 +115,7 @@ class AsyncRL:
         sampling_params: Mapping[str, object],
         *,
         stream: Literal[True],
-        **params: Unpack[TokenGenerationParams],
+        **params: Unpack[TokenGenerationCreateParams],
     ) -> AsyncStream[TokenGeneration]: ...
 
     @overload
@@ -127,7 +125,7 @@ class AsyncRL:
         sampling_params: Mapping[str, object],
         *,
         stream: bool,
-        **params: Unpack[TokenGenerationParams],
+        **params: Unpack[TokenGenerationCreateParams],
     ) -> TokenGeneration | AsyncStream[TokenGeneration]: ...
 
     async def generate(
@@ -136,11 +134,8 @@ class AsyncRL:
         sampling_params: Mapping[str, object],
         *,
         stream: bool = False,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        priority: int | None = None,
-        stream_options: Mapping[str, object] | None = None,
         timeout: float | None = None,
+        **params: Unpack[TokenGenerationParams],
     ) -> TokenGeneration | AsyncStream[TokenGeneration]:
         """Return samples of a prompt of token ids, as token ids with the version of the weights.
 
@@ -151,15 +146,7 @@ class AsyncRL:
         cache_salt       requests share cached prefixes only if they have the same, such as a version of the weights
         stream_options   see `StreamOptions`: with `include_usage`, the last chunk has no choices but the usage
         """
-        call = calls.token_generation(
-            token_ids,
-            sampling_params,
-            request_id,
-            cache_salt,
-            priority,
-            stream=stream,
-            stream_options=stream_options,
-        )
+        call = calls.token_generation(token_ids, sampling_params, params, stream=stream)
         if stream:
             return await self._transport.stream(call, timeout)
         return await self._transport.fetch(call, timeout)
@@ -169,11 +156,8 @@ class AsyncRL:
         await self._transport.fetch(calls.requests_abort(request_ids), timeout)
 
 
-class RL:
+class RL(Resource):
     """Endpoints for trainers, served below the server's root. PermissionDeniedError: without --enable-rl."""
-
-    def __init__(self, transport: BlockingTransport) -> None:
-        self._transport = transport
 
     def pause(
         self, mode: PauseMode = "abort", *, clear_cache: bool | None = None, timeout: float | None = None
@@ -187,11 +171,11 @@ class RL:
 
     def resume(self, *, timeout: float | None = None) -> EngineStatus:
         """Resume the engine."""
-        return self._transport.fetch(calls.resume(), timeout)
+        return self._transport.fetch(calls.RESUME, timeout)
 
     def is_paused(self, *, timeout: float | None = None) -> bool:
         """Return whether the engine is paused."""
-        return (self._transport.fetch(calls.paused(), timeout)).is_paused
+        return (self._transport.fetch(calls.PAUSED, timeout)).is_paused
 
     def sleep(
         self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort", timeout: float | None = None
@@ -211,7 +195,7 @@ class RL:
 
     def is_sleeping(self, *, timeout: float | None = None) -> bool:
         """Return whether any of the server's memory is given back."""
-        return (self._transport.fetch(calls.sleeping(), timeout)).is_sleeping
+        return (self._transport.fetch(calls.SLEEPING, timeout)).is_sleeping
 
     def update_weights(
         self,
@@ -234,7 +218,7 @@ class RL:
 
     def start_weight_update(self, *, timeout: float | None = None) -> EngineStatus:
         """Open an update: tensors are staged until `finish_weight_update`."""
-        return self._transport.fetch(calls.weight_update_start(), timeout)
+        return self._transport.fetch(calls.WEIGHT_UPDATE_START, timeout)
 
     def finish_weight_update(self, *, weight_version: str | None = None, timeout: float | None = None) -> EngineStatus:
         """Apply what the update has staged, in all workers or none. BadRequestError: the update has failed."""
@@ -246,11 +230,11 @@ class RL:
 
     def weight_version(self, *, timeout: float | None = None) -> str:
         """Return the version of the weights."""
-        return (self._transport.fetch(calls.weight_version(), timeout)).weight_version
+        return (self._transport.fetch(calls.WEIGHT_VERSION, timeout)).weight_version
 
     def reset_prefix_cache(self, *, timeout: float | None = None) -> CacheReset:
         """Forget cached prefixes; running requests keep theirs."""
-        return self._transport.fetch(calls.cache_reset(), timeout)
+        return self._transport.fetch(calls.CACHE_RESET, timeout)
 
     @overload
     def generate(
@@ -259,7 +243,7 @@ class RL:
         sampling_params: Mapping[str, object],
         *,
         stream: Literal[False] = False,
-        **params: Unpack[TokenGenerationParams],
+        **params: Unpack[TokenGenerationCreateParams],
     ) -> TokenGeneration: ...
 
     @overload
@@ -269,7 +253,7 @@ class RL:
         sampling_params: Mapping[str, object],
         *,
         stream: Literal[True],
-        **params: Unpack[TokenGenerationParams],
+        **params: Unpack[TokenGenerationCreateParams],
     ) -> Stream[TokenGeneration]: ...
 
     @overload
@@ -279,7 +263,7 @@ class RL:
         sampling_params: Mapping[str, object],
         *,
         stream: bool,
-        **params: Unpack[TokenGenerationParams],
+        **params: Unpack[TokenGenerationCreateParams],
     ) -> TokenGeneration | Stream[TokenGeneration]: ...
 
     def generate(
@@ -288,11 +272,8 @@ class RL:
         sampling_params: Mapping[str, object],
         *,
         stream: bool = False,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        priority: int | None = None,
-        stream_options: Mapping[str, object] | None = None,
         timeout: float | None = None,
+        **params: Unpack[TokenGenerationParams],
     ) -> TokenGeneration | Stream[TokenGeneration]:
         """Return samples of a prompt of token ids, as token ids with the version of the weights.
 
@@ -303,15 +284,7 @@ class RL:
         cache_salt       requests share cached prefixes only if they have the same, such as a version of the weights
         stream_options   see `StreamOptions`: with `include_usage`, the last chunk has no choices but the usage
         """
-        call = calls.token_generation(
-            token_ids,
-            sampling_params,
-            request_id,
-            cache_salt,
-            priority,
-            stream=stream,
-            stream_options=stream_options,
-        )
+        call = calls.token_generation(token_ids, sampling_params, params, stream=stream)
         if stream:
             return self._transport.stream(call, timeout)
         return self._transport.fetch(call, timeout)
