@@ -33,7 +33,14 @@ from tok_server.openai import (
     value_or_none,
 )
 from tok_server.settings import AUTO, Formats
-from tok_server.wire import OVERLOADED, ApiError, Operation, invalid, json_of, json_or_events, json_response, new_id
+from tok_server.wire import (
+    OVERLOADED,
+    ApiError,
+    invalid,
+    json_post,
+    json_response,
+    new_id,
+)
 
 _HOSTED: Mapping[str, NeutralValues] = {
     "container": (None,),
@@ -73,9 +80,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     )
     (prompt,) = job.prompts
     request[COUNTS].prompt_tokens += len(prompt)
-    response = json_response(TokenCount(input_tokens=len(prompt)))
-    response.headers.update(ignored_header(context, job.ignored))
-    return response
+    return json_response(TokenCount(input_tokens=len(prompt)), headers=ignored_header(context, job.ignored))
 
 
 def parse(
@@ -109,21 +114,20 @@ def _make_job(
 
 
 OPERATIONS = (
-    Operation(
-        "POST",
+    json_post(
         "/v1/messages",
         create,
-        request=json_of(MessagesRequest),
-        answers={200: json_or_events(MessageAnswer)},
+        MessagesRequest,
+        MessageAnswer,
+        streamed=True,
         errors=(404, OVERLOADED),
         error_format=MESSAGES_ERRORS,
     ),
-    Operation(
-        "POST",
+    json_post(
         "/v1/messages/count_tokens",
         count_tokens,
-        request=json_of(CountTokensRequest),
-        answers={200: json_of(TokenCount)},
+        CountTokensRequest,
+        TokenCount,
         errors=(404, OVERLOADED),
         error_format=MESSAGES_ERRORS,
     ),

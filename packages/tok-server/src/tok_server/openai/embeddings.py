@@ -27,7 +27,15 @@ from tok_server.openai.generation import (
     value_or_none,
     write_pieces,
 )
-from tok_server.wire import ApiError, Operation, encode, encode_elements, fill_lists, invalid, invalid_field, json_of
+from tok_server.wire import (
+    ApiError,
+    encode,
+    encode_elements,
+    fill_lists,
+    invalid,
+    invalid_field,
+    json_post,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,13 +174,4 @@ def check_count(field: str, count: int) -> None:
         raise invalid(field, f"{field} holds {count} inputs; allowed: at most {MAX_INPUTS}")
 
 
-OPERATIONS = (
-    Operation(
-        "POST",
-        "/v1/embeddings",
-        create,
-        request=json_of(EmbeddingRequest),
-        answers={200: json_of(EmbeddingList)},
-        errors=(404,),
-    ),
-)
+OPERATIONS = (json_post("/v1/embeddings", create, EmbeddingRequest, EmbeddingList, errors=(404,)),)

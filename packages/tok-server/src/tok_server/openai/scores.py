@@ -34,7 +34,7 @@ from tok_server.openai.generation import (
     tokenise_prompts,
     value_or_none,
 )
-from tok_server.wire import Operation, encode, encode_elements, fill_lists, json_of, new_id
+from tok_server.wire import Operation, encode, encode_elements, fill_lists, json_of, json_post, new_id
 
 _ACTIVATION = (None, True, False)  # the activations of vLLM's embedding models do not change a cosine
 _NOT_SUPPORTED = "is not supported: texts are never cut"
@@ -173,14 +173,7 @@ def _pair_fields(
 
 
 OPERATIONS = (
-    Operation(
-        "POST",
-        "/pooling",
-        pool,
-        request=json_of(PoolingRequest),
-        answers={200: json_of(PoolingResponse)},
-        errors=(404,),
-    ),
+    json_post("/pooling", pool, PoolingRequest, PoolingResponse, errors=(404,)),
     *(
         Operation(
             "POST", url, score, request=json_of(ScoreRequest), answers={200: json_of(ScoreResponse)}, errors=(404,)

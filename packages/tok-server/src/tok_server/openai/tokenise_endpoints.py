@@ -22,7 +22,7 @@ from tok_server.observability import COUNTS
 from tok_server.openai.chat import chat_text
 from tok_server.openai.generation import TokenTexts, check_model, check_prompt_size, parse_request, value_or_none
 from tok_server.settings import Settings
-from tok_server.wire import Operation, invalid, json_of, json_response, not_served
+from tok_server.wire import Operation, invalid, json_of, json_post, json_response, not_served
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # the class of transformers that reads any tokenizer.json
 MAX_MODEL_LENGTHS = 16  # largest /detokenize request, in multiples of the model's length
@@ -116,21 +116,7 @@ def _tokenizer(engine: AsyncEngine) -> Tokenizer:
 
 
 OPERATIONS = (
-    Operation(
-        "POST",
-        "/tokenize",
-        tokenize,
-        request=json_of(TokenizeRequest),
-        answers={200: json_of(TokenizeResponse)},
-        errors=(404, 501),
-    ),
-    Operation(
-        "POST",
-        "/detokenize",
-        detokenize,
-        request=json_of(DetokenizeRequest),
-        answers={200: json_of(DetokenizeResponse)},
-        errors=(404, 501),
-    ),
+    json_post("/tokenize", tokenize, TokenizeRequest, TokenizeResponse, errors=(404, 501)),
+    json_post("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse, errors=(404, 501)),
     Operation("GET", "/tokenizer_info", tokenizer_info, answers={200: json_of(TokenizerInfo)}, errors=(501,)),
 )

@@ -12,7 +12,18 @@ from aiohttp import web
 from tok_client.types import WeightVersion
 from tok_core import EngineError, SamplingParams
 from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, resume_engine, trainer_context
-from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response, raw, unavailable
+from tok_server.wire import (
+    JSON,
+    ApiError,
+    Media,
+    Operation,
+    invalid,
+    json_of,
+    json_post,
+    json_response,
+    raw,
+    unavailable,
+)
 
 MODES: dict[str, Literal["abort", "keep", "retract"]] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 HEALTH_SECONDS = 20.0  # time limit of generating one token, as in SGLang
@@ -106,9 +117,7 @@ async def pause_generation(request: web.Request) -> web.Response:
     fields, headers = await read_fields(request, context, PauseGenerationRequest)
     check_choice("mode", fields.mode, MODES)
     await context.engine.pause(MODES[fields.mode])
-    response = json_response(GenerationStatus("generation is paused"))
-    response.headers.update(headers)
-    return response
+    return json_response(GenerationStatus("generation is paused"), headers=headers)
 
 
 async def continue_generation(request: web.Request) -> web.Response:
@@ -116,9 +125,7 @@ async def continue_generation(request: web.Request) -> web.Response:
     context = trainer_context(request)
     _, headers = await read_fields(request, context, ContinueGenerationRequest)
     await resume_engine(context)
-    response = json_response(GenerationStatus("generation continues"))
-    response.headers.update(headers)
-    return response
+    return json_response(GenerationStatus("generation continues"), headers=headers)
 
 
 async def update_weights_from_disk(request: web.Request) -> web.Response:
@@ -140,9 +147,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     except ApiError as error:
         return json_response(WeightsUpdate(False, error.message), 400)
     message = f"the weights are those of {fields.model_path}, version {engine.weight_version}"
-    response = json_response(WeightsUpdate(True, message, paused))
-    response.headers.update(headers)
-    return response
+    return json_response(WeightsUpdate(True, message, paused), headers=headers)
 
 
 async def get_weight_version(request: web.Request) -> web.Response:
@@ -210,20 +215,8 @@ async def loads(request: web.Request) -> web.Response:
 
 SGLANG_OPERATIONS = (
     Operation("GET", "/v1/loads", loads, answers={200: json_of(Loads)}),
-    Operation(
-        "POST",
-        "/pause_generation",
-        pause_generation,
-        request=json_of(PauseGenerationRequest),
-        answers={200: json_of(GenerationStatus)},
-    ),
-    Operation(
-        "POST",
-        "/continue_generation",
-        continue_generation,
-        request=json_of(ContinueGenerationRequest),
-        answers={200: json_of(GenerationStatus)},
-    ),
+    json_post("/pause_generation", pause_generation, PauseGenerationRequest, GenerationStatus),
+    json_post("/continue_generation", continue_generation, ContinueGenerationRequest, GenerationStatus),
     Operation(
         "POST",
         "/update_weights_from_disk",

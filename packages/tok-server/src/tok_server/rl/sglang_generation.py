@@ -40,7 +40,7 @@ from tok_server.openai import (
 )
 from tok_server.rl.token_jobs import answer, make_job, run_jobs, stream_jobs, weight_fields
 from tok_server.rl.trainer_context import read_fields, trainer_context
-from tok_server.wire import ApiError, Operation, encode, fill_lists, invalid, json_of, json_or_events, new_id
+from tok_server.wire import ApiError, encode, fill_lists, invalid, json_post, new_id
 
 MAX_CHOICES = 65_536  # prompts × samples of a request
 OFF = (None, False)
@@ -375,11 +375,5 @@ class _Events:
 
 
 SGLANG_GENERATION = (
-    Operation(
-        "POST",
-        "/generate",
-        generate,
-        request=json_of(SGLangRequest),
-        answers={200: json_or_events(SGLangGeneration | list[SGLangGeneration])},
-    ),
+    json_post("/generate", generate, SGLangRequest, SGLangGeneration | list[SGLangGeneration], streamed=True),
 )

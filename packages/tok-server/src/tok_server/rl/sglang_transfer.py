@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tok_server.rl.tensor_updates import SAME_NAMES, torch_dtype, transfer
 from tok_server.rl.trainer_context import check_choice, read_fields, trainer_context
-from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_response
+from tok_server.wire import JSON, ApiError, Media, Operation, invalid, json_of, json_post, json_response
 
 GROUP = "weight_update_group"  # SGLang's default
 ONE_BUCKET = 1 << 62  # bucket size in bytes with which all tensors of a call are in one broadcast
@@ -134,39 +134,21 @@ async def _answer(
         await transfer(call, field, fields)
     except ApiError as error:
         return json_response(TransferResult(False, error.message), error.status)
-    response = json_response(TransferResult(True, message))
-    response.headers.update(headers)
-    return response
+    return json_response(TransferResult(True, message), headers=headers)
 
 
-FAILED = {400: (Media(JSON, schema={"type": "object"}),)}
+ANSWERS = {200: json_of(TransferResult), 400: (Media(JSON, schema={"type": "object"}),)}
+
 SGLANG_TRANSFER_OPERATIONS = (
-    Operation(
-        "POST",
-        "/init_weights_update_group",
-        init_weights_update_group,
-        request=json_of(InitWeightsUpdateGroupRequest),
-        answers={200: json_of(TransferResult), **FAILED},
+    *(
+        Operation("POST", path, handler, ANSWERS, json_of(kind))
+        for path, handler, kind in (
+            ("/init_weights_update_group", init_weights_update_group, InitWeightsUpdateGroupRequest),
+            ("/destroy_weights_update_group", destroy_weights_update_group, DestroyWeightsUpdateGroupRequest),
+            ("/update_weights_from_distributed", update_weights_from_distributed, UpdateWeightsFromDistributedRequest),
+        )
     ),
-    Operation(
-        "POST",
-        "/destroy_weights_update_group",
-        destroy_weights_update_group,
-        request=json_of(DestroyWeightsUpdateGroupRequest),
-        answers={200: json_of(TransferResult), **FAILED},
-    ),
-    Operation(
-        "POST",
-        "/update_weights_from_distributed",
-        update_weights_from_distributed,
-        request=json_of(UpdateWeightsFromDistributedRequest),
-        answers={200: json_of(TransferResult), **FAILED},
-    ),
-    Operation(
-        "POST",
-        "/update_weights_from_tensor",
-        update_weights_from_tensor,
-        request=json_of(UpdateWeightsFromTensorRequest),
-        answers={200: json_of(TransferResult)},
+    json_post(
+        "/update_weights_from_tensor", update_weights_from_tensor, UpdateWeightsFromTensorRequest, TransferResult
     ),
 )

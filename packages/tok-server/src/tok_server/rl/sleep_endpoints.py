@@ -14,7 +14,7 @@ from tok_core import EngineError, InvalidField, ModelError
 from tok_server.http import Context
 from tok_server.openai import ignored_header
 from tok_server.rl.trainer_context import check_choice, read_fields, trainer_context
-from tok_server.wire import ApiError, Operation, invalid, json_of, json_response, read_query, unavailable
+from tok_server.wire import ApiError, Operation, invalid, json_of, json_post, json_response, read_query, unavailable
 
 MemoryTag = Literal["weights", "kv_cache"]
 SleepMode = Literal["abort", "wait", "keep"]
@@ -141,18 +141,6 @@ SLEEP_OPERATIONS = (
     Operation("POST", "/sleep", sleep, query=SleepQuery, answers={200: json_of(EngineStatus)}),
     Operation("POST", "/wake_up", wake_up, query=WakeUpQuery, answers={200: json_of(EngineStatus)}),
     Operation("GET", "/is_sleeping", is_sleeping, answers={200: json_of(SleepReport)}),
-    Operation(
-        "POST",
-        "/release_memory_occupation",
-        release_memory_occupation,
-        request=json_of(MemoryOccupationRequest),
-        answers={200: json_of(None)},
-    ),
-    Operation(
-        "POST",
-        "/resume_memory_occupation",
-        resume_memory_occupation,
-        request=json_of(MemoryOccupationRequest),
-        answers={200: json_of(None)},
-    ),
+    json_post("/release_memory_occupation", release_memory_occupation, MemoryOccupationRequest, None),
+    json_post("/resume_memory_occupation", resume_memory_occupation, MemoryOccupationRequest, None),
 )

@@ -13,7 +13,7 @@ from tok_server.http import Context
 from tok_server.openai import value_or_none
 from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, resume_engine, trainer_context
 from tok_server.rl.vllm_transfer import receive_update
-from tok_server.wire import Operation, invalid, json_of, json_response, read_query
+from tok_server.wire import Operation, invalid, json_of, json_post, json_response, read_query
 
 MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 
@@ -133,9 +133,7 @@ async def update_weights(request: web.Request) -> web.Response:
         await receive_update(context.engine, info, version)
     elif directory is not None:
         await load_weights(context, "weight_dir", directory, version)
-    response = json_response(EngineStatus(status="ok"))
-    response.headers.update(headers)
-    return response
+    return json_response(EngineStatus(status="ok"), headers=headers)
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
@@ -190,13 +188,7 @@ VLLM_OPERATIONS = (
     Operation("POST", "/pause", pause, query=PauseQuery, answers={200: json_of(EngineStatus)}),
     Operation("POST", "/resume", resume, answers={200: json_of(EngineStatus)}),
     Operation("GET", "/is_paused", is_paused, answers={200: json_of(PausedReport)}),
-    Operation(
-        "POST",
-        "/update_weights",
-        update_weights,
-        request=json_of(UpdateWeightsRequest),
-        answers={200: json_of(EngineStatus)},
-    ),
+    json_post("/update_weights", update_weights, UpdateWeightsRequest, EngineStatus),
     Operation(
         "POST",
         "/reset_prefix_cache",

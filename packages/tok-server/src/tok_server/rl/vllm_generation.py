@@ -35,7 +35,7 @@ from tok_server.openai import (
 )
 from tok_server.rl.token_jobs import answer, make_job, run_jobs, stream_jobs, weight_fields
 from tok_server.rl.trainer_context import read_fields, trainer_context
-from tok_server.wire import ApiError, Operation, encode, invalid, json_of, json_or_events, new_id
+from tok_server.wire import ApiError, encode, invalid, json_post, new_id
 
 ID_PREFIX = "generate-tokens-"  # of request ids in answers, as in vLLM
 NON_SAMPLING_FIELDS = frozenset(
@@ -152,19 +152,8 @@ async def abort_requests(request: web.Request) -> web.Response:
 
 
 VLLM_GENERATION = (
-    Operation(
-        "POST",
-        "/inference/v1/generate",
-        generate,
-        request=json_of(TokenGenerationRequest),
-        answers={200: json_or_events(TokenGeneration)},
-        errors=(404,),
+    json_post(
+        "/inference/v1/generate", generate, TokenGenerationRequest, TokenGeneration, streamed=True, errors=(404,)
     ),
-    Operation(
-        "POST",
-        "/abort_requests",
-        abort_requests,
-        request=json_of(AbortRequests),
-        answers={200: json_of(dict[str, str])},
-    ),
+    json_post("/abort_requests", abort_requests, AbortRequests, dict[str, str]),
 )

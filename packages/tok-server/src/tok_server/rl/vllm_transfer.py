@@ -20,7 +20,7 @@ from tok_core.messages import IpcHandle
 from tok_server.openai import value_or_none
 from tok_server.rl.tensor_updates import torch_dtype, transfer
 from tok_server.rl.trainer_context import check_choice, read_fields, trainer_context
-from tok_server.wire import Operation, invalid, json_of, json_response
+from tok_server.wire import invalid, json_post, json_response
 
 DEFAULT_BUCKET_BYTES = 1 << 30  # as in vLLM
 BODY_FIELDS = MappingProxyType(
@@ -90,9 +90,7 @@ async def init_weight_transfer_engine(request: web.Request) -> web.Response:
         if len(missing) < len(GROUP_FIELDS):
             name = f"init_info.{missing[0]}"
             raise invalid(name, f"{name} is missing; {', '.join(GROUP_FIELDS)} describe a group together")
-    response = json_response(EngineStatus(status="Weight transfer initialized"))
-    response.headers.update(headers)
-    return response
+    return json_response(EngineStatus(status="Weight transfer initialized"), headers=headers)
 
 
 async def start_weight_update(request: web.Request) -> web.Response:
@@ -100,9 +98,7 @@ async def start_weight_update(request: web.Request) -> web.Response:
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, StartWeightUpdateRequest)
     await _start(context.engine, fields.is_checkpoint_format)
-    response = json_response(EngineStatus(status="Weight update started"))
-    response.headers.update(headers)
-    return response
+    return json_response(EngineStatus(status="Weight update started"), headers=headers)
 
 
 async def finish_weight_update(request: web.Request) -> web.Response:
@@ -110,9 +106,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
     context = trainer_context(request)
     fields, headers = await read_fields(request, context, FinishWeightUpdateRequest)
     await _finish(context.engine, value_or_none(fields.weight_version))
-    response = json_response(EngineStatus(status="Weight update finished"))
-    response.headers.update(headers)
-    return response
+    return json_response(EngineStatus(status="Weight update finished"), headers=headers)
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
@@ -134,9 +128,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
             await receive_update(engine, info, None)
         case _:
             await _finish(engine, None)
-    response = json_response(CollectiveRpcResults([None] * (engine.info.tp * engine.info.pp)))
-    response.headers.update(headers)
-    return response
+    return json_response(CollectiveRpcResults([None] * (engine.info.tp * engine.info.pp)), headers=headers)
 
 
 async def _start(engine: AsyncEngine, is_checkpoint_format: bool) -> None:
@@ -179,32 +171,8 @@ def _bucket_bytes(size: int | None) -> int:
 
 
 VLLM_TRANSFER_OPERATIONS = (
-    Operation(
-        "POST",
-        "/init_weight_transfer_engine",
-        init_weight_transfer_engine,
-        request=json_of(InitWeightTransferRequest),
-        answers={200: json_of(EngineStatus)},
-    ),
-    Operation(
-        "POST",
-        "/start_weight_update",
-        start_weight_update,
-        request=json_of(StartWeightUpdateRequest),
-        answers={200: json_of(EngineStatus)},
-    ),
-    Operation(
-        "POST",
-        "/finish_weight_update",
-        finish_weight_update,
-        request=json_of(FinishWeightUpdateRequest),
-        answers={200: json_of(EngineStatus)},
-    ),
-    Operation(
-        "POST",
-        "/collective_rpc",
-        collective_rpc,
-        request=json_of(CollectiveRpcRequest),
-        answers={200: json_of(CollectiveRpcResults)},
-    ),
+    json_post("/init_weight_transfer_engine", init_weight_transfer_engine, InitWeightTransferRequest, EngineStatus),
+    json_post("/start_weight_update", start_weight_update, StartWeightUpdateRequest, EngineStatus),
+    json_post("/finish_weight_update", finish_weight_update, FinishWeightUpdateRequest, EngineStatus),
+    json_post("/collective_rpc", collective_rpc, CollectiveRpcRequest, CollectiveRpcResults),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from typing import TypeVar
@@ -36,9 +37,9 @@ class BadJson(ApiError):
         super().__init__(400, message, param=path)
 
 
-def json_response(value: msgspec.Struct, status: int = 200) -> web.Response:
+def json_response(value: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return the response whose body is `value`."""
-    return web.Response(status=status, body=encode(value), content_type="application/json")
+    return web.Response(status=status, body=encode(value), content_type="application/json", headers=headers)
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:

@@ -3,7 +3,7 @@
 A module of endpoints has a tuple `OPERATIONS` beside its handlers, which `tok_server.app` joins:
 
     OPERATIONS = (
-        Operation("POST", "/v1/things", create, request=json_of(ThingRequest), answers={200: json_of(Thing)}),
+        json_post("/v1/things", create, ThingRequest, Thing),
         Operation("GET", "/v1/things", list_things, query=ListThings, answers={200: json_of(ThingList)}, errors=(400,)),
     )
 
@@ -100,6 +100,21 @@ class Operation:
         """Return the statuses of all errors."""
         of_body = BODY_ERRORS if self.request else ()
         return tuple(sorted({*COMMON_ERRORS, *of_body, *self.errors} - self.answers.keys()))
+
+
+def json_post(
+    path: str,
+    handler: Handler,
+    request: object,
+    answer: object,
+    *,
+    streamed: bool = False,
+    errors: tuple[int, ...] = (),
+    error_format: ErrorFormat = OPENAI_ERRORS,
+) -> Operation:
+    """Return a POST whose body and answer are JSON of these types; `streamed`: the answer may be events, too."""
+    answers = {200: json_or_events(answer) if streamed else json_of(answer)}
+    return Operation("POST", path, handler, answers, json_of(request), errors, error_format=error_format)
 
 
 def openapi_document(operations: Sequence[Operation], *, version: str, authorised: bool = False) -> Json:

@@ -26,7 +26,7 @@ from tok_server.openai.generation import (
     value_or_none,
 )
 from tok_server.settings import AUTO, Formats
-from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
+from tok_server.wire import invalid, invalid_field, json_post, new_id
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -125,12 +125,5 @@ def _top_logprobs(request: ChatCompletionRequest) -> int | None:
 
 
 OPERATIONS = (
-    Operation(
-        "POST",
-        "/v1/chat/completions",
-        create,
-        request=json_of(ChatCompletionRequest),
-        answers={200: json_or_events(ChatCompletion)},
-        errors=(404,),
-    ),
+    json_post("/v1/chat/completions", create, ChatCompletionRequest, ChatCompletion, streamed=True, errors=(404,)),
 )

@@ -27,7 +27,7 @@ from tok_server.openai.generation import (
     value_or_none,
 )
 from tok_server.settings import AUTO, Formats
-from tok_server.wire import Operation, invalid, invalid_field, json_of, json_or_events, new_id
+from tok_server.wire import invalid, invalid_field, json_post, new_id
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default; lowered where the model's length leaves fewer tokens
 MAX_CHOICES = 65_536  # prompts × samples of a request
@@ -123,13 +123,4 @@ def check_echo_size(job: GenerationJob) -> None:
         raise invalid(name, message)
 
 
-OPERATIONS = (
-    Operation(
-        "POST",
-        "/v1/completions",
-        create,
-        request=json_of(CompletionRequest),
-        answers={200: json_or_events(Completion)},
-        errors=(404,),
-    ),
-)
+OPERATIONS = (json_post("/v1/completions", create, CompletionRequest, Completion, streamed=True, errors=(404,)),)

@@ -38,7 +38,7 @@ from tok_server.openai.responses.as_chat import (
 from tok_server.openai.responses.serializer import ResponseSerializer
 from tok_server.openai.responses.truncation import truncated_job
 from tok_server.settings import AUTO, Formats
-from tok_server.wire import ApiError, Operation, json_of, json_or_events, new_id
+from tok_server.wire import ApiError, json_post, new_id
 
 T = TypeVar("T")
 
@@ -117,13 +117,4 @@ def _echo(value: Maybe[T]) -> Maybe[T]:
     return UNSET if value is None else value
 
 
-OPERATIONS = (
-    Operation(
-        "POST",
-        "/v1/responses",
-        create,
-        request=json_of(ResponseRequest),
-        answers={200: json_or_events(Response)},
-        errors=(404,),
-    ),
-)
+OPERATIONS = (json_post("/v1/responses", create, ResponseRequest, Response, streamed=True, errors=(404,)),)
