@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tok_core.config import TRACE_STEPS
-from tok_server.flags import BENCH_EXAMPLES, ENGINE_FLAGS, add_bench_kernels, add_engine_flags
+from tok_server.flags import BENCH_EXAMPLES, ENGINE_FLAGS, add_bench_kernels, add_engine_flags, add_model
 
 EXAMPLES = """examples:
   tok bench offline --workload mine.jsonl --model ./my-model --plot out.png
@@ -65,54 +65,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure the throughput of the engine, of a server, or of their parts."
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
-    offline = kinds.add_parser(
-        "offline",
-        help="the engine, without a server",
-        description="Measure the engine without a server; all requests are submitted at once.",
-        epilog=OFFLINE_EXAMPLES,
-    )
-    add_offline(offline)
-    serve = kinds.add_parser(
-        "serve",
-        help="any OpenAI-compatible server, over HTTP",
-        description="Measure any OpenAI-compatible server over HTTP.",
-        epilog=SERVE_EXAMPLES,
-    )
-    add_serve_bench(serve)
-    kernels = kinds.add_parser(
-        "kernels",
-        help="each kernel, compared with its lower bound on this machine",
-        description="Compare each kernel with its lower bound: bytes at copy bandwidth, or FLOPs at the GEMM rate.",
-        epilog=BENCH_EXAMPLES,
-    )
-    add_bench_kernels(kernels)
-    steps = kinds.add_parser(
-        "steps",
-        help="decode steps at several batch sizes, compared with their lower bound on this machine",
-        description="Measure decode steps at several batch sizes; their lower bound is their bytes at copy bandwidth.",
-        epilog=STEPS_EXAMPLES,
-    )
-    add_steps(steps)
-    manager = kinds.add_parser(
-        "manager",
-        help="the manager alone, with a simulated worker",
-        description="Measure the manager's CPU time per output token, with a simulated worker.",
-        epilog=MANAGER_EXAMPLES,
-    )
-    add_manager(manager)
-    server = kinds.add_parser(
-        "server",
-        help="the HTTP server and the manager, with a simulated worker",
-        description="Measure throughput and CPU use of the HTTP server and the manager, with a simulated worker.",
-        epilog=SERVER_EXAMPLES,
-    )
-    add_server(server)
+
+    def kind(name: str, help: str, description: str, epilog: str) -> argparse.ArgumentParser:
+        return kinds.add_parser(name, help=help, description=description, epilog=epilog)
+
+    text = "Measure the engine without a server; all requests are submitted at once."
+    add_offline(kind("offline", "the engine, without a server", text, OFFLINE_EXAMPLES))
+    text = "Measure any OpenAI-compatible server over HTTP."
+    add_serve_bench(kind("serve", "any OpenAI-compatible server, over HTTP", text, SERVE_EXAMPLES))
+    text = "Compare each kernel with its lower bound: bytes at copy bandwidth, or FLOPs at the GEMM rate."
+    help = "each kernel, compared with its lower bound on this machine"
+    add_bench_kernels(kind("kernels", help, text, BENCH_EXAMPLES))
+    text = "Measure decode steps at several batch sizes; their lower bound is their bytes at copy bandwidth."
+    help = "decode steps at several batch sizes, compared with their lower bound on this machine"
+    add_steps(kind("steps", help, text, STEPS_EXAMPLES))
+    text = "Measure the manager's CPU time per output token, with a simulated worker."
+    add_manager(kind("manager", "the manager alone, with a simulated worker", text, MANAGER_EXAMPLES))
+    text = "Measure throughput and CPU use of the HTTP server and the manager, with a simulated worker."
+    help = "the HTTP server and the manager, with a simulated worker"
+    add_server(kind("server", help, text, SERVER_EXAMPLES))
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench steps`."""
     add = parser.add_argument
-    add("--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)")
+    add_model(parser)
     add("--batch-sizes", default="1,4,8,16,32,64", metavar="B,…", help="sequences at once (default: %(default)s)")
     add("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of each prompt (default: %(default)s)")
     add("--steps", type=int, default=128, metavar="N", help="steps measured at each size (default: %(default)s)")
@@ -166,9 +143,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 def add_offline(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench offline`."""
     _add_workload(parser)
-    parser.add_argument(
-        "--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--keep-engine",
         action="store_true",

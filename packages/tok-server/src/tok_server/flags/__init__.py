@@ -12,6 +12,7 @@ from tok_server.flags.command_flags import (
     add_batch,
     add_bench_kernels,
     add_kernels,
+    add_model,
     add_quantize,
     add_warm,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "add_chat",
     "add_engine_flags",
     "add_kernels",
+    "add_model",
     "add_quantize",
     "add_serve",
     "add_warm",

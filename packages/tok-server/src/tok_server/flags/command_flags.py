@@ -49,9 +49,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", required=True, metavar="OUT.jsonl", help="file for the answers, in the order of the requests"
     )
-    parser.add_argument(
-        "--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--retry-failed", action="store_true", help="answer the failed lines of a finished OUT.jsonl again"
     )
@@ -85,7 +83,7 @@ def add_warm(parser: argparse.ArgumentParser) -> None:
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok kernels`."""
-    _add_model(parser)
+    add_model(parser)
     sizes = parser.add_argument_group("sizes that replace those of the model").add_argument
     sizes("--heads", type=int, metavar="N", help="number of query heads")
     sizes("--kv-heads", type=int, metavar="N", help="number of key/value heads")
@@ -97,13 +95,14 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
 
 def add_bench_kernels(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tok bench kernels`."""
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
     _add_engine(parser, "ep")
     parser.set_defaults(module="tok_server.commands.bench_kernels")
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the flag `--model`."""
     parser.add_argument(
         "--model", metavar="MODEL", help="a directory or a Hugging Face hub id (default: the demo model)"
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tok_core import SamplingParams
 from tok_core.messages import EngineInfo, Submit
-from tok_server.bench.manager.simulation import LengthSampler
+from tok_server.bench.manager.simulation import LengthSampler, endless_lengths
 
 VOCABULARY, END, PAGE = 32_768, 32_767, 16
 PROMPT, SHARED_PROMPT = 512, 704
@@ -89,7 +89,7 @@ def vocabulary() -> list[bytes]:
 def decode(sequences: int, stop: tuple[str, ...]) -> Load:
     """Return a load of 512 prompt tokens and 256 output tokens, measured between the last start and the first end."""
     requests = _endless(lambda rng: _ids(rng, PROMPT), SamplingParams(max_tokens=256, ignore_eos=True, stop=stop))
-    return Load(sequences, requests, _endless_length, PROMPT + 256, PROMPT, warm_up=16)
+    return Load(sequences, requests, endless_lengths, PROMPT + 256, PROMPT, warm_up=16)
 
 
 def monkeys(sequences: int, stop: tuple[str, ...]) -> Load:
@@ -136,7 +136,7 @@ def regroup(sequences: int, stop: tuple[str, ...]) -> Load:
     )
     shared = SHARED_PROMPT * len(prompts)
     return Load(
-        sequences, requests, _endless_length, MAX_SAMPLE_TOKENS + 64, 32, shared_tokens=shared, replaced_share=0.01
+        sequences, requests, endless_lengths, MAX_SAMPLE_TOKENS + 64, 32, shared_tokens=shared, replaced_share=0.01
     )
 
 
@@ -155,7 +155,7 @@ def admission(sequences: int, stop: tuple[str, ...]) -> Load:
     return Load(
         sequences,
         requests,
-        _endless_length,
+        endless_lengths,
         2 * MAX_SAMPLE_TOKENS,
         2 * HALF_PROMPT_TOKENS,
         shared_tokens=HALF_PROMPT_TOKENS * SHARED_PREFIXES,
@@ -213,10 +213,6 @@ def _endless(prompt: Callable[[Rng], Prompt], params: SamplingParams) -> Iterato
 
 def _ids(rng: Rng, length: int) -> Prompt:
     return rng.integers(0, END, length, np.int32)
-
-
-def _endless_length(u: NDArray[np.float64]) -> NDArray[np.int64]:
-    return np.full(len(u), 1 << 40)
 
 
 def _churn_lengths(u: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tok_core.config import EngineConfig
 from tok_core.manager import MIN_QUEUED_STEPS, Manager
 from tok_core.messages import EngineInfo, FromWorker, Int64, Progress, StepInput, StepOutput, ToManager, decoder, encode
+from tok_server.bench.workloads.workload import split_mix
 
 LengthSampler = Callable[[NDArray[np.float64]], Int64]
 """Maps uniform random numbers [n] in [0, 1) to the tokens [n], at least 1, that samples generate before an end id."""
@@ -141,10 +142,12 @@ class Simulation:
 
 
 def _uniform(seed: Int64, sample: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each pair, by SplitMix64's mix (Steele, Lea & Flood 2014)."""
+    """Return a number in [0, 1) for each pair, by SplitMix64."""
     z = (seed.astype(np.uint64) << np.uint64(20)) + sample.astype(np.uint64) + np.uint64(1)
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-    z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)) / float(1 << 53)
+    mixed = split_mix(z * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)
+    return mixed / float(1 << 53)
+
+
+def endless_lengths(u: NDArray[np.float64]) -> Int64:
+    """Return lengths that no sample reaches."""
+    return np.full(len(u), 1 << 40)

@@ -6,20 +6,18 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
 import psutil
 
 from tok_core.config import EngineConfig
 from tok_core.engine import AsyncEngine
-from tok_core.messages import EngineInfo, Int64, ProcessLaunch, Receiver, Sender, StepInput, ToWorker
+from tok_core.messages import EngineInfo, ProcessLaunch, Receiver, Sender, StepInput, ToWorker
 from tok_core.replicas import Death, MakeReplica, ProcessReplica, Replica, Report, run_child
 from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS
 from tok_core.text import Tokenizer
-from tok_server.bench.manager.simulation import SimulatedWorker
+from tok_server.bench.manager.simulation import SimulatedWorker, endless_lengths
 
 if TYPE_CHECKING:
     import zmq
-    from numpy.typing import NDArray
 
 PAGE, MAX_MODEL_LEN = 16, 1024  # tokens
 
@@ -83,7 +81,7 @@ def _run_worker(
         dtype="none",
         backend="simulated",
     )
-    worker, outputs = SimulatedWorker(info, _for_ever), Sender(context, launch.outputs)
+    worker, outputs = SimulatedWorker(info, endless_lengths), Sender(context, launch.outputs)
     outputs.send(info)
     over = time.monotonic()
     while True:
@@ -94,7 +92,3 @@ def _run_worker(
             output = worker.run(step, step_seconds)
             time.sleep(max(over - time.monotonic(), 0.0))
             outputs.send(output)
-
-
-def _for_ever(u: NDArray[np.float64]) -> Int64:
-    return np.full(len(u), 1 << 40)

@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from tok_core import InvalidField, TokError
 
@@ -25,7 +26,6 @@ LOW, HIGH = 16, 127_900
 
 _MASK = (1 << 64) - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 class WorkloadError(TokError):
@@ -50,16 +50,6 @@ class Workload:
     temperature: float
     top_p: float
     requests: list[WorkloadRequest]
-
-    @property
-    def sequences(self) -> int:
-        """Return the number of samples of all requests."""
-        return sum(request.n for request in self.requests)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Return the number of tokens of all prompts, each counted once."""
-        return sum(len(request.ids) for request in self.requests)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -193,15 +183,23 @@ def _request(location: str, line: _Line, n: int | None, max_tokens: int | None) 
     return WorkloadRequest(ids, n or line.n, length, line.ignore_eos)
 
 
+def split_mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the 64-bit numbers mixed as by SplitMix64.
+
+    Source: Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return z ^ (z >> np.uint64(31))
+
+
 def random_ids(seed: int, length: int) -> list[int]:
     """Return ids LOW + mix((seed · 2³² + j + 1) · γ) mod (HIGH − LOW) for j from 0, in 64-bit arithmetic.
 
-    γ and mix are those of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
+    γ and mix are those of SplitMix64.
     """
     first = np.uint64(((seed << 32) + 1) & _MASK)
     z = (np.arange(length, dtype=np.uint64) + first) * _GAMMA  # arrays wrap around silently
-    for shift, factor in _MIX:
-        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-    z ^= z >> np.uint64(31)
+    z = split_mix(z)
     ids: list[int] = (z % np.uint64(HIGH - LOW) + np.uint64(LOW)).tolist()
     return ids
