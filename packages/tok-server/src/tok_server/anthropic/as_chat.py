@@ -29,7 +29,7 @@ from tok_server.anthropic.request_types import (
     OutputFormat,
     ToolUseChoice,
 )
-from tok_server.openai import value_or_none
+from tok_server.openai import required, value_or_none
 from tok_server.wire import ApiError, invalid, unsupported
 
 # Fields with the same name and meaning in chats.
@@ -141,19 +141,14 @@ def _continues_answer(request: CountTokensRequest) -> bool:
 
 
 def _tool(tool: CustomToolInput, path: str) -> FunctionTool:
-    kind, name, schema = value_or_none(tool.type), value_or_none(tool.name), value_or_none(tool.input_schema)
-    if kind not in (None, "custom"):
+    if (kind := value_or_none(tool.type)) not in (None, "custom"):
         raise unsupported(f"{path}.type", f"type {str(kind)[:80]!r} is not supported yet; allowed: custom")
-    if name is None:
-        raise invalid(f"{path}.name", f"{path}.name is required, but missing")
-    if schema is None:
-        raise invalid(f"{path}.input_schema", f"{path}.input_schema is required, but missing")
     description, strict = value_or_none(tool.description), value_or_none(tool.strict)
     return FunctionTool(
         function=FunctionDefinition(
-            name=name,
+            name=required(tool.name, f"{path}.name"),
             description=UNSET if description is None else description,  # templates would show null
-            parameters=schema,
+            parameters=required(tool.input_schema, f"{path}.input_schema"),
             strict=UNSET if strict is None else strict,
         )
     )
@@ -164,10 +159,7 @@ def _tool_choice(choice: ToolUseChoice) -> ToolChoice:
         case "any":
             return "required"
         case "tool":
-            name = value_or_none(choice.name)
-            if name is None:
-                raise invalid("tool_choice.name", "tool_choice.name is required, but missing")
-            return NamedFunction(function=FunctionName(name=name))
+            return NamedFunction(function=FunctionName(name=required(choice.name, "tool_choice.name")))
         case other:
             return other
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -12,7 +11,6 @@ from tok_client.types import (
     CustomToolCall,
     FunctionCall,
     FunctionToolCall,
-    Maybe,
     Message,
     SystemMessage,
     ToolMessage,
@@ -20,10 +18,8 @@ from tok_client.types import (
     UserMessage,
 )
 from tok_server.anthropic.request_types import InputBlock, InputMessage, TextInput
-from tok_server.openai import value_or_none
+from tok_server.openai import required, value_or_none
 from tok_server.wire import ApiError, invalid, unsupported
-
-T = TypeVar("T")
 
 ERROR_PREFIX = "Error: "  # precedes the result of a failed call: chat templates know no other mark
 
@@ -86,16 +82,16 @@ class _Conversation:
     def _add_block(self, block: InputBlock, path: str) -> None:
         match self._role, block.type:
             case _, "text":
-                self._texts.append(_required(block.text, f"{path}.text"))
+                self._texts.append(required(block.text, f"{path}.text"))
             case "user", "tool_result":
                 self.end_turn()
                 self.messages.append(_tool_result(block, path))
             case "assistant", "thinking":
-                self._reasoning.append(_required(block.thinking, f"{path}.thinking"))
+                self._reasoning.append(required(block.thinking, f"{path}.thinking"))
             case "assistant", "tool_use":
-                arguments = msgspec.json.encode(_required(block.input, f"{path}.input")).decode()
-                call = FunctionCall(name=_required(block.name, f"{path}.name"), arguments=arguments)
-                self._calls.append(FunctionToolCall(id=_required(block.id, f"{path}.id"), function=call))
+                arguments = msgspec.json.encode(required(block.input, f"{path}.input")).decode()
+                call = FunctionCall(name=required(block.name, f"{path}.name"), arguments=arguments)
+                self._calls.append(FunctionToolCall(id=required(block.id, f"{path}.id"), function=call))
             case _:
                 allowed = {"user": "text, tool_result", "assistant": "text, thinking, tool_use", "system": "text"}
                 raise _unsupported_block(block.type, path, f"{allowed[self._role]} in a message of {self._role}")
@@ -106,7 +102,7 @@ def _tool_result(block: InputBlock, path: str) -> ToolMessage:
     text = "" if content is None or isinstance(content, UnsetType) else _text(content, f"{path}.content")
     if value_or_none(block.is_error):
         text = ERROR_PREFIX + text
-    return ToolMessage(content=text, tool_call_id=_required(block.tool_use_id, f"{path}.tool_use_id"))
+    return ToolMessage(content=text, tool_call_id=required(block.tool_use_id, f"{path}.tool_use_id"))
 
 
 def _text(content: str | Sequence[TextInput], path: str) -> str:
@@ -116,15 +112,8 @@ def _text(content: str | Sequence[TextInput], path: str) -> str:
     for index, block in enumerate(content):
         if block.type != "text":
             raise _unsupported_block(block.type, f"{path}[{index}]", "text")
-        texts.append(_required(block.text, f"{path}[{index}].text"))
+        texts.append(required(block.text, f"{path}[{index}].text"))
     return "\n".join(texts)
-
-
-def _required(value: Maybe[T], path: str) -> T:
-    """Return the value. Raise ApiError if it is absent or null."""
-    if value is None or isinstance(value, UnsetType):
-        raise invalid(path, f"{path} is required, but missing")
-    return value
 
 
 def _unsupported_block(kind: str, path: str, allowed: str) -> ApiError:

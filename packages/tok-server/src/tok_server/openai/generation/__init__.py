@@ -32,7 +32,7 @@ from tok_server.openai.generation.logprobs import (
     prompt_logprobs,
 )
 from tok_server.openai.generation.other_servers import OTHER_SERVERS, NeutralValues, UnsupportedFields
-from tok_server.openai.generation.params import requested_format, sampling_params, value_or_none
+from tok_server.openai.generation.params import requested_format, required, sampling_params, value_or_none
 from tok_server.openai.generation.prompts import (
     check_prompt_size,
     has_few_token_ids,
@@ -105,6 +105,7 @@ __all__ = [
     "prompt_logprobs",
     "request_deadline",
     "requested_format",
+    "required",
     "running_usage",
     "sampling_params",
     "send_events",

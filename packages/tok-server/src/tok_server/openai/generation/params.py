@@ -67,6 +67,13 @@ def value_or_none(value: Maybe[T]) -> T | None:
     return None if value is UNSET else value
 
 
+def required(value: Maybe[T], path: str) -> T:
+    """Return the value. Raise ApiError (400) naming `path` if it is absent or null."""
+    if (found := value_or_none(value)) is None:
+        raise invalid(path, f"{path} is required, but missing")
+    return found
+
+
 def sampling_params(
     request: Request,
     *,
@@ -164,9 +171,8 @@ def _response_format(requested: ResponseFormat) -> Iterator[RequestedFormat]:
     if isinstance(requested, JsonObjectFormat):
         yield RequestedFormat(Grammar(kind="json_object"), "response_format")
     if isinstance(requested, JsonSchemaFormat):
-        field, schema = "response_format.json_schema.schema", value_or_none(requested.json_schema.schema)
-        if schema is None:
-            raise invalid(field, f"{field} is required, but missing")
+        field = "response_format.json_schema.schema"
+        schema = required(requested.json_schema.schema, field)
         yield RequestedFormat(_grammar("json_schema", msgspec.json.encode(schema).decode(), field), field)
 
 

@@ -29,7 +29,7 @@ from tok_client.types import (
     ToolSubset,
     UnsetType,
 )
-from tok_server.openai.generation import value_or_none
+from tok_server.openai.generation import required, value_or_none
 from tok_server.openai.responses.conversation import messages_of
 from tok_server.wire import ApiError, invalid
 
@@ -160,12 +160,9 @@ def _check(request: ResponseRequest) -> None:
 def _tool(tool: ResponseTool, path: str) -> FunctionTool:
     if tool.type != "function":
         raise _unsupported(f"{path}.type", repr(tool.type[:80]), "function")
-    name = value_or_none(tool.name)
-    if name is None:
-        raise invalid(f"{path}.name", f"{path}.name is required, but missing")
     return FunctionTool(
         function=FunctionDefinition(
-            name=name,
+            name=required(tool.name, f"{path}.name"),
             description=_unset_if_null(tool.description),
             parameters=_unset_if_null(tool.parameters),
             strict=_unset_if_null(tool.strict),
@@ -182,14 +179,9 @@ def _choice(choice: str | ResponseToolChoice | None) -> Maybe[ToolChoice]:
     if choice is None or isinstance(choice, str):
         return choice  # type: ignore[return-value]  # the type of the field has the same literals
     if choice.type == "function":
-        name = value_or_none(choice.name)
-        if name is None:
-            raise invalid("tool_choice.name", "tool_choice.name is required, but missing")
-        return NamedFunction(function=FunctionName(name=name))
+        return NamedFunction(function=FunctionName(name=required(choice.name, "tool_choice.name")))
     if choice.type == "allowed_tools":
-        mode: Literal["auto", "required"] | None = value_or_none(choice.mode)
-        if mode is None:
-            raise invalid("tool_choice.mode", "tool_choice.mode is required, but missing")
+        mode: Literal["auto", "required"] = required(choice.mode, "tool_choice.mode")
         return AllowedTools(allowed_tools=ToolSubset(mode=mode, tools=value_or_none(choice.tools) or []))
     raise _unsupported("tool_choice.type", repr(choice.type[:80]), "function, allowed_tools")
 

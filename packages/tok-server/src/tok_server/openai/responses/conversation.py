@@ -19,7 +19,7 @@ from tok_client.types import (
     UnsetType,
     UserMessage,
 )
-from tok_server.openai.generation import value_or_none
+from tok_server.openai.generation import required, value_or_none
 from tok_server.wire import invalid, unsupported
 
 TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -65,12 +65,16 @@ class _Conversation:
             case "reasoning":
                 self._reasoning(item, path)
             case "function_call":
-                call = FunctionCall(name=_required(item, "name", path), arguments=_required(item, "arguments", path))
-                self._calls.append(FunctionToolCall(id=_required(item, "call_id", path), function=call))
+                call = FunctionCall(
+                    name=required(item.name, f"{path}.name"), arguments=required(item.arguments, f"{path}.arguments")
+                )
+                self._calls.append(FunctionToolCall(id=required(item.call_id, f"{path}.call_id"), function=call))
             case "function_call_output":
                 self.end_turn()
                 content = _text(item.output, f"{path}.output", ("input_text",))
-                self.messages.append(ToolMessage(content=content, tool_call_id=_required(item, "call_id", path)))
+                self.messages.append(
+                    ToolMessage(content=content, tool_call_id=required(item.call_id, f"{path}.call_id"))
+                )
             case other:
                 message = f"{path}.type is {other[:80]!r}; allowed: {', '.join(TYPES)}"
                 raise invalid(f"{path}.type", message, "unsupported_parameter")
@@ -96,9 +100,7 @@ class _Conversation:
         self._reasoning_text = (self._reasoning_text or "") + text
 
     def _message(self, item: InputItem, path: str) -> None:
-        role = value_or_none(item.role)
-        if role is None:
-            raise invalid(f"{path}.role", f"{path}.role is required, but missing")
+        role = required(item.role, f"{path}.role")
         text = _text(item.content, f"{path}.content", ("input_text", "output_text"))
         if role == "assistant":
             if self._content is not None or self._calls:
@@ -107,13 +109,6 @@ class _Conversation:
             return
         self.end_turn()
         self.messages.append(_MESSAGES[role](content=text))
-
-
-def _required(item: InputItem, name: str, path: str) -> str:
-    value: str | None = value_or_none(getattr(item, name))
-    if value is None:
-        raise invalid(f"{path}.{name}", f"{path}.{name} is required, but missing")
-    return value
 
 
 def _text(content: Maybe[str | list[InputPart]], path: str, kinds: Sequence[str]) -> str:
