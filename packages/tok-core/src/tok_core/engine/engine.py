@@ -6,7 +6,6 @@ import asyncio
 import queue
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 from tok_core.config import EngineConfig
@@ -229,9 +228,7 @@ class Engine(_Base):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(

@@ -1,4 +1,4 @@
-"""Detect hung processes of a replica by the heartbeats that each sends.
+"""Read the reports of a replica's processes, and detect hung ones by the heartbeats that each sends.
 
 Each call of `look` adds the time since the last call, but a few seconds at most, as in `tok_core.manager.faults`. If
 the clock jumps by an hour or the machine is suspended, no process counts as silent for that hour.
@@ -6,12 +6,15 @@ the clock jumps by an hour or the machine is suspended, no process counts as sil
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 
 from tok_core.config import EngineConfig
 from tok_core.manager import MAX_LOOK_SECONDS, MIN_IDLE_LOOKS
-from tok_core.messages import Beat
+from tok_core.messages import Beat, EngineInfo, FromProcess, Receiver, Silence, ToEngine
+
+log = logging.getLogger("tok_core")
 
 MAX_SILENT_SECONDS = 10.0  # a replica with a process without heartbeats for longer gets no new requests
 
@@ -102,3 +105,38 @@ class Liveness:
         if role == "manager" and not self.starting:
             seconds = max(seconds, pulse.stuck_seconds)
         return seconds > self._max_silent_seconds
+
+
+class ReportReader:
+    """Reader of the reports of one replica's processes, which passes all but heartbeats to `report`."""
+
+    def __init__(self, reports: Receiver[FromProcess], report: Callable[[ToEngine], None]) -> None:
+        self._reports = reports
+        self._report = report
+        self._silent = ""
+
+    def read(self, liveness: Liveness, seconds: float) -> None:
+        """Read for `seconds`; pass heartbeats to `liveness`, and report processes that fall silent or resume them."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            message = self._reports.wait(left)
+            if isinstance(message, Beat):
+                liveness.record_beat(message)
+            elif message is not None:
+                if isinstance(message, EngineInfo):
+                    liveness.serve()
+                self._report(message)
+        liveness.look()
+        if liveness.silent != self._silent:
+            self._silent = liveness.silent
+            self._report(Silence(self._silent))
+
+    def close(self) -> None:
+        """Pass on the last reports of ended processes."""
+        try:
+            for message in self._reports.all():
+                if not isinstance(message, Beat):
+                    self._report(message)
+        except Exception:
+            log.exception("a last report of the engine's processes cannot be handled")
+        self._reports.close()

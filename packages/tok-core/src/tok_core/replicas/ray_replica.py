@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import zmq
 
 from tok_core.config import EngineConfig
 from tok_core.errors import TokError, to_wire
-from tok_core.messages import Beat, EngineInfo, Failed, FromProcess, Receiver, Sender, Silence, ToManager
-from tok_core.replicas.liveness import Liveness
+from tok_core.messages import Failed, FromProcess, Receiver, Sender, ToManager
+from tok_core.replicas.liveness import Liveness, ReportReader
 from tok_core.replicas.ray_actors import RayActors
 from tok_core.replicas.replica import Death, Report
 
@@ -43,8 +42,7 @@ class RayReplica:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._reports: Receiver[FromProcess] | None = None
-        self._silent = ""
+        self._reader: ReportReader | None = None
         self._requests: Sender | None = None
         self.actors = RayActors(config, self._closing.is_set)
         self._thread = threading.Thread(target=self._run, name="ray-replica", daemon=True)
@@ -83,13 +81,14 @@ class RayReplica:
         if self._closing.is_set():
             return "", False
         host = ray.util.get_node_ip_address()  # the address at which other hosts reach this one
-        reports = self._reports = Receiver(self._context, f"tcp://{host}:*", FromProcess)
+        reports: Receiver[FromProcess] = Receiver(self._context, f"tcp://{host}:*", FromProcess)
+        reader = self._reader = ReportReader(reports, self._report)
         with self._lock:
             self._requests = Sender(self._context, self.actors.requests)
         self.actors.run(self._index, reports.address)
         liveness = Liveness(self.actors.members, self._config)
         while not self._closing.is_set():
-            self._read(reports, liveness, POLL_SECONDS)
+            reader.read(liveness, POLL_SECONDS)
             if hung := liveness.hung:
                 return hung, hung.startswith("the manager")
             ended = self.actors.ended()
@@ -102,37 +101,12 @@ class RayReplica:
                 return reason, unforeseen and reason.startswith("the manager")
         return "", False
 
-    def _read(self, reports: Receiver[FromProcess], liveness: Liveness, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            message = reports.wait(left)
-            if isinstance(message, Beat):
-                liveness.record_beat(message)
-            elif message is not None:
-                if isinstance(message, EngineInfo):
-                    liveness.serve()
-                self._report(message)
-        liveness.look()
-        if liveness.silent != self._silent:
-            self._silent = liveness.silent
-            self._report(Silence(self._silent))
-
     def _end(self) -> None:
         self.actors.end()
-        if self._reports is not None:
-            self._read_rest(self._reports)
+        if self._reader is not None:
+            self._reader.close()
         with self._lock:
             if self._requests is not None:
                 self._requests.close(linger=0)
                 self._requests = None
         self._context.term()
-
-    def _read_rest(self, reports: Receiver[FromProcess]) -> None:
-        """Forward the last reports of ended processes."""
-        try:
-            for message in reports.all():
-                if not isinstance(message, Beat):
-                    self._report(message)
-        except Exception:
-            log.exception("a last report of the engine's processes cannot be handled")
-        reports.close()

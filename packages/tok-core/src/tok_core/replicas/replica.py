@@ -17,18 +17,15 @@ import zmq
 from tok_core.config import EngineConfig, RankCoordinates
 from tok_core.errors import TokError, to_wire
 from tok_core.messages import (
-    Beat,
-    EngineInfo,
     Failed,
     FromProcess,
     ProcessLaunch,
     Receiver,
     Sender,
-    Silence,
     ToEngine,
     ToManager,
 )
-from tok_core.replicas.liveness import Liveness
+from tok_core.replicas.liveness import Liveness, ReportReader
 from tok_core.replicas.local_ports import Closed, LocalPorts
 from tok_core.replicas.processes import FAULTY_EXIT_STATUS, write_launch
 from tok_core.runtime import ScratchDirectory, close_in_forks, logs_json
@@ -136,6 +133,7 @@ class ThreadReplica:
 
 
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+POLL_SECONDS = 0.1  # seconds between checks of heartbeats
 KILL_SECONDS = 20.0  # for a killed process to exit; a process inside the kernel or a driver may never exit
 
 
@@ -161,9 +159,9 @@ class ProcessReplica:
         self._ending = False
         self._ended = threading.Event()
         self._read_on = True
-        self._silent = ""
         self.children: dict[str, subprocess.Popen[bytes]] = {}
-        self._reports: Receiver[FromProcess] = Receiver(self._context, self._address("reports"), FromProcess)
+        reports: Receiver[FromProcess] = Receiver(self._context, self._address("reports"), FromProcess)
+        self._reports = ReportReader(reports, report)
         self._requests = Sender(self._context, self._address("requests"))
         self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
 
@@ -221,34 +219,15 @@ class ProcessReplica:
     def _read(self) -> None:
         try:
             while self._read_on:
-                message = self._reports.wait(0.1)
-                if message is not None:
-                    self._receive(message)
-                if self._check_liveness():
+                self._reports.read(self._liveness, POLL_SECONDS)
+                if hung := self._liveness.hung:
+                    end = partial(self._end_and_report, hung, by_request=hung.startswith("the manager"))
+                    threading.Thread(target=end, name="end-replica", daemon=True).start()  # which joins this thread
                     return
         except BaseException:  # reports would go unread: kill the processes, so that `_watch` reports the death
             log.exception("a report of the engine's processes cannot be handled")
             for child in self.children.values():
                 child.kill()
-
-    def _receive(self, message: FromProcess) -> None:
-        if isinstance(message, Beat):
-            self._liveness.record_beat(message)
-            return
-        if isinstance(message, EngineInfo):
-            self._liveness.serve()
-        self._report(message)
-
-    def _check_liveness(self) -> bool:
-        """Report processes that fall silent or resume heartbeats. If a process hangs, start ending all; return True."""
-        self._liveness.look()
-        if self._liveness.silent != self._silent:
-            self._silent = self._liveness.silent
-            self._report(Silence(self._silent))
-        if hung := self._liveness.hung:
-            end = partial(self._end_and_report, hung, by_request=hung.startswith("the manager"))
-            threading.Thread(target=end, name="end-replica", daemon=True).start()  # which joins this thread
-        return bool(hung)
 
     def _watch(self, role: str) -> None:
         status = self.children[role].wait()
@@ -292,12 +271,6 @@ class ProcessReplica:
             self._ended.set()
 
     def _clear_up(self) -> None:
-        try:
-            for message in self._reports.all():  # last reports of ended processes
-                if not isinstance(message, Beat):
-                    self._report(message)
-        except Exception:
-            log.exception("a last report of the engine's processes cannot be handled")
         self._reports.close()
         self._requests.close(linger=0)
         self._context.term()
