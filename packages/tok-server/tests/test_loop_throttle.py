@@ -12,7 +12,7 @@ import pytest
 
 from support.patience import PATIENCE
 from tok_server.http.event_loop import SWITCH_INTERVAL_SECONDS, new_event_loop, run, shorten_pauses
-from tok_server.http.request_limits import Deadline, LoopThrottle
+from tok_server.http.request_limits import LoopThrottle, deadline
 from tok_server.wire.errors import ApiError
 
 LONG = 3600.0
@@ -60,7 +60,7 @@ def test_cancelled_waiter_uses_up_no_turn_of_loop_throttle() -> None:
 
 async def _keep(started: float, work: float) -> str:
     try:
-        with Deadline(started, LONG):
+        async with deadline(started, LONG):
             await asyncio.sleep(work)
     except ApiError as error:
         return f"{error.status}, {error.limit}"
@@ -83,7 +83,7 @@ def test_each_request_has_its_own_deadline_in_any_order() -> None:
 
 def test_cancelled_request_does_not_raise_request_timeout() -> None:
     async def hold() -> None:
-        with Deadline(time.monotonic(), 0.001):
+        async with deadline(time.monotonic(), 0.001):
             await asyncio.sleep(60)
 
     async def cancelled() -> None:
@@ -99,7 +99,7 @@ def test_cancelled_request_does_not_raise_request_timeout() -> None:
 
 def test_deadline_passes_other_errors_unchanged() -> None:
     async def failing() -> None:
-        with Deadline(time.monotonic(), LONG):
+        async with deadline(time.monotonic(), LONG):
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

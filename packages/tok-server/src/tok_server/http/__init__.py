@@ -8,17 +8,17 @@ from tok_server.http.connections import MIN_READ_BYTES, accept_connections, rais
 from tok_server.http.context import CONTEXT, Context
 from tok_server.http.event_loop import run, shorten_pauses
 from tok_server.http.middleware import request_middleware, set_response_headers
-from tok_server.http.request_limits import Deadline, UnreadLimit
+from tok_server.http.request_limits import UnreadLimit, deadline
 
 __all__ = [
     "CONTEXT",
     "MIN_READ_BYTES",
     "Context",
-    "Deadline",
     "Members",
     "UnreadLimit",
     "accept_connections",
     "check_compression_ratio",
+    "deadline",
     "decode_members",
     "raise_file_limit",
     "read_body",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 
 from tok_core import RequestStream
@@ -17,62 +17,22 @@ MINUTE = 60.0
 MAX_REQUESTS_PER_TURN = 16  # each takes about 0.2 ms. Fewer would reach the engine in smaller groups, at a higher cost
 
 
-class TaskLimit(ABC):
-    """Context manager that cancels the task inside it when `expire` is called, and then raises `_error()`."""
-
-    __slots__ = ("_cancel_requests", "_expired", "_task")
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._cancel_requests = task.cancelling()  # cancellation requests by others
-        self._expired = False
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # If others have cancelled the task, too, the cancellation propagates instead.
-        if self._expired and self._task.uncancel() <= self._cancel_requests and kind is asyncio.CancelledError:
-            raise self._error() from error
-
-    def expire(self) -> None:
-        """Cancel the task: its limit is exceeded."""
-        self._expired = True
-        self._task.cancel()
-
-    @abstractmethod
-    def _error(self) -> ApiError:
-        """Return the error of a task that has exceeded its limit."""
+@asynccontextmanager
+async def deadline(started: float, seconds: float) -> AsyncIterator[None]:
+    """Limit the block's time to `seconds` after `started`, by `time.monotonic`. Errors: ApiError (504)."""
+    timeout = asyncio.timeout(max(0.0, started + seconds - time.monotonic()))
+    try:
+        async with timeout:
+            yield
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        message = f"the request was not answered within {seconds:g} seconds"
+        raise limited("request_timeout", 504, message) from error
 
 
-class Deadline(TaskLimit):
-    """Time limit of a task: `seconds` after `started`, by `time.monotonic`. The error is ApiError (504)."""
-
-    __slots__ = ("_seconds", "_started", "_timer")
-
-    def __init__(self, started: float, seconds: float) -> None:
-        self._started = started
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        left = self._started + self._seconds - time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self.expire)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        super().__exit__(kind, error, trace)
-
-    def _error(self) -> ApiError:
-        message = f"the request was not answered within {self._seconds:g} seconds"
-        return limited("request_timeout", 504, message)
-
-
-class UnreadLimit(TaskLimit):
-    """Limit of the bytes that a client leaves unread of its streams. The error is ApiError (408).
+class UnreadLimit:
+    """Limit of the bytes that a client leaves unread of its streams; a context manager. The error is ApiError (408).
 
     The task is cancelled only while it waits for the client to read. While it is busy otherwise, the client is not at
     fault; tokens that arrive meanwhile are written together.
@@ -86,19 +46,26 @@ class UnreadLimit(TaskLimit):
         for stream in streams:  # the other half is for deltas already read and being written
             stream.bound(max_bytes // (2 * len(streams)), self._on_overflow)
 
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancel_requests = task.cancelling()  # cancellation requests by others
+        self._expired = False
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.sending = False
-        super().__exit__(kind, error, trace)
+        # If others have cancelled the task, too, the cancellation propagates instead.
+        if self._expired and self._task.uncancel() <= self._cancel_requests and kind is asyncio.CancelledError:
+            message = f"the client has left more than {self._max_bytes} bytes of its stream unread"
+            raise limited("max_unread", 408, message, code="unread_stream") from error
 
     def _on_overflow(self) -> None:
         if self.sending and not self._expired:
-            self.expire()
-
-    def _error(self) -> ApiError:
-        message = f"the client has left more than {self._max_bytes} bytes of its stream unread"
-        return limited("max_unread", 408, message, code="unread_stream")
+            self._expired = True
+            self._task.cancel()
 
 
 class TokenBucket:

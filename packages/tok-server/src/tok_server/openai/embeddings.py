@@ -133,8 +133,9 @@ async def answer_embedding(request: web.Request, parse: ParseEmbedding) -> web.S
     job = parse_body() if has_few_token_ids("input", body) else await context.run_in_thread(parse_body)
     context.admit(request[COUNTS].tenant)  # while this request was parsed, others may have been submitted
     counts = request[COUNTS]
-    with request_deadline(request, context), context.track_prompts(counts.tenant, len(job.prompts)):
-        outputs = await job.embed(context.engine, counts.tenant, share_prefixes=context.settings.share_prefixes)
+    async with request_deadline(request, context):
+        with context.track_prompts(counts.tenant, len(job.prompts)):
+            outputs = await job.embed(context.engine, counts.tenant, share_prefixes=context.settings.share_prefixes)
     counts.prompt_tokens += sum(map(len, job.prompts))
     counts.cached_tokens += sum(one.cached_tokens for one in outputs)
     numbers = sum(len(one.embedding) for one in outputs)

@@ -34,7 +34,7 @@ from tok_server.openai.generation import (
     tokenise_prompts,
     value_or_none,
 )
-from tok_server.wire import Operation, encode, encode_elements, fill_lists, json_of, json_post, new_id
+from tok_server.wire import encode, encode_elements, fill_lists, json_post, new_id
 
 _ACTIVATION = (None, True, False)  # the activations of vLLM's embedding models do not change a cosine
 _NOT_SUPPORTED = "is not supported: texts are never cut"
@@ -174,16 +174,9 @@ def _pair_fields(
 
 OPERATIONS = (
     json_post("/pooling", pool, PoolingRequest, PoolingResponse, errors=(404,)),
+    *(json_post(url, score, ScoreRequest, ScoreResponse, errors=(404,)) for url in ("/score", "/v1/score")),
     *(
-        Operation(
-            "POST", url, score, request=json_of(ScoreRequest), answers={200: json_of(ScoreResponse)}, errors=(404,)
-        )
-        for url in ("/score", "/v1/score")
-    ),
-    *(
-        Operation(
-            "POST", url, rerank, request=json_of(RerankRequest), answers={200: json_of(RerankResponse)}, errors=(404,)
-        )
+        json_post(url, rerank, RerankRequest, RerankResponse, errors=(404,))
         for url in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
 )

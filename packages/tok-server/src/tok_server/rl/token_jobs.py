@@ -59,9 +59,8 @@ async def run_jobs(request: web.Request, context: Context, jobs: Sequence[Genera
 
     Errors: ApiError, EngineError. An exception or a cancellation aborts all jobs.
     """
-    async with _submitted(request, context, jobs, MAX_LOGPROBS) as streams:
-        with request_deadline(request, context):
-            outputs = [await stream.output() for stream in streams]
+    async with _submitted(request, context, jobs, MAX_LOGPROBS) as streams, request_deadline(request, context):
+        outputs = [await stream.output() for stream in streams]
     first_tokens = [output.timings.first_token for output in outputs]
     if times := [time for time in first_tokens if time is not None]:
         context.metrics.began(min(times) - request[COUNTS].started)
@@ -96,7 +95,7 @@ async def _submitted(
         check_limits(job, settings.max_n, settings.min_client_priority, engine.info.max_model_len, max_logprobs)
         check_echo_size(job)
     context.admit(counts.tenant)
-    with request_deadline(request, context):
+    async with request_deadline(request, context):
         for job in jobs:
             await check_grammar(engine, job, MAX_GRAMMAR_CHECKS, counts.tenant)
     with context.track_prompts(counts.tenant, len(jobs)):

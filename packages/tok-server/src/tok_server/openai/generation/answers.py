@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from tok_core import AsyncEngine, Delta, EngineDead, InvalidField, RequestOutput, RequestStream
-from tok_server.http import CONTEXT, Context, Deadline, UnreadLimit, read_body
+from tok_server.http import CONTEXT, Context, UnreadLimit, deadline, read_body
 from tok_server.observability import COUNTS
 from tok_server.openai.generation.job import (
     MAX_GRAMMAR_CHECKS,
@@ -71,7 +71,7 @@ async def answer(
     check_limits(job, settings.max_n, settings.min_client_priority, context.engine.info.max_model_len, max_logprobs)
     context.admit(counts.tenant)  # while this request was parsed, others may have been submitted
     if job.params.grammar is not None:
-        with request_deadline(request, context):
+        async with request_deadline(request, context):
             await check_grammar(context.engine, job, MAX_GRAMMAR_CHECKS, counts.tenant)
         context.admit(counts.tenant)  # the engine did not count this request during the check
     headers = ignored_header(context, job.ignored)
@@ -80,7 +80,7 @@ async def answer(
         async with submission as streams:
             if job.stream:
                 return await send_events(request, context, job, serializer, streams, headers)
-            with request_deadline(request, context):
+            async with request_deadline(request, context):
                 outputs = [await wait_for_output(stream, job.stop_when) for stream in streams]
     for output in outputs:
         if any(choice.finish_reason == "abort" for choice in output.outputs) and not _shows_aborts(request, context):
@@ -108,9 +108,9 @@ async def send_events(
     return await _StreamedAnswer(request, context, job, serializer, streams).send(headers)
 
 
-def request_deadline(request: web.Request, context: Context) -> Deadline:
+def request_deadline(request: web.Request, context: Context) -> AbstractAsyncContextManager[None]:
     """Return a context manager that raises ApiError (504) once the request has exceeded its time limit."""
-    return Deadline(request[COUNTS].started, context.settings.request_timeout)
+    return deadline(request[COUNTS].started, context.settings.request_timeout)
 
 
 def ignored_header(context: Context, ignored: Sequence[str]) -> dict[str, str]:
@@ -200,8 +200,9 @@ class _StreamedAnswer:
         await response.prepare(self.request)
         unread_limit = UnreadLimit(self.streams, self.context.settings.max_unread)
         try:
-            with request_deadline(self.request, self.context), unread_limit:
-                last = await self._write_events(response, unread_limit)
+            async with request_deadline(self.request, self.context):
+                with unread_limit:
+                    last = await self._write_events(response, unread_limit)
         except ConnectionError:
             raise
         except Exception as error:  # the status line has been sent
