@@ -127,7 +127,7 @@ def test_rope_and_write_kv_refuses_qk_norms_of_another_size(device: torch.device
     _, cache = poisoned_cache(1, 4, 2, 32, like=q)
     table, index = rope_table(32, 10, 10000.0).to(device), torch.arange(3, device=device)
     norm = QKNorm(q[0, 0], k[0, 0, :16], 1e-6)
-    with pytest.raises(ValueError, match=r"the norm's weight of k has shape \(16,\); allowed: \(32,\)"):
+    with pytest.raises(ValueError, match=r"the norm weight of k has shape \(16,\); allowed: \(32,\)"):
         rope_and_write_kv(q, k, v, index, table, cache, index, norm)
 
 

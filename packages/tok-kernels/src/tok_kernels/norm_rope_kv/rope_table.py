@@ -1,7 +1,7 @@
 """Compute the cosines and sines of rotary embedding, as a table with one row per position.
 
-Every formula is computed in float32 and in the order of transformers' `modeling_rope_utils`, so that angles differ from
-its angles by no more than the last two bits. Axes: L positions, T tokens, D head size, F = D / 2 frequencies.
+Formulas are float32 and follow the order of transformers' `modeling_rope_utils`, so angles differ from those of
+transformers by at most the last two bits. Axes: L positions, T tokens, D head size, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Llama3Scaling:
     """Llama 3.1's scaling of RoPE to longer contexts (Llama team 2024, "The Llama 3 Herd of Models").
 
     Wavelengths above `original_max_positions / low_freq_factor` are stretched by `factor`. Wavelengths below
-    `original_max_positions / high_freq_factor` are kept, and wavelengths between are interpolated. Raises ValueError
-    for factors that are not positive or not in order.
+    `original_max_positions / high_freq_factor` are kept. Wavelengths between the two are interpolated. Raises
+    ValueError if a value is not positive, or if `high_freq_factor` is not above `low_freq_factor`.
     """
 
     factor: float
@@ -52,9 +52,9 @@ class LinearScaling:
 class YarnScaling:
     """YaRN (Peng et al. 2023): long wavelengths are stretched by `factor`, short ones are kept.
 
-    A column that rotates more than `beta_fast` times within `original_max_positions` is kept. A column that rotates
-    less than `beta_slow` times is stretched, and columns between are interpolated. `truncate` rounds the two limits
-    outwards to whole columns. Cosines and sines are multiplied by `attention_factor`.
+    A frequency that rotates more than `beta_fast` times within `original_max_positions` is kept. A frequency that
+    rotates less than `beta_slow` times is stretched. Frequencies between the two are interpolated. `truncate` rounds
+    the two limits outwards to whole indices of frequencies. Cosines and sines are multiplied by `attention_factor`.
     """
 
     factor: float
@@ -72,8 +72,8 @@ class YarnScaling:
 class DynamicScaling:
     """Dynamic NTK scaling (bloc97, emozilla 2023): beyond `max_positions` the base grows with the sequence's length.
 
-    A token is rotated by the base of the forward pass that computes it, and keys in the cache are never rotated again.
-    So from `max_positions` on, the row of position p is that of a sequence of p + 1 tokens.
+    Keys in the cache are never rotated again, so each token keeps the base of the forward pass that computed it. In
+    `rope_table`, the row of position p ≥ `max_positions` has the base of a sequence of p + 1 tokens.
     """
 
     factor: float
@@ -85,7 +85,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): one stretching factor for each column.
+    """LongRoPE (Ding et al. 2024): one stretching factor for each of the D / 2 frequencies.
 
     `short_factors` apply in forward passes of up to `original_max_positions` tokens, `long_factors` in longer ones.
     Cosines and sines are multiplied by `attention_factor`. Keys in the cache are never rotated again, as with
@@ -110,10 +110,10 @@ RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | DynamicScaling | Lon
 def rope_table(head_dim: int, max_positions: int, base: float, scaling: RopeScaling = None) -> Tensor:
     """Return cosines (first half of the last axis) and sines (second half) of every position.
 
-    The result is float32 `[L, D]` on the CPU. `L` is `max_positions`, and `D` is `head_dim` (even). Column `i` rotates
-    by `base ** (-2i / D)` radians per position (Su et al. 2021), unless `scaling` changes that. If frequencies depend
-    on the length of the forward pass, row p belongs to a pass that ends at position p. Raises ValueError that names the
-    bad argument.
+    The result is float32 `[L, D]` on the CPU. `L` is `max_positions`, and `D` is `head_dim` (even). Frequency `i` is
+    `base ** (-2i / D)` radians per position (Su et al. 2021), unless `scaling` changes it. If frequencies depend on the
+    length of the forward pass, row p is that of a pass that ends at position p. Raises ValueError that names the bad
+    argument.
     """
     if max_positions <= 0:
         raise ValueError(f"max_positions is {max_positions!r}; it must be at least 1")
@@ -124,8 +124,8 @@ def rope_table(head_dim: int, max_positions: int, base: float, scaling: RopeScal
 def rope_rows(head_dim: int, base: float, scaling: RopeScaling, position_T: Tensor, length_T: Tensor) -> Tensor:
     """Return cosines and sines of tokens at `position_T`, laid out as in `rope_table`.
 
-    The result is float32 `[T, D]` on the tokens' device. `length_T` is the total number of tokens of the forward pass
-    that computes each token; both arguments are int64. Raises ValueError that names the bad argument.
+    The result is float32 `[T, D]` on the device of `position_T`. `length_T` is the sequence's length in the forward
+    pass that computes the token. Both are int64. Raises ValueError that names the bad argument.
     """
     if head_dim <= 0 or head_dim % 2:
         raise ValueError(f"head_dim is {head_dim!r}; it must be positive and even")
@@ -144,30 +144,32 @@ def rope_rows(head_dim: int, base: float, scaling: RopeScaling, position_T: Tens
 
 
 def _frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: RopeScaling, length_T: Tensor) -> Tensor:
-    """Return radians per position: `[F]`, or `[T, F]` if they depend on the length of the forward pass."""
+    """Return the frequencies in radians per position: `[F]`, or `[T, F]` if they depend on `length_T`."""
     if isinstance(scaling, DynamicScaling):
         growth_T = scaling.factor * length_T.clamp(min=scaling.max_positions) / scaling.max_positions
         base_T = base * (growth_T - (scaling.factor - 1)) ** (head_dim / (head_dim - 2))
         grown_TF = 1.0 / base_T.unsqueeze(1) ** exponent_F
         return torch.where((length_T > scaling.max_positions).unsqueeze(1), grown_TF, 1.0 / base**exponent_F)
     if isinstance(scaling, LongRopeScaling):
-        short_F, long_F = (1.0 / (factors_F * base**exponent_F) for factors_F in _factors(scaling, exponent_F.device))
+        short_F, long_F = (
+            1.0 / (factors_F * base**exponent_F) for factors_F in _longrope_factors(scaling, exponent_F.device)
+        )
         return torch.where((length_T > scaling.original_max_positions).unsqueeze(1), long_F, short_F)
     frequency_F = 1.0 / (base**exponent_F)
     if isinstance(scaling, LinearScaling):
         return frequency_F / scaling.factor
     if isinstance(scaling, YarnScaling):
-        return _yarn(exponent_F, head_dim, base, scaling)
+        return _yarn_frequencies(exponent_F, head_dim, base, scaling)
     if isinstance(scaling, Llama3Scaling):
-        return _llama3(frequency_F, scaling)
+        return _llama3_frequencies(frequency_F, scaling)
     if scaling is not None:
         assert_never(scaling)
     return frequency_F
 
 
 @lru_cache(maxsize=8)
-def _factors(scaling: LongRopeScaling, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return short and long factors on the device; cached, since each copy from the host waits for the device."""
+def _longrope_factors(scaling: LongRopeScaling, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return short and long factors on the device; cached, because each copy from the host synchronises the device."""
     short_F, long_F = (
         torch.tensor(factors, dtype=torch.float32, device=device)
         for factors in (scaling.short_factors, scaling.long_factors)
@@ -175,35 +177,36 @@ def _factors(scaling: LongRopeScaling, device: torch.device) -> tuple[Tensor, Te
     return short_F, long_F
 
 
-def _llama3(frequency_F: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Interpolate each frequency between itself and itself / factor, by its rotations within the original context."""
+def _llama3_frequencies(frequency_F: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Interpolate between frequency and frequency / factor by the rotations within the original context."""
     wavelength_F = 2 * math.pi / frequency_F
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept_F = ((scaling.original_max_positions / wavelength_F - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - kept_F) * frequency_F / scaling.factor + kept_F * frequency_F
 
 
-def _yarn(exponent_F: Tensor, head_dim: int, base: float, scaling: YarnScaling) -> Tensor:
-    """Interpolate each frequency between itself and itself / factor, by its column."""
+def _yarn_frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: YarnScaling) -> Tensor:
+    """Interpolate between frequency and frequency / factor by the index of the frequency."""
 
-    def column(turns: float) -> float:
-        """Return the (fractional) column that rotates `turns` times within the original context."""
-        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def index_of(rotations: float) -> float:
+        """Return the (fractional) index of the frequency that rotates so often within the original context."""
+        return head_dim * math.log(scaling.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = column(scaling.beta_fast), column(scaling.beta_slow)
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001  # as in transformers: the interpolation becomes a step
-    columns_F = torch.arange(head_dim // 2, dtype=torch.float32, device=exponent_F.device)
-    stretched_F = ((columns_F - first) / (last - first)).clamp(0, 1)
+    index_F = torch.arange(head_dim // 2, dtype=torch.float32, device=exponent_F.device)
+    stretched_F = ((index_F - first) / (last - first)).clamp(0, 1)
     kept_F = 1 - stretched_F
-    wave_F = base**exponent_F
-    return 1.0 / (scaling.factor * wave_F) * (1 - kept_F) + 1.0 / wave_F * kept_F
+    inv_frequency_F = base**exponent_F
+    return 1.0 / (scaling.factor * inv_frequency_F) * (1 - kept_F) + 1.0 / inv_frequency_F * kept_F
 
 
 def _check_positive(scaling: object, *names: str) -> None:
+    """Raise ValueError if a named field of `scaling` is not a positive finite number."""
     for name in names:
         value = getattr(scaling, name)
         if not (value > 0 and math.isfinite(value)):

@@ -1,4 +1,4 @@
-"""Compute the gated activation `silu(gate) * up` in one pass over its input."""
+"""Compute the gated activation `silu(gate) * up` (SwiGLU) in one pass over its input."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 1024, 4
+_BLOCK, _WARPS = 1024, 4  # output columns and warps of a program
 
 
 def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
 def _silu_and_mul_kernel(
     gate_up: tl.tensor, stride: tl.tensor, out: tl.tensor, size: tl.tensor, blocks: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Compute BLOCK columns of one row."""
+    """Compute BLOCK of the `size` output columns of one row, which has `blocks` programs."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -39,6 +39,6 @@ def _silu_and_mul_kernel(
     up = tl.load(gate_up + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
     if out.dtype.element_ty == tl.float32:
         product = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    else:  # a faster division, whose error is below the rounding of 16-bit dtypes
+    else:  # faster division; its error is smaller than the rounding to 16 bits
         product = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=inside)

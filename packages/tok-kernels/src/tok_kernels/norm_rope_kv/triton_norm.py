@@ -1,4 +1,4 @@
-"""Compute the root-mean-square norm; one program holds a row in registers."""
+"""Compute the root-mean-square norm, with one program per row."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | No
     normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if x.numel():
         _rms_norm_kernel[(x.shape[0],)](
-            x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch(x), **pdl_options(x.device)
+            x, x.stride(0), weight_N.contiguous(), normed, eps, **_launch_options(x), **pdl_options(x.device)
         )
     return normed.view(x_TN.shape)
 
 
 def _rows(x_TN: Tensor, weight_N: Tensor) -> Tensor:
-    """Return the input as a matrix of dense rows, copied only if necessary."""
+    """Return x as a matrix of contiguous rows, without a copy if possible."""
     if x_TN.shape[-1:] != weight_N.shape:
         raise ValueError(f"weight has shape {tuple(weight_N.shape)}; allowed: {tuple(x_TN.shape[-1:])}, x's last axis")
     x = x_TN.reshape(-1, x_TN.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch(x: Tensor) -> dict[str, int]:
+def _launch_options(x: Tensor) -> dict[str, int]:
     block = triton.next_power_of_2(x.shape[-1])
     return {"size": x.shape[-1], "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
@@ -47,7 +47,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Normalise one row of `size` entries."""
+    """Normalise one row of `size` entries; the weight is loaded before the previous kernel ends."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Apply the norm of heads, rotary embedding and the cache write in one kernel, with one program per token."""
+"""Fuse QK norm, rotary embedding and the KV cache write into one kernel, with one program per token."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tok_kernels.launch_config import pdl_options
 from tok_kernels.norm_rope_kv.triton_kv import (
     cache_rows,
     cast_to_target,
+    contiguous_heads,
     copy_heads,
-    dense_heads,
-    largest_of,
-    store_scales,
+    row_absmax,
+    store_token_scales,
     token_scales,
 )
 
@@ -35,15 +35,15 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Compute `Backend.rope_and_write_kv` in one launch.
 
-    The rotated queries replace `q_THD` in memory, or are a new tensor if elements of `dtype` have another size.
-    `q_THD`, `k_TKD` and `v_TKD` may be views of one GEMM output, whose keys and values stay unchanged. Since values are
-    rounded once, a rotated query may exceed the range of q's dtype (float16) if `dtype` (bfloat16) can hold it.
+    The rotated queries overwrite `q_THD`, unless elements of `dtype` have another size than q's. `q_THD`, `k_TKD` and
+    `v_TKD` may be views of one GEMM output; its keys and values stay unchanged. Rotated queries are rounded only once,
+    to `dtype`: with bfloat16 they may exceed the range of a float16 q.
 
-    Raises ValueError for queries whose last axis is not dense, and for norm weights of another length than that axis.
+    Raises ValueError if the last axis of q is not contiguous, or if a norm weight has another length than that axis.
     """
     if q_THD.stride(-1) != 1:
         raise ValueError(f"q has a stride of {q_THD.stride(-1)} along its last axis; allowed: 1")
-    q_weight, k_weight = _weights(q_THD, norm)
+    q_weight, k_weight = _norm_weights(q_THD, norm)
     dtype = dtype or q_THD.dtype
     if dtype.itemsize == q_THD.dtype.itemsize:
         rotated = q_THD.view(dtype)
@@ -51,15 +51,15 @@ def rope_and_write_kv(
         rotated = torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
     if not q_THD.shape[0]:
         return rotated
-    k, v, table = dense_heads(k_TKD), dense_heads(v_TKD), cos_sin_LD.contiguous()
+    k, v, cos_sin_table = contiguous_heads(k_TKD), contiguous_heads(v_TKD), cos_sin_LD.contiguous()
     k_rows, v_rows = cache_rows(cache)
     _rope_and_write_kv_kernel[(q_THD.shape[0],)](
         *(q_THD, q_THD.stride(0), q_THD.stride(1), rotated, rotated.stride(0), rotated.stride(1), q_THD.shape[1]),
         *(k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), k.shape[1]),
         *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
-        *(position_T.contiguous(), table, index_T.contiguous(), q_THD.shape[2] // 2),
+        *(position_T.contiguous(), cos_sin_table, index_T.contiguous(), q_THD.shape[2] // 2),
         *(q_weight, k_weight, norm.eps if norm else 0.0, cache.k_scale, cache.v_scale, *token_scales(cache)),
-        **_launch(q_THD, k),
+        **_launch_options(q_THD, k),
         PAGE=cache.page_size,
         NORM=norm is not None,
         **pdl_options(q_THD.device),
@@ -67,19 +67,19 @@ def rope_and_write_kv(
     return rotated
 
 
-def _weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
-    """Return the norm's weights; without a norm, return placeholders, which the kernel does not read."""
+def _norm_weights(q_THD: Tensor, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
+    """Return the norm's weights `[D]`, or placeholders that the kernel does not read if there is no norm."""
     if norm is None:
         return q_THD, q_THD
     for name, weight in (("q", norm.q_D), ("k", norm.k_D)):
         if weight.shape != q_THD.shape[-1:]:
             raise ValueError(
-                f"the norm's weight of {name} has shape {tuple(weight.shape)}; allowed: {(q_THD.shape[-1],)}"
+                f"the norm weight of {name} has shape {tuple(weight.shape)}; allowed: {(q_THD.shape[-1],)}"
             )
     return norm.q_D.contiguous(), norm.k_D.contiguous()
 
 
-def _launch(q: Tensor, k: Tensor) -> dict[str, int]:
+def _launch_options(q: Tensor, k: Tensor) -> dict[str, int]:
     heads, half = triton.next_power_of_2(q.shape[1]), triton.next_power_of_2(q.shape[2] // 2)
     return {
         "Q_HEADS": heads,
@@ -92,27 +92,27 @@ def _launch(q: Tensor, k: Tensor) -> dict[str, int]:
 @triton.jit(do_not_specialize_on_alignment=["position", "index"])
 def _rope_and_write_kv_kernel(
     q: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
     rotated_q: tl.tensor,
-    rotated_q_token: tl.tensor,
-    rotated_q_head: tl.tensor,
+    rotated_q_token_stride: tl.tensor,
+    rotated_q_head_stride: tl.tensor,
     q_heads: tl.tensor,
     k: tl.tensor,
-    k_token: tl.tensor,
-    k_head: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
     v: tl.tensor,
-    v_token: tl.tensor,
-    v_head: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
     k_heads: tl.tensor,
     k_rows: tl.tensor,
-    k_rows_row: tl.tensor,
-    k_rows_head: tl.tensor,
+    k_row_stride: tl.tensor,
+    k_row_head_stride: tl.tensor,
     v_rows: tl.tensor,
-    v_rows_row: tl.tensor,
-    v_rows_head: tl.tensor,
+    v_row_stride: tl.tensor,
+    v_row_head_stride: tl.tensor,
     position: tl.tensor,
-    table: tl.tensor,
+    cos_sin_table: tl.tensor,
     index: tl.tensor,
     half: tl.tensor,
     q_weight: tl.tensor,
@@ -135,21 +135,21 @@ def _rope_and_write_kv_kernel(
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(index + token).to(tl.int64)
-    angle = table + tl.load(position + token).to(tl.int64) * half * 2
-    q += token * q_token
-    k += token * k_token
-    v += token * v_token
-    to_q = rotated_q + token * rotated_q_token
+    cos_sin = cos_sin_table + tl.load(position + token).to(tl.int64) * half * 2
+    q += token * q_token_stride
+    k += token * k_token_stride
+    v += token * v_token_stride
+    rotated_q_row = rotated_q + token * rotated_q_token_stride
     _rotate(
-        *(q, q_head, to_q, rotated_q_head, q_heads, angle, half, q_weight, eps, k_scale, q_heads // k_heads),
-        *(None, row, PAGE, Q_HEADS, HALF, NORM, False),
+        *(q, q_head_stride, rotated_q_row, rotated_q_head_stride, q_heads, cos_sin, half, q_weight, eps),
+        *(k_scale, q_heads // k_heads, None, row, PAGE, Q_HEADS, HALF, NORM, False),
     )
     _rotate(
-        *(k, k_head, k_rows + row * k_rows_row, k_rows_head, k_heads, angle, half, k_weight, eps, k_scale, 1),
-        *(k_token_scale, row, PAGE, K_HEADS, HALF, NORM, True),
+        *(k, k_head_stride, k_rows + row * k_row_stride, k_row_head_stride, k_heads, cos_sin, half, k_weight, eps),
+        *(k_scale, 1, k_token_scale, row, PAGE, K_HEADS, HALF, NORM, True),
     )
     copy_heads(
-        *(v, v_head, v_rows + row * v_rows_row, v_rows_head, k_heads, half * 2, v_scale),
+        *(v, v_head_stride, v_rows + row * v_row_stride, v_row_head_stride, k_heads, half * 2, v_scale),
         *(v_token_scale, row, PAGE, K_HEADS, HALF * 2),
     )
 
@@ -157,11 +157,11 @@ def _rope_and_write_kv_kernel(
 @triton.jit
 def _rotate(
     source: tl.tensor,
-    source_head: tl.tensor,
+    source_head_stride: tl.tensor,
     target: tl.tensor,
-    target_head: tl.tensor,
+    target_head_stride: tl.tensor,
     heads: tl.tensor,
-    angle: tl.tensor,
+    cos_sin: tl.tensor,
     half: tl.tensor,
     weight: tl.tensor,
     eps: tl.tensor,
@@ -175,19 +175,21 @@ def _rotate(
     NORM: tl.constexpr,
     DIVIDE: tl.constexpr,
 ) -> None:
-    """Rotate the heads of one token; with NORM, normalise each head first.
+    """Rotate one token's heads from `source` to `target`; with NORM, apply the RMS norm to each head first.
 
-    `angle` points to the token's `half` cosines, followed by its `half` sines. With `k_scale`, multiply the result by
-    `k_scale[head // group]`, or with DIVIDE divide by it. With `token_scale`, the per-position scales of an int8 cache,
-    compute the scales of the heads, divide the heads by them, and store the scales for cache row `row`.
+    cos_sin      points to the token's `half` cosines, followed by its `half` sines
+    k_scale      one float32 scale per key head: the result is multiplied by `k_scale[head // group]`, or divided with
+                 DIVIDE; None: neither
+    token_scale  per-position scales of an int8 cache: each head is divided by its own scale, which is stored for cache
+                 row `row`; None: the target has another dtype
     """
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (pair < half)
-    cos = tl.load(angle + pair, mask=pair < half, other=0.0)
-    sin = tl.load(angle + half + pair, mask=pair < half, other=0.0)
-    at = source + head * source_head + pair
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    mask = (head < heads) & (pair < half)
+    cos = tl.load(cos_sin + pair, mask=pair < half, other=0.0)
+    sin = tl.load(cos_sin + half + pair, mask=pair < half, other=0.0)
+    source_ptr = source + head * source_head_stride + pair
+    first = tl.load(source_ptr, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source_ptr + half, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = (1.0 / tl.sqrt_rn(squares / (2 * half) + eps))[:, None]
@@ -198,13 +200,13 @@ def _rotate(
         if DIVIDE:
             factor = tl.div_rn(1.0, factor)
         first, second = first * factor, second * factor
-    to = target + head * target_head + pair
+    target_ptr = target + head * target_head_stride + pair
     if token_scale is not None:
         rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
-        largest = tl.maximum(largest_of(rotated_first), largest_of(rotated_second), propagate_nan=tl.PropagateNan.ALL)
-        factor = store_scales(largest, token_scale, row, heads, PAGE, HEADS)[:, None]
-        tl.store(to, cast_to_target(rotated_first * factor, target), mask=inside)
-        tl.store(to + half, cast_to_target(rotated_second * factor, target), mask=inside)
+        absmax = tl.maximum(row_absmax(rotated_first), row_absmax(rotated_second), propagate_nan=tl.PropagateNan.ALL)
+        inv_scale = store_token_scales(absmax, token_scale, row, heads, PAGE, HEADS)[:, None]
+        tl.store(target_ptr, cast_to_target(rotated_first * inv_scale, target), mask=mask)
+        tl.store(target_ptr + half, cast_to_target(rotated_second * inv_scale, target), mask=mask)
     else:
-        tl.store(to, cast_to_target(first * cos - second * sin, target), mask=inside)
-        tl.store(to + half, cast_to_target(second * cos + first * sin, target), mask=inside)
+        tl.store(target_ptr, cast_to_target(first * cos - second * sin, target), mask=mask)
+        tl.store(target_ptr + half, cast_to_target(second * cos + first * sin, target), mask=mask)

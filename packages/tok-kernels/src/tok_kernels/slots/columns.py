@@ -1,6 +1,6 @@
-"""Define `SlotColumns`, per-sequence state on the device: decode rows read it, and sampled tokens are written to it.
+"""Define `SlotColumns`, the state of running sequences on the device, and `DecodeRows`, a decode step's inputs.
 
-Axes: S slots, P pages a slot may hold, C cache rows (pages × page size), B decode rows, E end ids.
+Axes: S slots, P maximum pages of a slot, C cache rows (pages × page size), B decode rows, E end ids (EOS tokens).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """Columns indexed by slot, changed in place.
+    """Columns with one entry per slot, changed in place. A slot holds one running sequence.
 
     last_token         int64 [S]     input token of the slot's next decode row
     length             int64 [S]     positions in the cache
-    ended              int32 [S]     1 once an end id was sampled: the slot computes nothing more until it is reassigned
-    eos_from_position  int64 [S]     first position at which a sampled end id ends the sample
+    ended              int32 [S]     1 after an end id was sampled, until the slot is reassigned: its rows are padding
+    eos_from_position  int64 [S]     first position at which a sampled end id ends the sequence
     page_table         int32 [S, P]  page ids of every slot
     token_of           int64 [C]     the token whose key and value each cache row holds
-    end_ids            int64 [E]     the model's end ids
-    page_size                        positions that a page holds
-    scratch                          a cache row that no sequence reads, to which ended slots write
+    end_ids            int64 [E]     the model's EOS token ids
+    page_size                        positions per page
+    scratch                          cache row to which rows of ended slots write, and which no sequence reads
 
-    A slot whose `ended` is never reset pads steps that compute more rows than they have sequences.
+    Steps that compute more rows than there are sequences (CUDA graphs) are padded with a slot that stays ended.
     """
 
     last_token: Tensor
@@ -40,12 +40,12 @@ class SlotColumns:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Inputs of B decode rows.
+    """Inputs of B decode rows, one token each.
 
     token     int64 [B]  input token
     position  int64 [B]  position of the token in its sequence
     kv_index  int64 [B]  cache row for the token's key and value
-    kv_len    int32 [B]  positions that the row may read, its own included; 0 for a slot that has ended
+    kv_len    int32 [B]  positions that the row attends to, its own included; 0 for a slot that has ended
     """
 
     token: Tensor
