@@ -44,7 +44,7 @@ from tok_kernels import (
 )
 from tok_kernels.attention.triton import invariant
 from tok_kernels.backends.triton import TritonBackend
-from tok_kernels.collectives.triton_exchange import exchange_sum
+from tok_kernels.collectives.triton_all_reduce import one_shot_all_reduce
 from tok_kernels.linear import triton_invariant
 from tok_kernels.moe import triton_invariant as invariant_moe
 
@@ -205,7 +205,7 @@ class Ranks:
 
 
 def exchange() -> Exchange:
-    return Exchange.over([meta(Exchange.bytes(2), dtype=torch.uint8) for _ in range(2)], rank=0)
+    return Exchange.from_buffers([meta(Exchange.buffer_bytes(2), dtype=torch.uint8) for _ in range(2)], rank=0)
 
 
 def sample(rows: int = 64, vocabulary: int = VOCABULARY, **options: Any) -> None:
@@ -229,8 +229,8 @@ def advance_slots() -> None:
 
 def sum_over_ranks() -> None:
     x = meta(8, HIDDEN, dtype=BF16)
-    exchange_sum(x, exchange().sums)
-    exchange_sum(x, exchange().sums, residual=meta(8, HIDDEN, dtype=BF16))
+    one_shot_all_reduce(x, exchange().all_reduce)
+    one_shot_all_reduce(x, exchange().all_reduce, residual=meta(8, HIDDEN, dtype=BF16))
 
 
 def launch_all() -> None:

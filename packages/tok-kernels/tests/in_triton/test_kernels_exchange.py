@@ -19,8 +19,8 @@ from torch import Tensor
 
 from support.interpreted import DEVICES, INTERPRETING, outside, rerun
 from tok_kernels import Exchange, SamplingBatch
-from tok_kernels.collectives import triton_exchange as exchange
-from tok_kernels.collectives.exchange import SETS, SUM_BYTES, ExchangeChannel
+from tok_kernels.collectives import triton_all_reduce as all_reduce
+from tok_kernels.collectives.exchange import BUFFER_SETS, MAX_ALL_REDUCE_BYTES, ExchangeChannel
 from tok_kernels.sampling.triton import shard_exchange as sampling_exchange
 from tok_kernels.sampling.triton.sampling import sample
 
@@ -33,8 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|All-Na
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    for module in (exchange, sampling_exchange) if INTERPRETING else ():
-        for name, function in (("put", _put), ("get", _get), ("take", _take), ("end_turn", _end_turn)):
+    for module in (all_reduce, sampling_exchange) if INTERPRETING else ():
+        for function in (_store_unit, _load_unit, _receive_unit, _advance_epoch):
+            name = function.fn.__name__.removeprefix("_")
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
     return torch.device(request.param)
@@ -47,12 +48,12 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
 
 def exchanges(ranks: int, device: torch.device = CPU) -> list[Exchange]:
     """Return an exchange for each rank, over buffers that all ranks share."""
-    buffers = [torch.zeros(Exchange.bytes(ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
-    return [Exchange.over(buffers, rank, patience=10.0) for rank in range(ranks)]
+    buffers = [torch.zeros(Exchange.buffer_bytes(ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    return [Exchange.from_buffers(buffers, rank, timeout_seconds=10.0) for rank in range(ranks)]
 
 
 def channels(one: Exchange) -> list[ExchangeChannel]:
-    return [one.sums, one.samples]
+    return [one.all_reduce, one.sampling]
 
 
 @outside
@@ -62,73 +63,74 @@ def test_exchange_channels_fill_the_buffer_without_overlap() -> None:
         views = [channel.buffers[rank].view(-1) for channel in channels(one)]
         places = sorted((view.data_ptr(), view.data_ptr() + view.nbytes) for view in views)
         assert all(end <= start for (_, end), (start, _) in pairwise(places))
-        assert sum(view.nbytes for view in views) == Exchange.bytes(3)
+        assert sum(view.nbytes for view in views) == Exchange.buffer_bytes(3)
         assert all(start % 16 == 0 for start, _ in places)
 
 
 @outside
 def test_a_new_exchange_clears_only_the_buffer_of_its_own_rank() -> None:
-    buffers = [torch.zeros(Exchange.bytes(2), dtype=torch.uint8) for _ in range(2)]
-    one = Exchange.over(buffers, 1, patience=2.0)
+    buffers = [torch.zeros(Exchange.buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    one = Exchange.from_buffers(buffers, 1, timeout_seconds=2.0)
     assert all(bool((channel.buffers[1] == -1).all()) and not channel.buffers[0].any() for channel in channels(one))
-    assert all(not channel.turns.any() and channel.patience == 4_000_000_000 for channel in channels(one))
-    assert (one.sums.rank, one.sums.ranks, one.sums.buffers[0].shape[0]) == (1, 2, SETS)
-    assert one.sums.programs * one.sums.words * 4 == SUM_BYTES
+    assert all(not channel.epochs.any() and channel.timeout_ticks == 4_000_000_000 for channel in channels(one))
+    assert (one.all_reduce.rank, one.all_reduce.ranks, one.all_reduce.buffers[0].shape[0]) == (1, 2, BUFFER_SETS)
+    assert one.all_reduce.programs * one.all_reduce.words * 4 == MAX_ALL_REDUCE_BYTES
 
 
 @outside
-def test_exchange_sum_refuses_unsupported_sizes_dtypes_and_residuals() -> None:
-    channel = exchanges(2)[0].sums
-    for x in (torch.zeros(3), torch.zeros(0), torch.zeros(8, dtype=torch.float64), torch.zeros(SUM_BYTES // 4 + 4)):
-        assert not exchange.can_sum(x.nbytes, x.dtype)
+def test_all_reduce_refuses_unsupported_sizes_dtypes_and_residuals() -> None:
+    channel = exchanges(2)[0].all_reduce
+    too_large = torch.zeros(MAX_ALL_REDUCE_BYTES // 4 + 4)
+    for x in (torch.zeros(3), torch.zeros(0), torch.zeros(8, dtype=torch.float64), too_large):
+        assert not all_reduce.can_all_reduce(x.nbytes, x.dtype)
         with pytest.raises(ValueError, match=r"x has \d+ bytes of torch\.\w+; allowed: multiples of 16 up to 2097152"):
-            exchange.exchange_sum(x, channel)
+            all_reduce.one_shot_all_reduce(x, channel)
     with pytest.raises(ValueError, match=r"residual is torch\.float32 \(2, 8\); allowed: as x, \(1, 8\)"):
-        exchange.exchange_sum(torch.zeros(1, 8), channel, torch.zeros(2, 8))
+        all_reduce.one_shot_all_reduce(torch.zeros(1, 8), channel, torch.zeros(2, 8))
 
 
 @triton.jit
-def _put(at, words, here):
+def _store_unit(ptr, words, mask):
     for i in tl.static_range(4):
-        tl.store(at + i, words[i], mask=here)
+        tl.store(ptr + i, words[i], mask=mask)
 
 
 @triton.jit
-def _get(at, here):
+def _load_unit(ptr, mask):
     return (
-        tl.load(at, mask=here, other=0),
-        tl.load(at + 1, mask=here, other=0),
-        tl.load(at + 2, mask=here, other=0),
-        tl.load(at + 3, mask=here, other=0),
+        tl.load(ptr, mask=mask, other=0),
+        tl.load(ptr + 1, mask=mask, other=0),
+        tl.load(ptr + 2, mask=mask, other=0),
+        tl.load(ptr + 3, mask=mask, other=0),
     )
 
 
 @triton.jit
-def _take(at, here, patience):
-    words = _get(at, here)
+def _receive_unit(ptr, mask, timeout_ticks):
+    words = _load_unit(ptr, mask)
     empty = words[0] * 0 + 0xFFFFFFFF
-    _put(at, (empty, empty, empty, empty), here)
+    _store_unit(ptr, (empty, empty, empty, empty), mask)
     return words
 
 
 @triton.jit
-def _end_turn(turns, program, turn):
-    tl.store(turns + program, turn + 1)
+def _advance_epoch(epochs, program, epoch):
+    tl.store(epochs + program, epoch + 1)
 
 
-# Runs one turn on every rank and returns the results. The last argument counts exchanges that depend on each other.
+# Runs one epoch on every rank and returns the results. The last argument counts exchanges that depend on each other.
 Meet = Callable[[list[ExchangeChannel], Callable[[int], Tensor], int], list[Tensor]]
 
 
 def one_by_one(channels: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
     """Run the ranks one after another, and repeat the turn with the words that were sent in the round before."""
-    begun = [channel.turns.clone() for channel in channels]
+    begun = [channel.epochs.clone() for channel in channels]
     arrived = [torch.zeros_like(channel.buffers[rank]) for rank, channel in enumerate(channels)]
     found = list[Tensor]()
     for again in range(rounds + 1):
         found, sent = [], [torch.zeros_like(words) for words in arrived]
         for rank, channel in enumerate(channels):
-            channel.turns.copy_(begun[rank])
+            channel.epochs.copy_(begun[rank])
             for buffer in channel.buffers:
                 buffer[:, rank] = 0
             channel.buffers[rank].copy_(arrived[rank])
@@ -142,14 +144,14 @@ def one_by_one(channels: list[ExchangeChannel], compute: Callable[[int], Tensor]
 
 
 def at_once(channels: list[ExchangeChannel], compute: Callable[[int], Tensor], rounds: int) -> list[Tensor]:
-    begun = [channel.turns.clone() for channel in channels]
+    begun = [channel.epochs.clone() for channel in channels]
     streams = [torch.cuda.Stream() for _ in channels]  # type: ignore[no-untyped-call]
     found = list[Tensor]()
     # First run each rank alone, as if all words had arrived: loading a kernel or allocating memory may synchronize.
     for trial in (True, False):
         for rank, channel in enumerate(channels):
             channel.buffers[rank].fill_(0 if trial else -1)
-            channel.turns.copy_(begun[rank])
+            channel.epochs.copy_(begun[rank])
         torch.cuda.synchronize()
         found.clear()
         for rank, stream in enumerate(streams):
@@ -169,9 +171,7 @@ def meet(request: pytest.FixtureRequest) -> Meet:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if INTERPRETING else [torch.float32, torch.bfloat16, torch.float16])
-def test_exchange_sum_adds_in_the_same_order_on_every_rank(
-    dtype: torch.dtype, meet: Meet, device: torch.device
-) -> None:
+def test_all_reduce_adds_in_the_same_order_on_every_rank(dtype: torch.dtype, meet: Meet, device: torch.device) -> None:
     source, ranks = torch.Generator().manual_seed(1), 3
     everyone = exchanges(ranks, device)
     for shape in ((1, 8), (3, 560), (2, 512)):  # full programs and a partly filled one
@@ -184,19 +184,21 @@ def test_exchange_sum_adds_in_the_same_order_on_every_rank(
 
             def compute(rank: int, parts: list[Tensor] = parts, before: Tensor | None = before) -> Tensor:
                 kept = None if before is None else before.clone()
-                return exchange.exchange_sum(parts[rank].clone(), everyone[rank].sums, kept)
+                return all_reduce.one_shot_all_reduce(parts[rank].clone(), everyone[rank].all_reduce, kept)
 
-            for found in meet([one.sums for one in everyone], compute, 1):
+            for found in meet([one.all_reduce for one in everyone], compute, 1):
                 torch.testing.assert_close(found, expected, rtol=CUT.get(dtype, 0), atol=0, equal_nan=True)
-    turns = everyone[0].sums.turns
-    assert (int(turns[0]), int(turns[-1])) == (6, 0)
+    epochs = everyone[0].all_reduce.epochs
+    assert (int(epochs[0]), int(epochs[-1])) == (6, 0)
 
 
-def test_exchange_sum_takes_misaligned_tensors(meet: Meet, device: torch.device) -> None:
+def test_all_reduce_takes_misaligned_tensors(meet: Meet, device: torch.device) -> None:
     everyone = exchanges(2, device)
     whole = torch.arange(36, dtype=torch.float32, device=device)
-    channels = [one.sums for one in everyone]
-    found = meet(channels, lambda rank: exchange.exchange_sum(whole.clone()[1 + rank : 33 + rank], channels[rank]), 1)
+    channels = [one.all_reduce for one in everyone]
+    found = meet(
+        channels, lambda rank: all_reduce.one_shot_all_reduce(whole.clone()[1 + rank : 33 + rank], channels[rank]), 1
+    )
     assert all(torch.equal(one, whole[1:33] + whole[2:34]) for one in found)
 
 
@@ -230,7 +232,7 @@ def test_sampling_over_exchanged_shards_equals_unsharded(cuts: list[int], meet: 
             drawn = sample(part, replace(each, shards=shards))
             return torch.stack((drawn.token.double(), drawn.logprob.double()))
 
-        found = meet([one.samples for one in everyone], compute, 2)
+        found = meet([one.sampling for one in everyone], compute, 2)
         assert all(torch.equal(one, found[0]) for one in found)
         assert torch.equal(found[0][0].long(), whole.token)
         torch.testing.assert_close(found[0][1].float(), whole.logprob, rtol=1e-6, atol=1e-5)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tok_core.parallel.shard_plan import Slice
-from tok_kernels.collectives.exchange import PATIENCE, Exchange
+from tok_kernels.collectives.exchange import DEFAULT_TIMEOUT_SECONDS, Exchange
 
 DEFAULT_ALL_REDUCE_TOKENS = 64  # until `calibrate` measures it
 _DEFAULT_EXCHANGE_BYTES = 512 << 10  # until `calibrate` measures it
@@ -35,11 +35,16 @@ class TensorParallel:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE, *, ordered: bool = False
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        *,
+        ordered: bool = False,
     ) -> None:
         """Connect the ranks. All ranks call this at the same point; it waits for them.
 
-        `patience`: seconds that a rank's kernels wait for another rank's before they trap.
+        `timeout_seconds` bounds how long kernels of a rank wait for those of another rank before they trap.
         """
         self.group = group
         self.device = device
@@ -50,7 +55,7 @@ class TensorParallel:
         self.max_exchange_bytes = 0
         self.exchange: Exchange | None = None
         if device.type == "cuda" and not ordered and _reach_each_other(group, device):
-            self._shared, self.exchange = _exchange(group, device, patience)
+            self._shared, self.exchange = _exchange(group, device, timeout_seconds)
             self.max_exchange_bytes = _DEFAULT_EXCHANGE_BYTES
 
     @property
@@ -79,9 +84,9 @@ class TensorParallel:
         """Return whether `sum` uses the exchange for tensors like `x`; depends on size and dtype alone."""
         if self.exchange is None or x.nbytes > self.max_exchange_bytes:
             return False
-        from tok_kernels.collectives.triton_exchange import can_sum
+        from tok_kernels.collectives.triton_all_reduce import can_all_reduce
 
-        return can_sum(x.nbytes, x.dtype)
+        return can_all_reduce(x.nbytes, x.dtype)
 
     def sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """All-reduce the ranks' `x`, contiguous and of one shape; may return `x` itself, changed.
@@ -89,9 +94,9 @@ class TensorParallel:
         If `exchanges(x)` is true, a `residual` may be given, equal on all ranks: the sum is added to it in place.
         """
         if self.exchange is not None and self.exchanges(x):
-            from tok_kernels.collectives.triton_exchange import exchange_sum
+            from tok_kernels.collectives.triton_all_reduce import one_shot_all_reduce
 
-            return exchange_sum(x, self.exchange.sums, residual)
+            return one_shot_all_reduce(x, self.exchange.all_reduce, residual)
         assert residual is None, f"a residual of {x.nbytes} bytes is not exchanged"
         if self.ordered:
             return self._ordered_sum(x)
@@ -180,15 +185,15 @@ def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(on_all_ranks)
 
 
-def _exchange(group: dist.ProcessGroup, device: torch.device, patience: float) -> tuple[Tensor, Exchange]:
+def _exchange(group: dist.ProcessGroup, device: torch.device, timeout_seconds: float) -> tuple[Tensor, Exchange]:
     """Return memory that all ranks can write to, and the `Exchange` in it, ready on all ranks. Keep both alive."""
     from torch.distributed import _symmetric_memory
 
-    ranks, size = dist.get_world_size(group), Exchange.bytes(dist.get_world_size(group))
+    ranks, size = dist.get_world_size(group), Exchange.buffer_bytes(dist.get_world_size(group))
     shared = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     handle = _symmetric_memory.rendezvous(shared, group)
     buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
-    exchange = Exchange.over(buffers, dist.get_rank(group), patience)
+    exchange = Exchange.from_buffers(buffers, dist.get_rank(group), timeout_seconds)
     ready = torch.ones(1, device=device)
     dist.all_reduce(ready, group=group)
     torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""Send words to other ranks from within a kernel and wait for their words, in PTX.
+"""Define device functions, in PTX, that send words to other ranks and wait for their words (symmetric memory).
 
-`tok_kernels.collectives.exchange` describes the protocol. A word is a uint32, and a unit is four words, 16 bytes. Each
-word is written and read atomically; a unit as a whole may not be.
+`tok_kernels.collectives.exchange` describes the protocol. A word is a uint32, and a unit is four words (16 bytes). Each
+word is written and read atomically, but a reader may see only some words of a unit.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 _EMPTY = tl.constexpr(0xFFFFFFFF)
-# Word sent in place of 0xFFFFFFFF. Like that word, it is NaN both as two 16-bit floats and as one 32-bit float.
-_INSTEAD = tl.constexpr(0x7FFF7FFF)
+# Word sent in place of 0xFFFFFFFF. Both words are NaN as one 32-bit float and as two 16-bit floats.
+_EMPTY_SUBSTITUTE = tl.constexpr(0x7FFF7FFF)
 
-_PUT = tl.constexpr("""{
+_STORE_PTX = tl.constexpr("""{
     .reg .pred here;
     mov.b32 $0, 0;
     setp.ne.b32 here, $6, 0;
     @here st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
 }""")
 
-_GET = tl.constexpr("""{
+_LOAD_PTX = tl.constexpr("""{
     .reg .pred here;
     mov.b32 $0, 0;
     mov.b32 $1, 0;
@@ -31,7 +31,7 @@ _GET = tl.constexpr("""{
     @here ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
 }""")
 
-_TAKE = tl.constexpr("""{
+_RECEIVE_PTX = tl.constexpr("""{
     .reg .pred absent, empty, late;
     .reg .u64 begun, now;
     mov.b32 $0, 0;
@@ -58,31 +58,31 @@ taken:
 
 
 @triton.jit
-def place(
+def message_ptr(
     buffer: tl.tensor,
-    turn: tl.tensor,
+    epoch: tl.tensor,
     source: tl.tensor,
     program: tl.tensor,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the address in a rank's buffer at which the words of rank `source` for this turn and program begin."""
-    at = (((turn & 1) * RANKS + source) * PROGRAMS + program).to(tl.int64) * WORDS
-    return buffer.to(tl.pointer_type(tl.uint32)) + at
+    """Return the pointer, in a rank's buffer, to the words that rank `source` sends in this epoch and program."""
+    offset = (((epoch & 1) * RANKS + source) * PROGRAMS + program).to(tl.int64) * WORDS
+    return buffer.to(tl.pointer_type(tl.uint32)) + offset
 
 
 @triton.jit
-def sendable(word: tl.tensor) -> tl.tensor:
-    """Return the word, or a substitute if it is 0xFFFFFFFF, which means empty."""
-    return tl.where(word == _EMPTY, _INSTEAD, word)
+def escape_empty(word: tl.tensor) -> tl.tensor:
+    """Replace the word 0xFFFFFFFF, which marks an empty place, by a substitute."""
+    return tl.where(word == _EMPTY, _EMPTY_SUBSTITUTE, word)
 
 
 @triton.jit
-def put(at: tl.tensor, words: tl.tensor, here: tl.tensor) -> None:
-    """Write the unit of four `words` to the address `at` if `here` is true."""
+def store_unit(ptr: tl.tensor, words: tl.tensor, mask: tl.tensor) -> None:
+    """Store the unit of four `words` at `ptr`, on any rank, if `mask` is true."""
     tl.inline_asm_elementwise(
-        *(_PUT, "=&r,l,r,r,r,r,r", [at, words[0], words[1], words[2], words[3], here.to(tl.int32)]),
+        *(_STORE_PTX, "=&r,l,r,r,r,r,r", [ptr, words[0], words[1], words[2], words[3], mask.to(tl.int32)]),
         dtype=tl.uint32,
         is_pure=False,
         pack=1,
@@ -90,10 +90,10 @@ def put(at: tl.tensor, words: tl.tensor, here: tl.tensor) -> None:
 
 
 @triton.jit
-def get(at: tl.tensor, here: tl.tensor) -> tl.tensor:
-    """Load the unit at the address `at`, written before this kernel; return zeros if `here` is false."""
+def load_unit(ptr: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Load the unit at `ptr`, written before this kernel; return zeros if `mask` is false."""
     return tl.inline_asm_elementwise(
-        *(_GET, "=&r,=&r,=&r,=&r,l,r", [at, here.to(tl.int32)]),
+        *(_LOAD_PTX, "=&r,=&r,=&r,=&r,l,r", [ptr, mask.to(tl.int32)]),
         dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
         is_pure=False,
         pack=1,
@@ -101,24 +101,24 @@ def get(at: tl.tensor, here: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def take(at: tl.tensor, here: tl.tensor, patience: tl.tensor) -> tl.tensor:
-    """Wait for the unit that another rank sends to the address `at`, mark the address empty, and return the unit.
+def receive_unit(ptr: tl.tensor, mask: tl.tensor, timeout_ticks: tl.tensor) -> tl.tensor:
+    """Wait for the unit that another rank sends to `ptr`, reset its words to empty, and return the unit.
 
-    Return zeros if `here` is false. Trap after `patience` clock ticks.
+    Return zeros if `mask` is false. Trap after `timeout_ticks` GPU clock ticks.
     """
     words = tl.inline_asm_elementwise(
-        *(_TAKE, "=&r,=&r,=&r,=&r,l,r,l", [at, here.to(tl.int32), tl.cast(patience, tl.int64)]),
+        *(_RECEIVE_PTX, "=&r,=&r,=&r,=&r,l,r,l", [ptr, mask.to(tl.int32), tl.cast(timeout_ticks, tl.int64)]),
         dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
         is_pure=False,
         pack=1,
     )
     empty = words[0] * 0 + _EMPTY
-    put(at, (empty, empty, empty, empty), here)
+    store_unit(ptr, (empty, empty, empty, empty), mask)
     return words
 
 
 @triton.jit
-def end_turn(turns: tl.tensor, program: tl.tensor, turn: tl.tensor) -> None:
-    """Increment the turn counter, once all threads of the program have read it."""
+def advance_epoch(epochs: tl.tensor, program: tl.tensor, epoch: tl.tensor) -> None:
+    """Increment the program's epoch, after all threads of the program have read it."""
     tl.debug_barrier()
-    tl.store(turns + program, turn + 1)
+    tl.store(epochs + program, epoch + 1)

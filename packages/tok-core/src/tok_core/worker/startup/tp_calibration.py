@@ -20,7 +20,7 @@ from tok_core.parallel import (
     TensorParallel,
     TPLayout,
 )
-from tok_kernels.collectives.exchange import SUM_BYTES
+from tok_kernels.collectives.exchange import MAX_ALL_REDUCE_BYTES
 
 log = logging.getLogger("tok_core")
 
@@ -69,8 +69,8 @@ def _exchanged_bytes(tensor: TensorParallel) -> int:
     """Return the size in bytes up to which the in-kernel exchange is faster than the all-reduce collective."""
     if tensor.exchange is None:
         return 0
-    sizes = [1 << bit for bit in range(12, 40) if 1 << bit <= SUM_BYTES]
-    exchange = [_sum_seconds(tensor, size, SUM_BYTES) for size in sizes]
+    sizes = [1 << bit for bit in range(12, 40) if 1 << bit <= MAX_ALL_REDUCE_BYTES]
+    exchange = [_sum_seconds(tensor, size, MAX_ALL_REDUCE_BYTES) for size in sizes]
     collective = [_sum_seconds(tensor, size, 0) for size in sizes]
     return crossover(sizes, exchange, collective)
 

@@ -9,12 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tok_kernels.collectives.exchange import ExchangeChannel
-from tok_kernels.collectives.triton_signals import end_turn, place, put, sendable, take
+from tok_kernels.collectives.triton_signals import advance_epoch, escape_empty, message_ptr, receive_unit, store_unit
 from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys
 from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
 
 # Arguments whose alignment depends on the number of rows, which must not recompile the kernel.
-_UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "token", "logprob"]
+_UNALIGNED = ["temperature", "peaks", "all_reduce", "masses", "seed", "sample", "position", "token", "logprob"]
 _THREADS = 32  # one warp, one thread per rank
 
 
@@ -39,7 +39,7 @@ def sample_exchange(
     _sample_exchange_kernel[(rows,)](
         *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
         *(*sums, token, logprob, vocabulary, blocks, first),
-        *(channel.buffers, channel.turns, channel.patience),
+        *(channel.buffers, channel.epochs, channel.timeout_ticks),
         SAMPLE=not greedy,
         PROCESSED=processed,
         BLOCK=BLOCK,
@@ -71,8 +71,8 @@ def _sample_exchange_kernel(
     blocks: tl.tensor,
     first: tl.tensor,
     buffers: tl.tensor,
-    turns: tl.tensor,
-    patience: tl.tensor,
+    epochs: tl.tensor,
+    timeout_ticks: tl.tensor,
     SAMPLE: tl.constexpr,
     PROCESSED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,16 +86,18 @@ def _sample_exchange_kernel(
     """Send this rank's four numbers of a row in one unit; the owner of the row's token sends the token in another."""
     program = tl.program_id(0)
     row = program.to(tl.int64)
-    turn = tl.load(turns + program)
+    epoch = tl.load(epochs + program)
     thread = tl.arange(0, THREADS)
     peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
     one = thread == 0
     for to in tl.static_range(RANKS):
         if to != RANK:
             published = (_word(peak), _word(total), _word(high), _word(low))
-            put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + thread, published, one)
+            to_rank = message_ptr(buffers[to], epoch, RANK, program, RANKS, PROGRAMS, WORDS)
+            store_unit(to_rank + thread, published, one)
     others = (thread < RANKS) & (thread != RANK)
-    received = take(place(buffers[RANK], turn, thread, program, RANKS, PROGRAMS, WORDS), others, patience)
+    message = message_ptr(buffers[RANK], epoch, thread, program, RANKS, PROGRAMS, WORDS)
+    received = receive_unit(message, others, timeout_ticks)
     own = thread == RANK
     owner, rest, peak, total = owner_of(
         tl.where(thread < RANKS, tl.where(own, peak, received[0].to(tl.float32, bitcast=True)), -float("inf")),
@@ -112,21 +114,23 @@ def _sample_exchange_kernel(
             *(SAMPLE, PROCESSED, BLOCK, BLOCKS),
         )
         chosen = (first + entry).to(tl.int32)
-        zero = turn.to(tl.uint32) * 0
+        zero = epoch.to(tl.uint32) * 0
         found = (chosen.to(tl.uint32), _word(likelihood), zero, zero)
         for to in tl.static_range(RANKS):
             if to != RANK:
-                put(place(buffers[to], turn, RANK, program, RANKS, PROGRAMS, WORDS) + 4 + thread, found, one)
+                token_message = message_ptr(buffers[to], epoch, RANK, program, RANKS, PROGRAMS, WORDS) + 4
+                store_unit(token_message + thread, found, one)
     else:
-        received = take(place(buffers[RANK], turn, owner, program, RANKS, PROGRAMS, WORDS) + 4 + thread, one, patience)
+        token_message = message_ptr(buffers[RANK], epoch, owner, program, RANKS, PROGRAMS, WORDS) + 4
+        received = receive_unit(token_message + thread, one, timeout_ticks)
         chosen = tl.sum(tl.where(one, received[0].to(tl.int32), 0))
         likelihood = tl.sum(tl.where(one, received[1].to(tl.float32, bitcast=True), 0.0))
     tl.store(token + row, chosen.to(tl.int64))
     tl.store(logprob + row, likelihood)
-    end_turn(turns, program, turn)
+    advance_epoch(epochs, program, epoch)
 
 
 @triton.jit
 def _word(number: tl.tensor) -> tl.tensor:
     """Return the float32 number as a word that can be sent."""
-    return sendable(number.to(tl.uint32, bitcast=True))
+    return escape_empty(number.to(tl.uint32, bitcast=True))

@@ -29,7 +29,7 @@ def sample_shards(
     `processed`, log-probabilities are taken at the rows' own temperatures.
     """
     sums = sum_blocks(logits_RV, keys, greedy=greedy)
-    channel = None if shards.exchange is None else shards.exchange.samples
+    channel = None if shards.exchange is None else shards.exchange.sampling
     if channel is not None and 0 < len(logits_RV) <= channel.programs:
         return sample_exchange(logits_RV, sums, keys, shards.first, channel, greedy=greedy, processed=processed)
     return _sample_gathered(logits_RV, sums, keys, shards, greedy=greedy, processed=processed)
