@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from tok_kernels import Exchange, Filters, Masks, SamplingBatch, choose
-from tok_kernels.sampling.reference.filters import kept
+from tok_kernels.sampling.reference.filters import kept_mask
 from tok_kernels.sampling.reference.philox import uniforms
 
 INF = np.inf
@@ -60,7 +60,7 @@ def test_filters_keep_the_tokens_of_their_definitions(
     rng = np.random.default_rng(seed)
     logits = rng.choice(rng.standard_normal(distinct) * 2, 10).astype(np.float32)
     filters = filters_of(1, top_k, top_p, min_p, torch.device("cpu"))
-    found = kept(torch.tensor(logits)[None], torch.tensor([heat]), filters)[0].numpy()
+    found = kept_mask(torch.tensor(logits)[None], torch.tensor([heat]), filters)[0].numpy()
     assert found.tolist() == kept_by_definition(logits.astype(float), heat, top_k, top_p, min_p).tolist()
 
 

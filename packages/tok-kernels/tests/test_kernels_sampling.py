@@ -309,9 +309,9 @@ def test_penalties_computed_in_portions_are_unchanged(device: torch.device, monk
     contexts = contexts_of(prompts, generated, device, more=5)
     penalties = Penalties(torch.arange(7, device=device), contexts, presence, frequency, repetition + 1)
     found = []
-    for entries, positions in ((edits._ENTRIES, edits._POSITIONS), (2 * 50, 7)):
-        monkeypatch.setattr(edits, "_ENTRIES", entries)
-        monkeypatch.setattr(edits, "_POSITIONS", positions)
+    for entries, positions in ((edits._MAX_COUNTED_ENTRIES, edits._MAX_COUNTED_POSITIONS), (2 * 50, 7)):
+        monkeypatch.setattr(edits, "_MAX_COUNTED_ENTRIES", entries)
+        monkeypatch.setattr(edits, "_MAX_COUNTED_POSITIONS", positions)
         found.append(logits_of(7, 50, device))
         apply_penalties(found[-1], penalties)
     assert torch.equal(found[0], found[1])

@@ -11,13 +11,12 @@ from torch import Tensor
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Filters, Masks, SamplingBatch
 from tok_kernels.backends.reference import ReferenceBackend
-from tok_kernels.sampling.reference.edits import forbid as forbid_by_reference
+from tok_kernels.sampling.reference.edits import apply_masks as apply_masks_by_reference
 from tok_kernels.sampling.triton import filters as triton_filters
-from tok_kernels.sampling.triton.block_sampling import RandomKeys
-from tok_kernels.sampling.triton.block_sampling import sample_blocks as draw_whole
+from tok_kernels.sampling.triton.block_sampling import RandomKeys, sample_blocks
 from tok_kernels.sampling.triton.filter_check import check_filters_kernel
 from tok_kernels.sampling.triton.filters import filter_verdicts
-from tok_kernels.sampling.triton.masks import forbid
+from tok_kernels.sampling.triton.masks import apply_masks
 from tok_kernels.sampling.triton.resample import resample_kernel
 from tok_kernels.sampling.triton.sampling import sample
 
@@ -71,8 +70,8 @@ def test_every_filter_code_path_samples_the_token_of_the_reference(
     top_k, top_p, min_p = (torch.tensor(x, device=device)[every % len(WAYS)] for x in zip(*WAYS, strict=True))
     batch = batch_of(Filters(every, top_k.int(), top_p, min_p), 0.7)
     assert batch.filters is not None
-    keys = RandomKeys.of(batch)
-    verdict, _ = filter_verdicts(logits, draw_whole(logits, keys), keys, batch.filters)
+    keys = RandomKeys.from_batch(batch)
+    verdict, _ = filter_verdicts(logits, sample_blocks(logits, keys), keys, batch.filters)
     assert set(verdict.tolist()) == {KEPT, ABOVE, LIKELY, OPEN}
     assert torch.equal(sample(logits, batch).token, reference.sample(logits, batch).token)
 
@@ -157,8 +156,8 @@ def test_masks_forbid_the_same_tokens_as_the_reference(
     assert around is not None
     beside = around.clone()
     beside[:, 4:-5] = 0
-    forbid(logits, Masks(rows, which, words))
-    forbid_by_reference(expected, Masks(rows, which, words))
+    apply_masks(logits, Masks(rows, which, words))
+    apply_masks_by_reference(expected, Masks(rows, which, words))
     assert torch.equal(logits, expected)
     around[:, 4:-5] = 0
     assert torch.equal(around, beside)

@@ -12,9 +12,9 @@ from torch import Tensor
 from support.contexts import contexts_of
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import Penalties
-from tok_kernels.sampling.reference.edits import apply_penalties
+from tok_kernels.sampling.reference.edits import apply_penalties as apply_penalties_by_reference
 from tok_kernels.sampling.triton import penalties as triton_penalties
-from tok_kernels.sampling.triton.penalties import BLOCK, penalise
+from tok_kernels.sampling.triton.penalties import BLOCK, apply_penalties
 
 INF = torch.inf
 CUDA = torch.device("cuda")
@@ -66,8 +66,8 @@ def penalties_of(
 
 def assert_as_in_the_reference(logits: Tensor, penalties: Penalties) -> None:
     expected, rows = logits.clone(), penalties.rows
-    apply_penalties(expected, penalties)
-    penalise(logits, penalties, torch.arange(len(rows), device=rows.device))
+    apply_penalties_by_reference(expected, penalties)
+    apply_penalties(logits, penalties, torch.arange(len(rows), device=rows.device))
     # The kernel subtracts a frequency penalty once per occurrence, up to a thousand times, and rounds each time.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
 
@@ -97,7 +97,7 @@ def test_penalties_of_several_blocks_per_program_equal_the_reference(
 ) -> None:
     lengths, asked = [(2 * BLOCK, 3 * BLOCK + 7), (100, 4 * BLOCK)], [(0.5, 0.25, 1.5)] * 2
     for programs in (1, 4):
-        monkeypatch.setattr(triton_penalties, "_PROGRAMS", programs)
+        monkeypatch.setattr(triton_penalties, "_TARGET_PROGRAMS", programs)
         assert_as_in_the_reference(logits_of(2, device), penalties_of(lengths, asked, device))
 
 
@@ -105,8 +105,8 @@ def test_penalties_change_only_the_rows_that_request_them(device: torch.device) 
     penalties = penalties_of([(30, 20), (10, 90)], [(0.5, 0.25, 1.5), (0.0, 0.0, 2.0)], device)
     raw = logits_of(4, device)
     logits, expected = raw.clone(), raw.clone()
-    penalise(logits, penalties, torch.tensor([1, -1, -1, 0], device=device))
-    apply_penalties(expected, replace(penalties, rows=torch.tensor([3, 0], device=device)))
+    apply_penalties(logits, penalties, torch.tensor([1, -1, -1, 0], device=device))
+    apply_penalties_by_reference(expected, replace(penalties, rows=torch.tensor([3, 0], device=device)))
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-5)
     assert torch.equal(logits[1:3], raw[1:3])
 
@@ -120,7 +120,9 @@ def test_penalties_keep_tokens_at_minus_infinity(device: torch.device) -> None:
 
 
 def test_penalties_of_empty_batches_and_contexts_change_nothing(device: torch.device) -> None:
-    penalise(logits_of(0, device), penalties_of([], [], device), torch.zeros(0, dtype=torch.int64, device=device))
+    apply_penalties(
+        logits_of(0, device), penalties_of([], [], device), torch.zeros(0, dtype=torch.int64, device=device)
+    )
     logits, penalties = logits_of(2, device), penalties_of([(0, 0), (0, 0)], [(1.0, 1.0, 2.0)] * 2, device)
     assert penalties.contexts.max_len == 0
     assert_as_in_the_reference(logits, penalties)
@@ -135,8 +137,8 @@ def test_penalties_are_deterministic() -> None:
     found = []
     for _ in range(5):
         found.append(logits_of(rows, CUDA, 50_257))
-        penalise(found[-1], penalties, penalties.rows)
+        apply_penalties(found[-1], penalties, penalties.rows)
     assert all(torch.equal(found[0], other) for other in found[1:])
     expected = logits_of(rows, CUDA, 50_257)
-    apply_penalties(expected, penalties)
+    apply_penalties_by_reference(expected, penalties)
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-4)

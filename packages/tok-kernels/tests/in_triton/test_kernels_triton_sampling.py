@@ -260,7 +260,7 @@ def test_rows_with_penalties_bias_or_filters_equal_the_reference(
     dtype: torch.dtype, at_a_time: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocabulary = 1100
-    monkeypatch.setattr(sampling_edits, "_ENTRIES", at_a_time * vocabulary)
+    monkeypatch.setattr(sampling_edits, "_MAX_CHUNK_ENTRIES", at_a_time * vocabulary)
     logits = logits_of(12, vocabulary, device).to(dtype)
     for batch in edited_batches(12, vocabulary, device):
         kept = logits.clone()

@@ -1,14 +1,14 @@
-"""Sample in two kernels: the first sums each block of the logits; the second finds a row's block and token.
+"""Sample by inverting the CDF in two kernels: one sums each block of the logits, one selects a block and a token.
 
-The second kernel rereads only one block of each row. A row's result does not depend on the number of rows, because
-blocks and the order of their sums never change. The device functions in this module serve the other sampling kernels
-too.
+The second kernel reads the block sums and one block of each row. A row's result does not depend on the number of rows,
+because blocks and the order of their sums never change. Other sampling kernels use the device functions, too.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-any-return"
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,18 +19,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tok_kernels.batch import SamplingBatch
 from tok_kernels.launch_config import pdl_options
 
-# Measured on an H200. With one warp per program, the sums need no barrier. At temperatures 0 and 1, memory bandwidth is
-# the limit. At other temperatures, the limit is two exponentials per entry; polynomials in their place did not help.
+# Vocabulary entries of a block. Measured on an H200: memory bandwidth is the limit at temperatures 0 and 1. At other
+# temperatures, two exponentials per entry are; replacing them by polynomials did not help.
 BLOCK = 1024
-_SUM_WARPS, PICK_WARPS = 1, 1
-_PROGRAMS = 1 << 14  # enough to fill a GPU; with more blocks than this, a program takes several
-_MAX_PROGRAM_BLOCKS = 16
+_SUM_WARPS, SELECT_WARPS = 1, 1  # sums within one warp need no barrier
+_TARGET_PROGRAMS = 1 << 14  # fills a GPU; with more blocks than this, a program sums several
+_MAX_BLOCKS_PER_PROGRAM = 16
 
 # Arguments whose alignment depends on the number of rows, which must not recompile the kernels.
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "logprob", "log_sum"]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
+TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+
+
+class BlockSums(NamedTuple):
+    """Sums over each block of the logits, float32 `[R, blocks]`.
+
+    peaks   largest logit of the block
+    sums    sum of exponentials at temperature 1, relative to the peak
+    masses  sum of exponentials at the row's own temperature, relative to the peak; undefined for greedy sampling
+    """
+
+    peaks: Tensor
+    sums: Tensor
+    masses: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +51,23 @@ class SampledRows:
     """Results of sampling R rows, before filters and edits.
 
     token    int64   [R]
-    logprob  float32 [R]             log-probability of the token at temperature 1
-    log_sum  float32 [R]             natural log-sum-exp of the row at temperature 1; 0 if all logits are −inf
-                                     processed: that of (row − its peak) / its temperature
-    sums     float32 [3, R, blocks]  the result of `sum_blocks`
+    logprob  float32 [R]  log-probability of the token at temperature 1
+    log_sum  float32 [R]  natural log-sum-exp of the row at temperature 1; 0 if all logits are −inf
+    blocks                the sums of the row's blocks
+
+    If `processed`, `logprob` is taken at the row's own temperature, and `log_sum` is the log-sum-exp of
+    `(logits − peak) / temperature`.
     """
 
     token: Tensor
     logprob: Tensor
     log_sum: Tensor
-    sums: Tensor
+    blocks: BlockSums
 
 
 @dataclass(frozen=True, slots=True)
 class RandomKeys:
-    """Temperature (float32) and random key (int64) of each row, `[R]`, as in `tok_kernels.SamplingBatch`."""
+    """Temperature (float32) and random key (int64 seed, sample, position) of each row, `[R]`, as in `SamplingBatch`."""
 
     temperature: Tensor
     seed: Tensor
@@ -60,88 +75,92 @@ class RandomKeys:
     position: Tensor
 
     @staticmethod
-    def of(batch: SamplingBatch) -> RandomKeys:
+    def from_batch(batch: SamplingBatch) -> RandomKeys:
         return RandomKeys(*(x.contiguous() for x in (batch.temperature, batch.seed, batch.sample, batch.position)))
 
-    def rows(self, index: Tensor) -> RandomKeys:
+    def select(self, index: Tensor) -> RandomKeys:
+        """Return the keys of the rows `index`, int64."""
         return RandomKeys(
             *(x.index_select(0, index) for x in (self.temperature, self.seed, self.sample, self.position))
         )
 
 
 def sample_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool = False, processed: bool = False) -> SampledRows:
-    """Sample each row by inverting its cumulative distribution at its uniform number, as the reference does.
+    """Sample each row by inverting its CDF at the row's uniform number, as the reference does.
 
-    `logits_RV` is float32, bfloat16 or float16 with a dense last axis. Rows of temperature 0, and all rows if `greedy`,
-    take the token with the largest logit, the first among equals. If `processed`, log-probabilities are taken at the
-    rows' own temperatures.
+    `logits_RV` is float32, bfloat16 or float16, contiguous along the last axis. Rows of temperature 0, and all rows if
+    `greedy`, take the token with the largest logit, the first among equals. If `processed`, log-probabilities are taken
+    at the rows' own temperatures.
     """
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
     device = logits_RV.device
     token = torch.empty(rows, dtype=torch.int64, device=device)
     logprob, log_sum = torch.empty((2, rows), dtype=torch.float32, device=device)
-    sums = sum_blocks(logits_RV, keys, greedy=greedy)
+    block_sums = sum_blocks(logits_RV, keys, greedy=greedy)
     if rows:
-        _pick_token_kernel[(rows,)](
+        _select_token_kernel[(rows,)](
             *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
-            *(*sums, token, logprob, log_sum, vocabulary, blocks),
+            *(*block_sums, token, logprob, log_sum, vocabulary, blocks),
             SAMPLE=not greedy,
             PROCESSED=processed,
             BLOCK=BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
-            num_warps=PICK_WARPS,
+            num_warps=SELECT_WARPS,
             **pdl_options(device),
         )
-    return SampledRows(token, logprob, log_sum, sums)
+    return SampledRows(token, logprob, log_sum, block_sums)
 
 
-def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> Tensor:
-    """Return the peaks, sums and masses of all blocks (`_sum_blocks_kernel`), float32 `[3, R, blocks]`.
-
-    The masses are undefined if `greedy`.
-    """
+def sum_blocks(logits_RV: Tensor, keys: RandomKeys, *, greedy: bool) -> BlockSums:
+    """Return the sums of all blocks of all rows."""
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
-    sums = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_RV.device)
+    block_sums = BlockSums(*torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_RV.device))
     if rows:
-        each = max(1, min(_MAX_PROGRAM_BLOCKS, rows * blocks // _PROGRAMS))
-        _sum_blocks_kernel[(rows * triton.cdiv(blocks, each),)](
-            *(logits_RV, logits_RV.stride(0), keys.temperature, *sums, vocabulary, blocks, each),
+        blocks_per_program = max(1, min(_MAX_BLOCKS_PER_PROGRAM, rows * blocks // _TARGET_PROGRAMS))
+        _sum_blocks_kernel[(rows * triton.cdiv(blocks, blocks_per_program),)](
+            *(logits_RV, logits_RV.stride(0), keys.temperature, *block_sums, vocabulary, blocks, blocks_per_program),
             SAMPLE=not greedy,
             BLOCK=BLOCK,
             num_warps=_SUM_WARPS,
             **pdl_options(logits_RV.device),
         )
-    return sums
+    return block_sums
 
 
 @triton.jit
-def inv_temperature_of(temperature: tl.tensor) -> tl.tensor:
-    """Return the factor that turns a difference of logits into an exponent of 2, a normal finite number."""
+def inverse_temperature(temperature: tl.tensor) -> tl.tensor:
+    """Return log2(e) / temperature, so that exp(x / temperature) = exp2(x · result): a normal finite float32.
+
+    Greedy rows (temperature 0) count as temperature 1.
+    """
     row_temperature = tl.maximum(tl.where(temperature > 0, temperature, 1.0), TINY)
     return tl.maximum(tl.div_rn(LOG2E, row_temperature), TINY)
 
 
 @triton.jit
-def finite(peak: tl.tensor) -> tl.tensor:
-    """Replace peaks of −inf by 0, so that −inf is never subtracted from −inf."""
+def finite_peak(peak: tl.tensor) -> tl.tensor:
+    """Replace a peak of −inf by 0, because −inf − (−inf) is NaN."""
     return tl.where(peak == -float("inf"), 0.0, peak)
 
 
 @triton.jit
-def at_temperature(
-    below: tl.tensor, total: tl.tensor, mass: tl.tensor, inv_temperature: tl.tensor
+def scale_to_temperature(
+    shifted: tl.tensor, total: tl.tensor, mass: tl.tensor, inv_temperature: tl.tensor
 ) -> tuple[tl.tensor, ...]:
-    """Return a logit relative to its row's peak, and the sum of exponentials, at the row's own temperature.
+    """Return a logit and its row's sum of exponentials at the row's own temperature, both relative to the row's peak.
 
-    `total` is that sum at temperature 1, and `mass` at the row's own; rows of temperatures 0 and 1 get `total`.
+    shifted  the logit minus the peak
+    total    the sum at temperature 1
+    mass     the sum at the row's own temperature; not read at temperatures 0 and 1
     """
-    own = inv_temperature != LOG2E
-    return tl.where(own, below * (inv_temperature / LOG2E), below), tl.where(own, mass.to(tl.float32), total)
+    scaled = inv_temperature != LOG2E
+    logit = tl.where(scaled, shifted * (inv_temperature / LOG2E), shifted)
+    return logit, tl.where(scaled, mass.to(tl.float32), total)
 
 
-@triton.jit(do_not_specialize=["each"], do_not_specialize_on_alignment=_UNALIGNED[:4])
+@triton.jit(do_not_specialize=["blocks_per_program"], do_not_specialize_on_alignment=_UNALIGNED[:4])
 def _sum_blocks_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -151,44 +170,39 @@ def _sum_blocks_kernel(
     masses: tl.tensor,
     vocabulary: tl.tensor,
     blocks: tl.tensor,
-    each: tl.tensor,
+    blocks_per_program: tl.tensor,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute three numbers for each of `each` blocks of a row.
-
-    peaks   largest logit of the block
-    sums    sum of exponentials at temperature 1, relative to the peak
-    masses  sum of exponentials at the row's own temperature, relative to the peak; only with SAMPLE
-    """
+    """Compute the `BlockSums` of `blocks_per_program` blocks of a row; masses only with SAMPLE."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    programs = tl.cdiv(blocks, each)
-    row = tl.program_id(0) // programs
-    first = tl.program_id(0) % programs * each
-    line = logits + row.to(tl.int64) * stride
-    inv_temperature = inv_temperature_of(tl.load(temperature + row))
-    entry = tl.arange(0, BLOCK)
-    for block in range(first, tl.minimum(first + each, blocks)):
-        at = block * BLOCK + entry
-        value = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    programs_per_row = tl.cdiv(blocks, blocks_per_program)
+    row = tl.program_id(0) // programs_per_row
+    first = tl.program_id(0) % programs_per_row * blocks_per_program
+    row_logits = logits + row.to(tl.int64) * stride
+    inv_temperature = inverse_temperature(tl.load(temperature + row))
+    lane = tl.arange(0, BLOCK)
+    for block in range(first, tl.minimum(first + blocks_per_program, blocks)):
+        entries = block * BLOCK + lane
+        value = tl.load(row_logits + entries, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
         peak = tl.max(value)
-        below = value - finite(peak)
-        total = tl.sum(tl.exp2(below * LOG2E))
-        to = row.to(tl.int64) * blocks + block
-        tl.store(peaks + to, peak)
-        tl.store(sums + to, total)
+        shifted = value - finite_peak(peak)
+        total = tl.sum(tl.exp2(shifted * LOG2E))
+        store_offset = row.to(tl.int64) * blocks + block
+        tl.store(peaks + store_offset, peak)
+        tl.store(sums + store_offset, total)
         if SAMPLE:
-            mass = total
+            block_mass = total
             if inv_temperature != LOG2E:
-                mass = tl.sum(tl.exp2(below * inv_temperature))
-            tl.store(masses + to, mass)
+                block_mass = tl.sum(tl.exp2(shifted * inv_temperature))
+            tl.store(masses + store_offset, block_mass)
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
-def _pick_token_kernel(
+def _select_token_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     temperature: tl.tensor,
@@ -209,93 +223,97 @@ def _pick_token_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Combine the blocks of a row, choose one of them, and choose an entry of that block."""
+    """Combine the sums of a row's blocks, select a block, and select an entry of that block."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    nth = tl.arange(0, BLOCKS)
-    here = row * blocks + nth
-    peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
-    peak = tl.max(peak_of)
-    total = tl.sum(tl.load(sums + here, mask=nth < blocks, other=0.0) * tl.exp2((peak_of - finite(peak)) * LOG2E))
-    block = first_hit(peak_of == peak, blocks - 1, BLOCKS)
-    rest = tl.full((), 0.0, tl.float64)
-    random = False
-    inv_temperature = inv_temperature_of(1.0)
+    block_index = tl.arange(0, BLOCKS)
+    offset = row * blocks + block_index
+    block_peaks = tl.load(peaks + offset, mask=block_index < blocks, other=-float("inf"))
+    peak = tl.max(block_peaks)
+    block_sums = tl.load(sums + offset, mask=block_index < blocks, other=0.0)
+    total = tl.sum(block_sums * tl.exp2((block_peaks - finite_peak(peak)) * LOG2E))
+    block = first_true(block_peaks == peak, blocks - 1, BLOCKS)
+    block_target = tl.full((), 0.0, tl.float64)
+    is_random = False
+    inv_temperature = inverse_temperature(1.0)
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
-        inv_temperature, random = inv_temperature_of(row_temperature), row_temperature > 0
-        # In float64, relative to the row's peak, no mass underflows, and the running sum is practically exact.
-        share = tl.exp2((peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature.to(tl.float64))
-        mass = share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
-        running = tl.cumsum(mass)
+        inv_temperature, is_random = inverse_temperature(row_temperature), row_temperature > 0
+        # float64 keeps masses relative to the row's peak from underflowing, and the running sum practically exact.
+        shifted_peaks = block_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)
+        rescale = tl.exp2(shifted_peaks * inv_temperature.to(tl.float64))
+        block_mass = rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64)
+        running = tl.cumsum(block_mass)
         target = uniform(seed + row, sample + row, position + row) * tl.max(running)
-        passed = first_passed(mass, running, target, blocks - 1, BLOCKS)
-        block = tl.where(random, passed, block)
-        chosen = nth == block
-        rest = (target - tl.sum(tl.where(chosen, running - mass, 0.0))) / tl.sum(tl.where(chosen, share, 0.0))
-    block_peak = tl.sum(tl.where(nth == block, peak_of, 0.0))
-    entry = tl.arange(0, BLOCK)
-    at = block * BLOCK + entry
-    value = tl.load(logits + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-    found = first_hit(value == peak, 0, BLOCK)
+        sampled_block = search_cdf(block_mass, running, target, blocks - 1, BLOCKS)
+        block = tl.where(is_random, sampled_block, block)
+        is_chosen = block_index == block
+        mass_before = tl.sum(tl.where(is_chosen, running - block_mass, 0.0))
+        block_target = (target - mass_before) / tl.sum(tl.where(is_chosen, rescale, 0.0))
+    chosen_peak = tl.sum(tl.where(block_index == block, block_peaks, 0.0))
+    lane = tl.arange(0, BLOCK)
+    entries = block * BLOCK + lane
+    value = tl.load(logits + row * stride + entries, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
+    index = first_true(value == peak, 0, BLOCK)
     if SAMPLE:
-        weight = tl.exp2((value - finite(block_peak)) * inv_temperature).to(tl.float64)
-        inside = first_passed(weight, tl.cumsum(weight), rest, 0, BLOCK)
-        found = tl.where(random, inside, found)
-    own = tl.sum(tl.where(entry == found, value, 0.0)) - finite(peak)
+        weight = tl.exp2((value - finite_peak(chosen_peak)) * inv_temperature).to(tl.float64)
+        sampled_index = search_cdf(weight, tl.cumsum(weight), block_target, 0, BLOCK)
+        index = tl.where(is_random, sampled_index, index)
+    token_logit = tl.sum(tl.where(lane == index, value, 0.0)) - finite_peak(peak)
     if SAMPLE and PROCESSED:
-        own, total = at_temperature(own, total, tl.sum(mass), inv_temperature)
+        token_logit, total = scale_to_temperature(token_logit, total, tl.sum(block_mass), inv_temperature)
     log_total = tl.log(tl.where(total == 0, 1.0, total))  # NaN stays NaN
-    tl.store(token + row, tl.minimum(block * BLOCK + found, vocabulary - 1).to(tl.int64))
-    tl.store(logprob + row, own - log_total)
-    tl.store(log_sum + row, log_total if PROCESSED else finite(peak) + log_total)
+    tl.store(token + row, tl.minimum(block * BLOCK + index, vocabulary - 1).to(tl.int64))
+    tl.store(logprob + row, token_logit - log_total)
+    tl.store(log_sum + row, log_total if PROCESSED else finite_peak(peak) + log_total)
 
 
 @triton.jit
-def first_hit(hit: tl.tensor, otherwise: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Return the index of the first hit, or `otherwise` if there is none."""
-    index = tl.min(tl.where(hit, tl.arange(0, SIZE), SIZE))
-    return tl.where(index < SIZE, index, otherwise)
+def first_true(condition: tl.tensor, default: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Return the index of the first true entry, or `default` if there is none."""
+    first = tl.min(tl.where(condition, tl.arange(0, SIZE), SIZE))
+    return tl.where(first < SIZE, first, default)
 
 
 @triton.jit
-def first_passed(
-    weight: tl.tensor, running: tl.tensor, target: tl.tensor, otherwise: tl.tensor, SIZE: tl.constexpr
+def search_cdf(
+    weight: tl.tensor, running: tl.tensor, target: tl.tensor, default: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Return the first entry at which the running sum exceeds the target.
+    """Return the first entry of positive weight at which the running sum of the weights exceeds the target.
 
-    If rounding leaves no such entry, return the last entry with any weight, or `otherwise`. A parallel scan may round
-    the running sum at an entry of weight 0 above its predecessor's; such an entry must not be returned.
+    If rounding leaves no such entry, return the last entry of positive weight, or `default` if there is none. Entries
+    of weight 0 are skipped, because a parallel scan may round the running sum there above its predecessor's.
     """
-    possible = weight > 0
-    last = tl.max(tl.where(possible, tl.arange(0, SIZE), -1))
-    return first_hit(possible & (running > target), tl.where(last >= 0, last, otherwise), SIZE)
+    has_weight = weight > 0
+    last = tl.max(tl.where(has_weight, tl.arange(0, SIZE), -1))
+    return first_true(has_weight & (running > target), tl.where(last >= 0, last, default), SIZE)
 
 
 @triton.jit
 def uniform(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """Return the first number of `tok_kernels.sampling.reference.philox.uniforms` for one row."""
-    first, second, _, _ = _words(seed, sample, position)
-    return _unit(first, second)
+    """Return a row's first uniform number (`tok_kernels.sampling.reference.philox.uniforms`)."""
+    first, second, _, _ = _philox_words(seed, sample, position)
+    return _unit_interval(first, second)
 
 
 @triton.jit
 def second_uniform(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """Return the second number of `tok_kernels.sampling.reference.philox.uniforms` for one row."""
-    _, _, third, fourth = _words(seed, sample, position)
-    return _unit(third, fourth)
+    """Return a row's second uniform number (`tok_kernels.sampling.reference.philox.uniforms`)."""
+    _, _, third, fourth = _philox_words(seed, sample, position)
+    return _unit_interval(third, fourth)
 
 
 @triton.jit
-def _words(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return four random 32-bit words of the row's key."""
-    number, place = tl.load(sample).to(tl.uint32), tl.load(position).to(tl.uint32)
-    zero = number & 0
-    return tl.philox(tl.load(seed), number, place, zero, zero)
+def _philox_words(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Return the four 32-bit words that Philox generates from the row's key."""
+    sample_word, position_word = tl.load(sample).to(tl.uint32), tl.load(position).to(tl.uint32)
+    zero = sample_word & 0
+    return tl.philox(tl.load(seed), sample_word, position_word, zero, zero)
 
 
 @triton.jit
-def _unit(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+def _unit_interval(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """Return the float64 number in [0, 1) whose 53 bits are the upper bits of two 32-bit words."""
     return (((high >> 5).to(tl.int64) << 26) + (low >> 6).to(tl.int64)).to(tl.float64) * 1.1102230246251565e-16

@@ -1,7 +1,7 @@
-"""Check whether a row's filters keep the token sampled from the whole row, and read only the blocks needed for that.
+"""Check whether a row's filters keep the token sampled from the whole row.
 
-A block whose largest entry is below the token's logit has no entry above the token. For a likely token, few blocks have
-such an entry.
+Only entries that rank above the token matter. A block is read only if its peak is not below the token's logit; for a
+likely token, few blocks are read.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -10,19 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import TINY, finite, inv_temperature_of
+from tok_kernels.sampling.triton.block_sampling import TINY, finite_peak, inverse_temperature
 
-# Verdicts on the sampled token.
-# KEPT    the filters keep the token
-# ABOVE   the filters remove the token, and all tokens that they keep rank above it
-# LIKELY  only min-p removes the token, so min-p alone decides which tokens are kept
-# OPEN    the row has both top-k and top-p, and whether the token is kept depends on the mass of the top k, yet unknown
+# Verdicts on the sampled token:
+#   KEPT        the filters keep the token
+#   REMOVED     top-k or top-p removes the token; all kept tokens rank above it
+#   MIN_P_ONLY  min-p alone removes the token, so min-p alone decides which tokens are kept
+#   UNDECIDED   the row has top-k and top-p, and top-p depends on the mass of the top k, which is not known here
 KEPT: tl.constexpr = tl.constexpr(0)
-ABOVE: tl.constexpr = tl.constexpr(1)
-LIKELY: tl.constexpr = tl.constexpr(2)
-OPEN: tl.constexpr = tl.constexpr(3)
+REMOVED: tl.constexpr = tl.constexpr(1)
+MIN_P_ONLY: tl.constexpr = tl.constexpr(2)
+UNDECIDED: tl.constexpr = tl.constexpr(3)
 
-_HUGE: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+_MAX_FLOAT32: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 # Arguments whose alignment depends on the number of rows, which must not recompile the kernels.
 UNALIGNED = [
@@ -33,12 +33,12 @@ UNALIGNED = [
 
 @triton.jit
 def safe_temperature_of(temperature: tl.tensor) -> tl.tensor:
-    """Return the divisor of the logits, as `safe_temperature` of the reference does."""
-    return tl.minimum(tl.maximum(temperature, TINY), _HUGE)
+    """Return the divisor of the logits: the temperature, clamped to normal finite float32 numbers."""
+    return tl.minimum(tl.maximum(temperature, TINY), _MAX_FLOAT32)
 
 
 @triton.jit
-def row_sums(
+def combine_masses(
     peaks: tl.tensor,
     masses: tl.tensor,
     row: tl.tensor,
@@ -46,24 +46,24 @@ def row_sums(
     blocks: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return each block's largest logit, the row's peak, and the row's float64 sum of exponentials relative to it."""
-    nth = tl.arange(0, BLOCKS)
-    here = row * blocks + nth
-    peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
-    peak = tl.max(peak_of)
-    share = tl.exp2((peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature.to(tl.float64))
-    mass = share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
-    return peak_of, peak, tl.sum(mass)
+    """Return the peaks of a row's blocks, the row's peak, and its float64 sum of exponentials relative to that peak."""
+    block_index = tl.arange(0, BLOCKS)
+    offset = row * blocks + block_index
+    block_peaks = tl.load(peaks + offset, mask=block_index < blocks, other=-float("inf"))
+    peak = tl.max(block_peaks)
+    shifted_peaks = block_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)
+    rescale = tl.exp2(shifted_peaks * inv_temperature.to(tl.float64))
+    mass = rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64)
+    return block_peaks, peak, tl.sum(mass)
 
 
 @triton.jit
 def min_p_limit(peak: tl.tensor, safe_temperature: tl.tensor, min_p: tl.tensor) -> tl.tensor:
-    """Return the smallest logit that min-p keeps."""
+    """Return the smallest logit that min-p keeps; −inf if `min_p` is 0."""
     threshold = -float("inf")
     if min_p > 0:
-        threshold = (peak.to(tl.float64) + tl.log(min_p.to(tl.float64)) * safe_temperature.to(tl.float64)).to(
-            tl.float32
-        )
+        peak_f64 = peak.to(tl.float64)
+        threshold = (peak_f64 + tl.log(min_p.to(tl.float64)) * safe_temperature.to(tl.float64)).to(tl.float32)
     return threshold
 
 
@@ -87,47 +87,49 @@ def check_filters_kernel(
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """Check one row with filters per program, reading GROUP blocks at a time until the verdict is certain.
+    """Check one row with filters per program, and read GROUP blocks at a time until the verdict is certain.
 
-    `masses_above`, for OPEN rows, is the float64 mass of the entries that rank above the token, relative to the peak.
-    Reading stops, and the mass is incomplete, once it suffices to remove the token.
+    For UNDECIDED rows, `masses_above` is the float64 mass of the entries that rank above the token, relative to the
+    row's peak. It is incomplete if a part of it already removes the token from the top-p of all entries.
     """
-    nth_row = tl.program_id(0)
-    row = tl.load(rows + nth_row).to(tl.int64)
-    k, p, ratio = tl.load(top_k + nth_row), tl.load(top_p + nth_row), tl.load(min_p + nth_row)
+    filtered_row = tl.program_id(0)
+    row = tl.load(rows + filtered_row).to(tl.int64)
+    k, p, min_p_row = tl.load(top_k + filtered_row), tl.load(top_p + filtered_row), tl.load(min_p + filtered_row)
     row_temperature = tl.load(temperature + row)
-    safe_temperature, inv_temperature = safe_temperature_of(row_temperature), inv_temperature_of(row_temperature)
-    peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
+    safe_temperature, inv_temperature = safe_temperature_of(row_temperature), inverse_temperature(row_temperature)
+    block_peaks, peak, total = combine_masses(peaks, masses, row, inv_temperature, blocks, BLOCKS)
     verdict = KEPT
-    if (row_temperature > 0) & (peak > -float("inf")) & ((k > 0) | (p < 1) | (ratio > 0)):
-        line = logits + row * stride
-        chosen = tl.load(token + row)
-        own = tl.load(line + chosen).to(tl.float32)
-        own_mass = tl.exp2((own - peak) * inv_temperature).to(tl.float64)
-        nth, entry = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
-        number = tl.full((), 0, tl.int32)
-        before = tl.full((), 0.0, tl.float64)
+    if (row_temperature > 0) & (peak > -float("inf")) & ((k > 0) | (p < 1) | (min_p_row > 0)):
+        row_logits = logits + row * stride
+        token_id = tl.load(token + row)
+        token_logit = tl.load(row_logits + token_id).to(tl.float32)
+        token_mass = tl.exp2((token_logit - peak) * inv_temperature).to(tl.float64)
+        block_index, lane = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+        count_above = tl.full((), 0, tl.int32)
+        mass_above = tl.full((), 0.0, tl.float64)
         removed = False
-        first = tl.min(tl.where(peak_of >= own, nth, BLOCKS))
+        first = tl.min(tl.where(block_peaks >= token_logit, block_index, BLOCKS))
         while (first < blocks) & (removed == 0):
             block = first + tl.arange(0, GROUP)
-            reaches = tl.load(peaks + row * blocks + block, mask=block < blocks, other=-float("inf")) >= own
-            at = block[:, None] * BLOCK + entry[None, :]
-            x = tl.load(line + at, mask=reaches[:, None] & (at < vocabulary), other=-float("inf")).to(tl.float32)
-            above = x > own
-            equal = tl.sum(((x == own) & (at < chosen)).to(tl.int32))
-            number += tl.sum(above.to(tl.int32))
-            mass = tl.sum(tl.where(above, tl.exp2((x - peak) * inv_temperature), 0.0), axis=1)
-            before += tl.sum(mass.to(tl.float64)) + equal * own_mass
-            removed = ((k > 0) & (number >= k)) | ((p < 1) & (before > 0) & (before >= p * total))
-            first = tl.min(tl.where((peak_of >= own) & (nth >= first + GROUP), nth, BLOCKS))
-        # The token and the entries above it are among the top k, so the mass of the top k is no less than theirs.
-        least_mass = tl.where(k > 0, before + own_mass, total)
+            reads_block = tl.load(peaks + row * blocks + block, mask=block < blocks, other=-float("inf")) >= token_logit
+            entries = block[:, None] * BLOCK + lane[None, :]
+            mask = reads_block[:, None] & (entries < vocabulary)
+            logit = tl.load(row_logits + entries, mask=mask, other=-float("inf")).to(tl.float32)
+            is_above = logit > token_logit
+            ties_before = tl.sum(((logit == token_logit) & (entries < token_id)).to(tl.int32))
+            count_above += tl.sum(is_above.to(tl.int32))
+            mass = tl.sum(tl.where(is_above, tl.exp2((logit - peak) * inv_temperature), 0.0), axis=1)
+            mass_above += tl.sum(mass.to(tl.float64)) + ties_before * token_mass
+            removed = ((k > 0) & (count_above >= k)) | ((p < 1) & (mass_above > 0) & (mass_above >= p * total))
+            is_next = (block_peaks >= token_logit) & (block_index >= first + GROUP)
+            first = tl.min(tl.where(is_next, block_index, BLOCKS))
+        # The top k includes the token and the entries above it, so its mass is at least theirs.
+        min_top_k_mass = tl.where(k > 0, mass_above + token_mass, total)
         if removed:
-            verdict = tl.where((k > 0) & (number < k), OPEN, ABOVE)
-        elif (p < 1) & (before > 0) & (before >= p * least_mass):
-            verdict = OPEN
-        elif own < min_p_limit(peak, safe_temperature, ratio):
-            verdict = LIKELY
-        tl.store(masses_above + nth_row, before)
-    tl.store(verdicts + nth_row, verdict)
+            verdict = tl.where((k > 0) & (count_above < k), UNDECIDED, REMOVED)
+        elif (p < 1) & (mass_above > 0) & (mass_above >= p * min_top_k_mass):
+            verdict = UNDECIDED
+        elif token_logit < min_p_limit(peak, safe_temperature, min_p_row):
+            verdict = MIN_P_ONLY
+        tl.store(masses_above + filtered_row, mass_above)
+    tl.store(verdicts + filtered_row, verdict)

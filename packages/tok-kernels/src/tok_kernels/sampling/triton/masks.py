@@ -1,6 +1,6 @@
-"""Apply bitmasks of allowed tokens to logits in place: forbidden entries become −inf, and nothing else is written.
+"""Apply bitmasks of allowed tokens to logits in place: entries of forbidden tokens become −inf.
 
-A block whose entries are all allowed is not accessed, and a block whose entries are all forbidden is not read.
+Blocks without a forbidden token are neither read nor written, and blocks without an allowed token are only written.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tok_kernels.batch import Masks
 
-WORDS, MASK_WARPS = 128, 4  # mask words (of 32 entries each) and warps per program
+WORDS, MASK_WARPS = 128, 4  # mask words (32 tokens each) and warps of a program
 
 
-def forbid(logits_RV: Tensor, masks: Masks) -> None:
-    """Set logits to −inf in place where their row's mask does not allow the token; the last axis must be dense."""
+def apply_masks(logits_RV: Tensor, masks: Masks) -> None:
+    """Set logits of tokens that their row's mask forbids to −inf, in place; rows must be contiguous."""
     vocabulary = logits_RV.shape[1]
     words, count = masks.words.contiguous(), len(masks.rows)
     if count:
@@ -39,20 +39,20 @@ def _mask_kernel(
     vocabulary: tl.tensor,
     WORDS: tl.constexpr,
 ) -> None:
-    """Apply WORDS words of one row's mask, each of 32 entries."""
-    nth = tl.program_id(0)
-    row, mask = tl.load(rows + nth).to(tl.int64), tl.load(which + nth).to(tl.int64)
+    """Apply WORDS words, of 32 tokens each, of one row's mask."""
+    mask_row = tl.program_id(0)
+    row, mask = tl.load(rows + mask_row).to(tl.int64), tl.load(which + mask_row).to(tl.int64)
     first = tl.program_id(1) * WORDS
-    word_at, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)
-    # Words past the end load as 0, which forbids their entries, but nothing is written past the vocabulary.
-    word = tl.load(words + mask * width + word_at, mask=word_at < width, other=0)
-    at = word_at[:, None] * 32 + bit[None, :]
-    there = at < vocabulary
-    line = logits + row * stride
+    word_index, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)
+    # Words past the mask load as 0, which forbids their tokens; nothing is written past the vocabulary.
+    word = tl.load(words + mask * width + word_index, mask=word_index < width, other=0)
+    entry = word_index[:, None] * 32 + bit[None, :]
+    in_range = entry < vocabulary
+    row_logits = logits + row * stride
     allowed = ((word[:, None] >> bit[None, :]) & 1) != 0
     forbidden = tl.full((WORDS, 32), -float("inf"), tl.float32).to(logits.dtype.element_ty)
     if tl.max((word != 0).to(tl.int32)) == 0:
-        tl.store(line + at, forbidden, mask=there)
-    elif tl.min(((word == -1) | (word_at >= width)).to(tl.int32)) == 0:
-        x = tl.load(line + at, mask=there)
-        tl.store(line + at, tl.where(allowed, x, forbidden), mask=there)
+        tl.store(row_logits + entry, forbidden, mask=in_range)
+    elif tl.min(((word == -1) | (word_index >= width)).to(tl.int32)) == 0:
+        x = tl.load(row_logits + entry, mask=in_range)
+        tl.store(row_logits + entry, tl.where(allowed, x, forbidden), mask=in_range)

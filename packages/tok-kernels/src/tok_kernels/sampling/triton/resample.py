@@ -1,8 +1,8 @@
-"""Resample the rows whose token the filters removed, from the tokens that the filters keep.
+"""Resample rows whose token the filters removed, from the tokens that the filters keep.
 
-One program per row finds the threshold of the kept entries and the mass of each block's kept entries. Then it finds the
-token at the row's second uniform number, as `sample_blocks` does. Entries below the threshold have no weight. Of the
-entries at the threshold, only as many count as top-p needs, lower ids first.
+One program per row finds the threshold of the kept entries, and then the mass of each block's kept entries. It selects
+the token at the row's second uniform number, as `sample_blocks` does. Entries above the threshold are kept. Of the
+entries equal to it (ties), as many are kept as top-p needs, lower ids first.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -11,18 +11,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import LOG2E, first_passed, inv_temperature_of, second_uniform
+from tok_kernels.sampling.triton.block_sampling import LOG2E, inverse_temperature, search_cdf, second_uniform
 from tok_kernels.sampling.triton.filter_check import (
-    ABOVE,
     KEPT,
-    LIKELY,
-    OPEN,
+    MIN_P_ONLY,
+    REMOVED,
     UNALIGNED,
+    UNDECIDED,
+    combine_masses,
     min_p_limit,
-    row_sums,
     safe_temperature_of,
 )
-from tok_kernels.sampling.triton.filter_threshold import find_threshold, gather, kth_largest, mass_from, tile_of
+from tok_kernels.sampling.triton.filter_threshold import (
+    collect_entries,
+    find_threshold,
+    kth_largest,
+    load_blocks,
+    mass_at_or_above,
+)
 
 # Distance from the peak, in temperatures, at which exponentials are 0 in float32.
 _MAX_DISTANCE: tl.constexpr = tl.constexpr(104.0)
@@ -54,118 +60,114 @@ def resample_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-    FEW: tl.constexpr,
+    MAX_COLLECTED: tl.constexpr,
     PROCESSED: tl.constexpr,
 ) -> None:
     """Resample one row with filters, unless its verdict is KEPT.
 
-    With PROCESSED, also store the log-probability of the token among the kept ones, and the logarithm of their mass.
+    With PROCESSED, also store the token's log-probability among the kept tokens, and the logarithm of their mass.
 
-    `scratch`, float32 `[r, FEW + 3 · blocks]`, holds per row:
-      FEW     the relevant entries, if there are at most FEW
-      blocks  numbers of the relevant blocks
-      blocks  mass of each block's entries above the threshold
-      blocks  number of each block's entries at the threshold
+    `scratch`, float32 `[r, MAX_COLLECTED + 3 · blocks]`, holds for each row:
+      MAX_COLLECTED  the relevant entries, if they fit
+      blocks         numbers of the relevant blocks
+      blocks         mass of each block's entries above the threshold
+      blocks         number of each block's entries equal to the threshold
     """
-    nth_row = tl.program_id(0)
-    verdict = tl.load(verdicts + nth_row)
-    row = tl.load(rows + nth_row).to(tl.int64)
-    k, p = tl.load(top_k + nth_row), tl.load(top_p + nth_row)
+    filtered_row = tl.program_id(0)
+    verdict = tl.load(verdicts + filtered_row)
+    row = tl.load(rows + filtered_row).to(tl.int64)
+    k, p = tl.load(top_k + filtered_row), tl.load(top_p + filtered_row)
     row_temperature = tl.load(temperature + row)
-    computed = verdict != KEPT
+    is_computed = verdict != KEPT
     if PROCESSED:
-        filtered = (k > 0) | (p < 1) | (tl.load(min_p + nth_row) > 0)
-        computed = computed | (filtered & (row_temperature > 0) & (tl.load(log_sum + row) > -float("inf")))
-    if computed:
-        safe_temperature, inv_temperature = safe_temperature_of(row_temperature), inv_temperature_of(row_temperature)
-        peak_of, peak, total = row_sums(peaks, masses, row, inv_temperature, blocks, BLOCKS)
-        min_p_threshold = min_p_limit(peak, safe_temperature, tl.load(min_p + nth_row))
-        line = logits + row * stride
-        chosen = tl.load(token + row)
-        own = tl.load(line + chosen).to(tl.float32)
+        has_filter = (k > 0) | (p < 1) | (tl.load(min_p + filtered_row) > 0)
+        is_computed = is_computed | (has_filter & (row_temperature > 0) & (tl.load(log_sum + row) > -float("inf")))
+    if is_computed:
+        safe_temperature, inv_temperature = safe_temperature_of(row_temperature), inverse_temperature(row_temperature)
+        block_peaks, peak, total = combine_masses(peaks, masses, row, inv_temperature, blocks, BLOCKS)
+        min_p_threshold = min_p_limit(peak, safe_temperature, tl.load(min_p + filtered_row))
+        row_logits = logits + row * stride
+        token_id = tl.load(token + row)
+        token_logit = tl.load(row_logits + token_id).to(tl.float32)
 
-        low = tl.maximum(peak - _MAX_DISTANCE * safe_temperature, tl.where(verdict == ABOVE, own, -float("inf")))
+        low = peak - _MAX_DISTANCE * safe_temperature
+        low = tl.maximum(low, tl.where(verdict == REMOVED, token_logit, -float("inf")))
         if (k > 0) & (k <= blocks):
-            low = kth_largest(peak_of, k, low, SHIFT)
-        low = tl.where(verdict == LIKELY, min_p_threshold, low)
-        nth = tl.arange(0, BLOCKS)
-        matters = (peak_of >= low) & (nth < blocks)
-        active = tl.sum(matters.to(tl.int32))
-        few = scratch + nth_row.to(tl.int64) * (FEW + 3 * blocks)
-        order, above, equal = few + FEW, few + FEW + blocks, few + FEW + 2 * blocks
-        tl.store(order + tl.cumsum(matters.to(tl.int32)) - 1, nth.to(tl.float32), mask=matters)
+            low = kth_largest(block_peaks, k, low, SHIFT)
+        low = tl.where(verdict == MIN_P_ONLY, min_p_threshold, low)
+        block_index = tl.arange(0, BLOCKS)
+        is_relevant = (block_peaks >= low) & (block_index < blocks)
+        block_count = tl.sum(is_relevant.to(tl.int32))
+        collected = scratch + filtered_row.to(tl.int64) * (MAX_COLLECTED + 3 * blocks)
+        block_list, mass_list = collected + MAX_COLLECTED, collected + MAX_COLLECTED + blocks
+        tie_list = collected + MAX_COLLECTED + 2 * blocks
+        tl.store(block_list + tl.cumsum(is_relevant.to(tl.int32)) - 1, block_index.to(tl.float32), mask=is_relevant)
         tl.debug_barrier()
 
         threshold, target = low, tl.full((), 0.0, tl.float64)
-        settled = False
-        if verdict != LIKELY:
-            before = tl.where(verdict == OPEN, tl.load(masses_above + nth_row), float("inf"))
+        is_kept = False
+        if verdict != MIN_P_ONLY:
+            mass_above_token = tl.where(verdict == UNDECIDED, tl.load(masses_above + filtered_row), float("inf"))
             if PROCESSED:
-                before = tl.full((), float("inf"), tl.float64)  # the mass of the kept tokens is needed in any case
-            count = gather(line, order, active, vocabulary, low, few, FEW, BLOCK, GROUP)
+                # Log-probabilities need the mass of the kept entries, so the search for it must not end early.
+                mass_above_token = tl.full((), float("inf"), tl.float64)
+            collected_count = collect_entries(
+                *(row_logits, block_list, block_count, vocabulary, low, collected, MAX_COLLECTED, BLOCK, GROUP)
+            )
             tl.debug_barrier()
-            if count <= FEW:
-                parts = tl.cdiv(count, BLOCK)
-                threshold, target, settled = _top_k_top_p(
-                    *(few, order, parts, count, low, k, p, before, total, peak, inv_temperature),
-                    *(SHIFT, BLOCK, 1, False),
+            if collected_count <= MAX_COLLECTED:
+                collected_blocks = tl.cdiv(collected_count, BLOCK)
+                threshold, target, is_kept = _top_k_top_p(
+                    *(collected, block_list, collected_blocks, collected_count, low, k, p, mass_above_token, total),
+                    *(peak, inv_temperature, SHIFT, BLOCK, 1, False),
                 )
             else:
-                threshold, target, settled = _top_k_top_p(
-                    *(line, order, active, vocabulary, low, k, p, before, total, peak, inv_temperature),
-                    *(SHIFT, BLOCK, GROUP, True),
+                threshold, target, is_kept = _top_k_top_p(
+                    *(row_logits, block_list, block_count, vocabulary, low, k, p, mass_above_token, total),
+                    *(peak, inv_temperature, SHIFT, BLOCK, GROUP, True),
                 )
         # If top-k and top-p keep the token but min-p removes it, the threshold of min-p lies above the token's logit
         # and alone decides which entries are kept.
-        nucleus = (p < 1) & (settled == 0) & (verdict != LIKELY) & (threshold >= min_p_threshold)
+        top_p_decides = (p < 1) & (is_kept == 0) & (verdict != MIN_P_ONLY) & (threshold >= min_p_threshold)
         threshold = tl.maximum(threshold, min_p_threshold)
-        if (settled == 0) | (own < min_p_threshold):
-            for first in range(0, active, GROUP):
-                x, block = tile_of(line, order, first, active, vocabulary, BLOCK, GROUP)
-                listed = first + tl.arange(0, GROUP) < active
-                mass = tl.sum(tl.where(x > threshold, tl.exp2((x - peak) * inv_temperature), 0.0), axis=1)
-                tl.store(above + block, mass, mask=listed)
-                tl.store(equal + block, tl.sum((x == threshold).to(tl.float32), axis=1), mask=listed)
-            tl.debug_barrier()
-            mass_of = tl.load(above + nth, mask=matters, other=0.0).to(tl.float64)
-            ties_of = tl.load(equal + nth, mask=matters, other=0.0)
-            tie_mass = tl.exp2((threshold - peak) * inv_temperature).to(tl.float64)
-            ties = tl.sum(ties_of)
-            if nucleus:
-                needed = tl.ceil((target - tl.sum(mass_of)) / tl.where(tie_mass > 0, tie_mass, 1.0))
-                ties = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float64)).to(tl.float32)
-            ties_before = tl.cumsum(ties_of) - ties_of
-            mass_of += tie_mass * tl.minimum(tl.maximum(ties - ties_before, 0.0), ties_of).to(tl.float64)
-
-            keep, _ = _kept_entries(line, chosen // BLOCK, threshold, ties, ties_before, nth, vocabulary, BLOCK)
-            stays = tl.sum((keep & (tl.arange(0, BLOCK) == chosen % BLOCK)).to(tl.int32))
-            if stays == 0:
-                running = tl.cumsum(mass_of)
-                goal = second_uniform(seed + row, sample + row, position + row) * tl.max(running)
-                block = first_passed(mass_of, running, goal, blocks - 1, BLOCKS)
-                goal -= tl.sum(tl.where(nth == block, running - mass_of, 0.0))
-                keep, x = _kept_entries(line, block, threshold, ties, ties_before, nth, vocabulary, BLOCK)
-                weight = tl.where(keep, tl.exp2((x - peak) * inv_temperature), 0.0).to(tl.float64)
-                found = block * BLOCK + first_passed(weight, tl.cumsum(weight), goal, 0, BLOCK)
-                chosen = tl.minimum(found, vocabulary - 1).to(tl.int64)
-                tl.store(token + row, chosen)
+        if (is_kept == 0) | (token_logit < min_p_threshold):
+            block_mass, ties, ties_before = _kept_masses(
+                *(row_logits, block_list, mass_list, tie_list, block_count, is_relevant, threshold, target),
+                *(top_p_decides, peak, inv_temperature, vocabulary, BLOCK, BLOCKS, GROUP),
+            )
+            keep, _ = _kept_entries(
+                *(row_logits, token_id // BLOCK, threshold, ties, ties_before, vocabulary, BLOCK, BLOCKS)
+            )
+            token_is_kept = tl.sum((keep & (tl.arange(0, BLOCK) == token_id % BLOCK)).to(tl.int32))
+            if token_is_kept == 0:
+                running = tl.cumsum(block_mass)
+                cdf_target = second_uniform(seed + row, sample + row, position + row) * tl.max(running)
+                block = search_cdf(block_mass, running, cdf_target, blocks - 1, BLOCKS)
+                cdf_target -= tl.sum(tl.where(block_index == block, running - block_mass, 0.0))
+                keep, logit = _kept_entries(
+                    *(row_logits, block, threshold, ties, ties_before, vocabulary, BLOCK, BLOCKS)
+                )
+                weight = tl.where(keep, tl.exp2((logit - peak) * inv_temperature), 0.0).to(tl.float64)
+                new_token = block * BLOCK + search_cdf(weight, tl.cumsum(weight), cdf_target, 0, BLOCK)
+                token_id = tl.minimum(new_token, vocabulary - 1).to(tl.int64)
+                tl.store(token + row, token_id)
             if PROCESSED:
-                log_mass = tl.log(tl.sum(mass_of).to(tl.float32))
-                own = tl.load(line + chosen).to(tl.float32)
-                tl.store(logprob + row, (own - peak) * (inv_temperature / LOG2E) - log_mass)
+                log_mass = tl.log(tl.sum(block_mass).to(tl.float32))
+                token_logit = tl.load(row_logits + token_id).to(tl.float32)
+                tl.store(logprob + row, (token_logit - peak) * (inv_temperature / LOG2E) - log_mass)
                 tl.store(log_sum + row, log_mass)
 
 
 @triton.jit
 def _top_k_top_p(
-    line: tl.tensor,
-    order: tl.tensor,
-    active: tl.tensor,
+    values: tl.tensor,
+    block_list: tl.tensor,
+    block_count: tl.tensor,
     vocabulary: tl.tensor,
     low: tl.tensor,
     k: tl.tensor,
     p: tl.tensor,
-    before: tl.tensor,
+    mass_above_token: tl.tensor,
     total: tl.tensor,
     peak: tl.tensor,
     inv_temperature: tl.tensor,
@@ -174,48 +176,99 @@ def _top_k_top_p(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the smallest logit that top-k and top-p keep, the mass that top-p needs, and whether they keep the token.
+    """Search the threshold of top-k and top-p among `values`.
 
-    `before` is the mass of the entries above the token. If it shows that the token is kept, the search ends early, and
-    the first result is the smallest logit that top-k keeps.
+    `mass_above_token` is the mass of the entries above the sampled token; infinity if the token is known to be removed.
+
+    Return three values:
+      threshold  smallest logit that top-k and top-p keep; that top-k keeps, if `is_kept`
+      target     mass of the kept entries that top-p requires
+      is_kept    whether the filters keep the sampled token; then the search ends early
     """
     threshold, target = low, tl.full((), 0.0, tl.float64)
-    settled = False
+    is_kept = False
     if k > 0:
         threshold = find_threshold(
-            *(line, order, active, vocabulary, threshold, k.to(tl.float64), peak, inv_temperature, True),
+            *(values, block_list, block_count, vocabulary, threshold, k.to(tl.float64), peak, inv_temperature, True),
             *(SHIFT, BLOCK, GROUP, LISTED),
         )
     if p < 1:
         if k > 0:
-            total = mass_from(line, order, active, vocabulary, threshold, peak, inv_temperature, BLOCK, GROUP, LISTED)
+            total = mass_at_or_above(
+                values, block_list, block_count, vocabulary, threshold, peak, inv_temperature, BLOCK, GROUP, LISTED
+            )
         target = p * total
-        settled = before < target
-        if settled == 0:
+        is_kept = mass_above_token < target
+        if is_kept == 0:
             threshold = find_threshold(
-                *(line, order, active, vocabulary, threshold, target, peak, inv_temperature, False),
+                *(values, block_list, block_count, vocabulary, threshold, target, peak, inv_temperature, False),
                 *(SHIFT, BLOCK, GROUP, LISTED),
             )
-    return threshold, target, settled
+    return threshold, target, is_kept
+
+
+@triton.jit
+def _kept_masses(
+    row_logits: tl.tensor,
+    block_list: tl.tensor,
+    mass_list: tl.tensor,
+    tie_list: tl.tensor,
+    block_count: tl.tensor,
+    is_relevant: tl.tensor,
+    threshold: tl.tensor,
+    target: tl.tensor,
+    top_p_decides: tl.tensor,
+    peak: tl.tensor,
+    inv_temperature: tl.tensor,
+    vocabulary: tl.tensor,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Sum the exponentials of each block's kept entries, relative to the peak: float64 `[BLOCKS]`.
+
+    Also return the number of kept ties, which are entries equal to `threshold`, and the number of ties in the blocks
+    before each block. All ties are kept, unless `top_p_decides`: then as many as the mass `target` needs. `mass_list`
+    and `tie_list` are scratch memory.
+    """
+    for first in range(0, block_count, GROUP):
+        logit, block = load_blocks(row_logits, block_list, first, block_count, vocabulary, BLOCK, GROUP)
+        is_listed = first + tl.arange(0, GROUP) < block_count
+        mass = tl.sum(tl.where(logit > threshold, tl.exp2((logit - peak) * inv_temperature), 0.0), axis=1)
+        tl.store(mass_list + block, mass, mask=is_listed)
+        tl.store(tie_list + block, tl.sum((logit == threshold).to(tl.float32), axis=1), mask=is_listed)
+    tl.debug_barrier()
+    block_index = tl.arange(0, BLOCKS)
+    block_mass = tl.load(mass_list + block_index, mask=is_relevant, other=0.0).to(tl.float64)
+    block_ties = tl.load(tie_list + block_index, mask=is_relevant, other=0.0)
+    tie_mass = tl.exp2((threshold - peak) * inv_temperature).to(tl.float64)
+    ties = tl.sum(block_ties)
+    if top_p_decides:
+        needed = tl.ceil((target - tl.sum(block_mass)) / tl.where(tie_mass > 0, tie_mass, 1.0))
+        ties = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float64)).to(tl.float32)
+    ties_before = tl.cumsum(block_ties) - block_ties
+    block_mass += tie_mass * tl.minimum(tl.maximum(ties - ties_before, 0.0), block_ties).to(tl.float64)
+    return block_mass, ties, ties_before
 
 
 @triton.jit
 def _kept_entries(
-    line: tl.tensor,
+    row_logits: tl.tensor,
     block: tl.tensor,
     threshold: tl.tensor,
     ties: tl.tensor,
     ties_before: tl.tensor,
-    nth: tl.tensor,
     vocabulary: tl.tensor,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return which entries of the block are kept, and the logits of the block.
+    """Return which entries of a block are kept, and the logits of the block: both `[BLOCK]`.
 
-    Of the row's entries at the threshold, the first `ties` are kept.
+    Of the row's ties with the threshold, the first `ties` are kept; `ties_before` counts those before each block.
     """
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-    tie = x == threshold
-    rank = tl.cumsum(tie.to(tl.int32)) - 1 + tl.sum(tl.where(nth == block, ties_before, 0.0)).to(tl.int32)
-    return (x > threshold) | (tie & (rank < ties)), x
+    entries = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(row_logits + entries, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
+    is_tie = logit == threshold
+    tie_rank = tl.cumsum(is_tie.to(tl.int32)) - 1
+    tie_rank += tl.sum(tl.where(tl.arange(0, BLOCKS) == block, ties_before, 0.0)).to(tl.int32)
+    return (logit > threshold) | (is_tie & (tie_rank < ties)), logit

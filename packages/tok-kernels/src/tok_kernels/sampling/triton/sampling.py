@@ -1,4 +1,4 @@
-"""Sample tokens with one read of the logits in their own dtype; only rows with masks, edits or filters cost more."""
+"""Sample tokens by one pass over the logits; only rows with masks, penalties, biases or filters are read again."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from tok_kernels.sampling.top_logprobs import check_top_logprobs, no_top_logprob
 from tok_kernels.sampling.triton.block_sampling import RandomKeys, sample_blocks
 from tok_kernels.sampling.triton.edits import chunk_filters, edit_rows, resample_edited
 from tok_kernels.sampling.triton.filters import resample_filtered
-from tok_kernels.sampling.triton.masks import forbid
+from tok_kernels.sampling.triton.masks import apply_masks
 from tok_kernels.sampling.triton.shards import sample_shards
 
-_TOP_ROWS = 256  # rows whose processed logits are in memory at once, to find their most likely tokens
+_TOP_ROWS = 256  # rows whose processed logits are in memory at once
 
 
 def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
-    """Compute `Backend.sample`; float16 logits are allowed as well.
+    """Compute `Backend.sample`; logits may be float16, too.
 
-    The token equals the reference's token, except where rounding decides.
+    The token equals the reference's, except where rounding decides.
     """
     rows, vocabulary = logits_RV.shape
     check_top_logprobs(batch, vocabulary)
     logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+    keys = RandomKeys.from_batch(batch)
     if batch.shards is not None:
-        greedy, processed = batch.all_greedy, batch.processed
-        sampled_shards = sample_shards(logits, RandomKeys.of(batch), batch.shards, greedy=greedy, processed=processed)
-        return Sampled(*sampled_shards, *no_top_logprobs(rows, logits.device))
+        token, logprob = sample_shards(logits, keys, batch.shards, greedy=batch.all_greedy, processed=batch.processed)
+        return Sampled(token, logprob, *no_top_logprobs(rows, logits.device))
     if batch.masks is not None:
-        forbid(logits, batch.masks)
-    keys = RandomKeys.of(batch)
+        apply_masks(logits, batch.masks)
     sampled = sample_blocks(logits, keys, greedy=batch.all_greedy, processed=batch.processed)
     token, logprob = sampled.token, sampled.logprob
     if batch.filters is not None and not batch.all_greedy:
@@ -52,7 +51,10 @@ def sample(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
 def _processed_top_logprobs(
     logits_RV: Tensor, token_R: Tensor, log_sum_R: Tensor, batch: SamplingBatch
 ) -> tuple[Tensor, Tensor]:
-    """Return the most likely tokens of the distribution sampled from, for the rows that request them."""
+    """Return `Sampled.top_token` and `Sampled.top_logprob` after temperature, penalties, biases and filters.
+
+    `token_R` are the sampled tokens. `log_sum_R` is the log-sum-exp of each row's processed logits.
+    """
     rows, device = len(logits_RV), logits_RV.device
     top_token, top_logprob = no_top_logprobs(rows, device)
     if not batch.top_logprobs:

@@ -1,4 +1,7 @@
-"""Sample few rows from a vocabulary sharded over ranks; the ranks exchange their sums within one kernel."""
+"""Sample from a vocabulary sharded over ranks in one kernel, which exchanges the sums of the ranks.
+
+The number of rows is limited by the programs of an `ExchangeChannel`.
+"""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -10,19 +13,19 @@ from torch import Tensor
 
 from tok_kernels.collectives.exchange import ExchangeChannel
 from tok_kernels.collectives.triton_signals import advance_epoch, escape_empty, message_ptr, receive_unit, store_unit
-from tok_kernels.sampling.triton.block_sampling import BLOCK, RandomKeys
-from tok_kernels.sampling.triton.shard_steps import entry_of, own_sums, owner_of
+from tok_kernels.sampling.triton.block_sampling import BLOCK, BlockSums, RandomKeys
+from tok_kernels.sampling.triton.shard_steps import choose_owner, combine_blocks, sample_in_shard
 
 # Arguments whose alignment depends on the number of rows, which must not recompile the kernel.
-_UNALIGNED = ["temperature", "peaks", "all_reduce", "masses", "seed", "sample", "position", "token", "logprob"]
-_THREADS = 32  # one warp, one thread per rank
+_UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "token", "logprob"]
+_THREADS = 32  # one warp; thread r receives the sums of rank r
 
 
 def sample_exchange(
     logits_RV: Tensor,
-    sums: Tensor,
+    block_sums: BlockSums,
     keys: RandomKeys,
-    first: int,
+    first_entry: int,
     channel: ExchangeChannel,
     *,
     greedy: bool,
@@ -30,7 +33,7 @@ def sample_exchange(
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`; R is at most `channel.programs`.
 
-    `sums` is the result of `sum_blocks` for `logits_RV`, this rank's shard of the vocabulary from entry `first` on.
+    `logits_RV` is this rank's shard of the vocabulary, which begins at entry `first_entry`; `block_sums` are its sums.
     """
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -38,7 +41,7 @@ def sample_exchange(
     logprob = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     _sample_exchange_kernel[(rows,)](
         *(logits_RV, logits_RV.stride(0), keys.temperature, keys.seed, keys.sample, keys.position),
-        *(*sums, token, logprob, vocabulary, blocks, first),
+        *(*block_sums, token, logprob, vocabulary, blocks, first_entry),
         *(channel.buffers, channel.epochs, channel.timeout_ticks),
         SAMPLE=not greedy,
         PROCESSED=processed,
@@ -54,7 +57,7 @@ def sample_exchange(
     return token, logprob
 
 
-@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=["first_entry"], do_not_specialize_on_alignment=_UNALIGNED)
 def _sample_exchange_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -69,7 +72,7 @@ def _sample_exchange_kernel(
     logprob: tl.tensor,
     vocabulary: tl.tensor,
     blocks: tl.tensor,
-    first: tl.tensor,
+    first_entry: tl.tensor,
     buffers: tl.tensor,
     epochs: tl.tensor,
     timeout_ticks: tl.tensor,
@@ -83,54 +86,54 @@ def _sample_exchange_kernel(
     WORDS: tl.constexpr,
     THREADS: tl.constexpr,
 ) -> None:
-    """Send this rank's four numbers of a row in one unit; the owner of the row's token sends the token in another."""
+    """Sample one row: exchange the ranks' four sums in one unit, and receive the token from its owner in another."""
     program = tl.program_id(0)
     row = program.to(tl.int64)
     epoch = tl.load(epochs + program)
     thread = tl.arange(0, THREADS)
-    peak, total, high, low = own_sums(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
-    one = thread == 0
-    for to in tl.static_range(RANKS):
-        if to != RANK:
-            published = (_word(peak), _word(total), _word(high), _word(low))
-            to_rank = message_ptr(buffers[to], epoch, RANK, program, RANKS, PROGRAMS, WORDS)
-            store_unit(to_rank + thread, published, one)
-    others = (thread < RANKS) & (thread != RANK)
+    peak, total, mass_high, mass_low = combine_blocks(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
+    is_first_thread = thread == 0
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            rank_sums = (_float_word(peak), _float_word(total), _float_word(mass_high), _float_word(mass_low))
+            to_rank = message_ptr(buffers[rank], epoch, RANK, program, RANKS, PROGRAMS, WORDS)
+            store_unit(to_rank + thread, rank_sums, is_first_thread)
+    is_other_rank = (thread < RANKS) & (thread != RANK)
     message = message_ptr(buffers[RANK], epoch, thread, program, RANKS, PROGRAMS, WORDS)
-    received = receive_unit(message, others, timeout_ticks)
-    own = thread == RANK
-    owner, rest, peak, total = owner_of(
-        tl.where(thread < RANKS, tl.where(own, peak, received[0].to(tl.float32, bitcast=True)), -float("inf")),
-        tl.where(own, total, received[1].to(tl.float32, bitcast=True)),
-        tl.where(own, high, received[2].to(tl.float32, bitcast=True)),
-        tl.where(own, low, received[3].to(tl.float32, bitcast=True)),
+    received = receive_unit(message, is_other_rank, timeout_ticks)
+    is_own = thread == RANK
+    owner, shard_target, peak, total = choose_owner(
+        tl.where(thread < RANKS, tl.where(is_own, peak, received[0].to(tl.float32, bitcast=True)), -float("inf")),
+        tl.where(is_own, total, received[1].to(tl.float32, bitcast=True)),
+        tl.where(is_own, mass_high, received[2].to(tl.float32, bitcast=True)),
+        tl.where(is_own, mass_low, received[3].to(tl.float32, bitcast=True)),
         *(temperature, seed, sample, position, row, SAMPLE, PROCESSED, THREADS),
     )
-    chosen = tl.full((), 0, tl.int32)
-    likelihood = tl.full((), 0.0, tl.float32)
+    token_id = tl.full((), 0, tl.int32)
+    token_logprob = tl.full((), 0.0, tl.float32)
     if owner == RANK:
-        entry, likelihood = entry_of(
-            *(logits, stride, temperature, peaks, masses, row, rest, peak, total, vocabulary, blocks),
+        entry, token_logprob = sample_in_shard(
+            *(logits, stride, temperature, peaks, masses, row, shard_target, peak, total, vocabulary, blocks),
             *(SAMPLE, PROCESSED, BLOCK, BLOCKS),
         )
-        chosen = (first + entry).to(tl.int32)
+        token_id = (first_entry + entry).to(tl.int32)
         zero = epoch.to(tl.uint32) * 0
-        found = (chosen.to(tl.uint32), _word(likelihood), zero, zero)
-        for to in tl.static_range(RANKS):
-            if to != RANK:
-                token_message = message_ptr(buffers[to], epoch, RANK, program, RANKS, PROGRAMS, WORDS) + 4
-                store_unit(token_message + thread, found, one)
+        token_words = (token_id.to(tl.uint32), _float_word(token_logprob), zero, zero)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                token_message = message_ptr(buffers[rank], epoch, RANK, program, RANKS, PROGRAMS, WORDS) + 4
+                store_unit(token_message + thread, token_words, is_first_thread)
     else:
         token_message = message_ptr(buffers[RANK], epoch, owner, program, RANKS, PROGRAMS, WORDS) + 4
-        received = receive_unit(token_message + thread, one, timeout_ticks)
-        chosen = tl.sum(tl.where(one, received[0].to(tl.int32), 0))
-        likelihood = tl.sum(tl.where(one, received[1].to(tl.float32, bitcast=True), 0.0))
-    tl.store(token + row, chosen.to(tl.int64))
-    tl.store(logprob + row, likelihood)
+        received = receive_unit(token_message + thread, is_first_thread, timeout_ticks)
+        token_id = tl.sum(tl.where(is_first_thread, received[0].to(tl.int32), 0))
+        token_logprob = tl.sum(tl.where(is_first_thread, received[1].to(tl.float32, bitcast=True), 0.0))
+    tl.store(token + row, token_id.to(tl.int64))
+    tl.store(logprob + row, token_logprob)
     advance_epoch(epochs, program, epoch)
 
 
 @triton.jit
-def _word(number: tl.tensor) -> tl.tensor:
-    """Return the float32 number as a word that can be sent."""
+def _float_word(number: tl.tensor) -> tl.tensor:
+    """Return the bits of a float32 number as a word that can be sent."""
     return escape_empty(number.to(tl.uint32, bitcast=True))

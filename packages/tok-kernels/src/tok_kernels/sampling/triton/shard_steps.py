@@ -1,6 +1,6 @@
-"""Define device functions that sample one row of a sharded vocabulary: local sums, owner of the token, token.
+"""Define device functions that sample one row of a sharded vocabulary: sums of a rank, owner of the token, token.
 
-`tok_kernels.sampling.reference.shards` describes the four numbers that the ranks send each other, and the owner.
+`tok_kernels.sampling.reference.shards` describes the four sums that each rank sends, and the owner of a token.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -11,17 +11,17 @@ import triton.language as tl
 
 from tok_kernels.sampling.triton.block_sampling import (
     LOG2E,
-    at_temperature,
-    finite,
-    first_hit,
-    first_passed,
-    inv_temperature_of,
+    finite_peak,
+    first_true,
+    inverse_temperature,
+    scale_to_temperature,
+    search_cdf,
     uniform,
 )
 
 
 @triton.jit
-def own_sums(
+def combine_blocks(
     peaks: tl.tensor,
     sums: tl.tensor,
     masses: tl.tensor,
@@ -31,29 +31,30 @@ def own_sums(
     SAMPLE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Combine a row's blocks into the four numbers of this rank; the last two are 0 without SAMPLE."""
-    nth = tl.arange(0, BLOCKS)
-    here = row * blocks + nth
-    peak_of = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
-    peak = tl.max(peak_of)
-    total = tl.sum(tl.load(sums + here, mask=nth < blocks, other=0.0) * tl.exp2((peak_of - finite(peak)) * LOG2E))
-    high = tl.full((), 0.0, tl.float32)
-    low = tl.full((), 0.0, tl.float32)
+    """Combine the sums of a row's blocks into the four sums of this rank; the last two are 0 without SAMPLE."""
+    block_index = tl.arange(0, BLOCKS)
+    offset = row * blocks + block_index
+    block_peaks = tl.load(peaks + offset, mask=block_index < blocks, other=-float("inf"))
+    peak = tl.max(block_peaks)
+    block_sums = tl.load(sums + offset, mask=block_index < blocks, other=0.0)
+    total = tl.sum(block_sums * tl.exp2((block_peaks - finite_peak(peak)) * LOG2E))
+    mass_high = tl.full((), 0.0, tl.float32)
+    mass_low = tl.full((), 0.0, tl.float32)
     if SAMPLE:
-        inv_temperature = inv_temperature_of(tl.load(temperature + row)).to(tl.float64)
-        share = tl.exp2((peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature)
-        mass = tl.sum(share * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64))
-        high = mass.to(tl.float32)
-        low = (mass - high.to(tl.float64)).to(tl.float32)
-    return peak, total, high, low
+        inv_temperature = inverse_temperature(tl.load(temperature + row)).to(tl.float64)
+        rescale = tl.exp2((block_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)) * inv_temperature)
+        rank_mass = tl.sum(rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64))
+        mass_high = rank_mass.to(tl.float32)
+        mass_low = (rank_mass - mass_high.to(tl.float64)).to(tl.float32)
+    return peak, total, mass_high, mass_low
 
 
 @triton.jit
-def owner_of(
-    peak_of: tl.tensor,
-    total_of: tl.tensor,
-    high: tl.tensor,
-    low: tl.tensor,
+def choose_owner(
+    rank_peaks: tl.tensor,
+    rank_totals: tl.tensor,
+    mass_high: tl.tensor,
+    mass_low: tl.tensor,
     temperature: tl.tensor,
     seed: tl.tensor,
     sample: tl.tensor,
@@ -63,41 +64,43 @@ def owner_of(
     PROCESSED: tl.constexpr,
     SHARDS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Choose the owner of a row's token from the four numbers of all ranks, `[SHARDS]` each.
+    """Choose the owner of a row's token from the four sums of all ranks, `[SHARDS]` each.
 
-    Return four values: the owner; the running sum within the owner's shard that the token must exceed; the row's
-    largest logit; and the row's sum of exponentials relative to that logit, at temperature 1, or at its own with
-    PROCESSED.
+    Return four values:
+      owner         rank whose shard holds the token
+      shard_target  running sum within the owner's shard that the token must exceed, float64, relative to its peak
+      peak          the row's largest logit
+      total         the row's sum of exponentials relative to `peak`: at temperature 1, with PROCESSED at its own
     """
-    peak = tl.max(peak_of)
-    total = tl.sum(total_of * tl.exp2((peak_of - finite(peak)) * LOG2E))
-    owner = first_hit(peak_of == peak, 0, SHARDS)
-    rest = tl.full((), 0.0, tl.float64)
+    peak = tl.max(rank_peaks)
+    total = tl.sum(rank_totals * tl.exp2((rank_peaks - finite_peak(peak)) * LOG2E))
+    owner = first_true(rank_peaks == peak, 0, SHARDS)
+    shard_target = tl.full((), 0.0, tl.float64)
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
-        share = tl.exp2(
-            (peak_of.to(tl.float64) - finite(peak).to(tl.float64)) * inv_temperature_of(row_temperature).to(tl.float64)
-        )
-        mass = share * (high.to(tl.float64) + low.to(tl.float64))
+        shifted_peaks = rank_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)
+        rescale = tl.exp2(shifted_peaks * inverse_temperature(row_temperature).to(tl.float64))
+        rank_mass = rescale * (mass_high.to(tl.float64) + mass_low.to(tl.float64))
         if PROCESSED:
-            _, total = at_temperature(peak, total, tl.sum(mass), inv_temperature_of(row_temperature))
-        running = tl.cumsum(mass)
+            _, total = scale_to_temperature(peak, total, tl.sum(rank_mass), inverse_temperature(row_temperature))
+        running = tl.cumsum(rank_mass)
         target = uniform(seed + row, sample + row, position + row) * tl.max(running)
-        owner = tl.where(row_temperature > 0, first_passed(mass, running, target, 0, SHARDS), owner)
-        own = tl.arange(0, SHARDS) == owner
-        rest = (target - tl.sum(tl.where(own, running - mass, 0.0))) / tl.sum(tl.where(own, share, 0.0))
-    return owner, rest, peak, total
+        owner = tl.where(row_temperature > 0, search_cdf(rank_mass, running, target, 0, SHARDS), owner)
+        is_owner = tl.arange(0, SHARDS) == owner
+        mass_before = tl.sum(tl.where(is_owner, running - rank_mass, 0.0))
+        shard_target = (target - mass_before) / tl.sum(tl.where(is_owner, rescale, 0.0))
+    return owner, shard_target, peak, total
 
 
 @triton.jit
-def entry_of(
+def sample_in_shard(
     logits: tl.tensor,
     stride: tl.tensor,
     temperature: tl.tensor,
     peaks: tl.tensor,
     masses: tl.tensor,
     row: tl.tensor,
-    rest: tl.tensor,
+    shard_target: tl.tensor,
     peak: tl.tensor,
     total: tl.tensor,
     vocabulary: tl.tensor,
@@ -107,32 +110,37 @@ def entry_of(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the token's index in its owner's shard, and its log-probability."""
-    random = False
-    inv_temperature = inv_temperature_of(1.0)
-    nth = tl.arange(0, BLOCKS)
-    here = row * blocks + nth
-    block_peaks = tl.load(peaks + here, mask=nth < blocks, other=-float("inf"))
-    own_peak = tl.max(block_peaks)
-    block = first_hit(block_peaks == own_peak, blocks - 1, BLOCKS)
+    """Return the token's index in this rank's shard, and its log-probability; this rank is the token's owner.
+
+    `shard_target`, `peak` and `total` are results of `choose_owner`.
+    """
+    is_random = False
+    inv_temperature = inverse_temperature(1.0)
+    block_index = tl.arange(0, BLOCKS)
+    offset = row * blocks + block_index
+    block_peaks = tl.load(peaks + offset, mask=block_index < blocks, other=-float("inf"))
+    shard_peak = tl.max(block_peaks)
+    block = first_true(block_peaks == shard_peak, blocks - 1, BLOCKS)
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
-        inv_temperature, random = inv_temperature_of(row_temperature), row_temperature > 0
-        part = tl.exp2((block_peaks.to(tl.float64) - finite(own_peak).to(tl.float64)) * inv_temperature.to(tl.float64))
-        weight = part * tl.load(masses + here, mask=nth < blocks, other=0.0).to(tl.float64)
-        upto = tl.cumsum(weight)
-        block = tl.where(random, first_passed(weight, upto, rest, blocks - 1, BLOCKS), block)
-        at_block = nth == block
-        rest = (rest - tl.sum(tl.where(at_block, upto - weight, 0.0))) / tl.sum(tl.where(at_block, part, 0.0))
-    entry = tl.arange(0, BLOCK)
-    at = block * BLOCK + entry
-    value = tl.load(logits + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-    place = first_hit(value == own_peak, 0, BLOCK)
+        inv_temperature, is_random = inverse_temperature(row_temperature), row_temperature > 0
+        shifted_peaks = block_peaks.to(tl.float64) - finite_peak(shard_peak).to(tl.float64)
+        rescale = tl.exp2(shifted_peaks * inv_temperature.to(tl.float64))
+        block_mass = rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64)
+        running = tl.cumsum(block_mass)
+        block = tl.where(is_random, search_cdf(block_mass, running, shard_target, blocks - 1, BLOCKS), block)
+        is_chosen = block_index == block
+        mass_before = tl.sum(tl.where(is_chosen, running - block_mass, 0.0))
+        block_target = (shard_target - mass_before) / tl.sum(tl.where(is_chosen, rescale, 0.0))
+    lane = tl.arange(0, BLOCK)
+    entries = block * BLOCK + lane
+    value = tl.load(logits + row * stride + entries, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
+    index = first_true(value == shard_peak, 0, BLOCK)
     if SAMPLE:
-        block_peak = tl.sum(tl.where(nth == block, block_peaks, 0.0))
-        likely = tl.exp2((value - finite(block_peak)) * inv_temperature).to(tl.float64)
-        place = tl.where(random, first_passed(likely, tl.cumsum(likely), rest, 0, BLOCK), place)
-    chosen = tl.sum(tl.where(entry == place, value, 0.0)) - finite(peak)
+        chosen_peak = tl.sum(tl.where(block_index == block, block_peaks, 0.0))
+        weight = tl.exp2((value - finite_peak(chosen_peak)) * inv_temperature).to(tl.float64)
+        index = tl.where(is_random, search_cdf(weight, tl.cumsum(weight), block_target, 0, BLOCK), index)
+    token_logit = tl.sum(tl.where(lane == index, value, 0.0)) - finite_peak(peak)
     if SAMPLE and PROCESSED:
-        chosen, _ = at_temperature(chosen, total, total, inv_temperature)
-    return tl.minimum(block * BLOCK + place, vocabulary - 1), chosen - tl.log(tl.where(total == 0, 1.0, total))
+        token_logit, _ = scale_to_temperature(token_logit, total, total, inv_temperature)
+    return tl.minimum(block * BLOCK + index, vocabulary - 1), token_logit - tl.log(tl.where(total == 0, 1.0, total))
