@@ -16,9 +16,9 @@ from tok_kernels import AttentionBatch, LayerCache
 from tok_kernels import launch_config as config
 from tok_kernels.attention.interface import PHASES, AttentionShape, Phase, PhaseKernel
 from tok_kernels.attention.reference import attention
-from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, candidates, known, store
-from tok_kernels.calibration.launches import Search, searches
-from tok_kernels.launch_config import AttentionLaunch, Kernel
+from tok_kernels.calibration import Candidate, Choice, cache_directory, calibrate, list_candidates, store, stored_choice
+from tok_kernels.calibration.launch_search import LaunchSearch, launch_searches
+from tok_kernels.launch_config import AttentionLaunch, LaunchKey
 from tok_kernels.measure import TimedWork, Timing
 from tok_kernels.measure.steps import AttentionStep
 
@@ -66,8 +66,8 @@ BOTH = [*everywhere("a"), *everywhere("b", planned=True)]
 CLOCK = {"a, prefill": (1.0, 9.0, 0.0), "b, prefill": (0.5, 0.1, 0.0), "a": (1.0, 9.0, 0.0), "b": (2.0, 0.1, 0.0)}
 
 
-def run(directory: Path, clock: Clock, among: list[Candidate] = BOTH, **options: bool) -> Choice:
-    return calibrate(SHAPE, CPU, among, directory=directory, timer=clock, steps=STEPS, launches=(), **options)
+def run(directory: Path, clock: Clock, candidates: list[Candidate] = BOTH, **options: bool) -> Choice:
+    return calibrate(SHAPE, CPU, candidates, directory=directory, timer=clock, steps=STEPS, searches=(), **options)
 
 
 def test_calibration_chooses_the_fastest_per_phase_and_reports_all_times(tmp_path: Path) -> None:
@@ -121,20 +121,20 @@ def test_calibration_takes_the_first_of_equal_candidates(tmp_path: Path) -> None
 
 
 def test_a_cached_calibration_is_not_measured_again(tmp_path: Path) -> None:
-    assert known(SHAPE, CPU, BOTH, tmp_path) is None
+    assert stored_choice(SHAPE, CPU, BOTH, tmp_path) is None
     first = run(tmp_path, Clock(CLOCK))
     later = Clock({})
-    assert run(tmp_path, later) == first == known(SHAPE, CPU, BOTH, tmp_path)
+    assert run(tmp_path, later) == first == stored_choice(SHAPE, CPU, BOTH, tmp_path)
     assert later.asked == []
     faster = Clock({"a": (0.1, 0.1, 0.0), "b": (2.0, 0.1, 0.0)})
-    assert run(tmp_path, faster, anew=True) != first
+    assert run(tmp_path, faster, remeasure=True) != first
     assert set(run(tmp_path, Clock({})).fastest.values()) == {"a"}
 
 
 def test_another_shape_or_candidate_list_is_calibrated_separately(tmp_path: Path) -> None:
     run(tmp_path, Clock(CLOCK))
-    assert known(replace(SHAPE, layers=11), CPU, BOTH, tmp_path) is None
-    assert known(SHAPE, CPU, BOTH[:3], tmp_path) is None
+    assert stored_choice(replace(SHAPE, layers=11), CPU, BOTH, tmp_path) is None
+    assert stored_choice(SHAPE, CPU, BOTH[:3], tmp_path) is None
     assert set(run(tmp_path, Clock(CLOCK), BOTH[:3]).fastest.values()) == {"a"}
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -177,7 +177,7 @@ def test_a_damaged_or_outdated_calibration_file_is_replaced(damage: str, tmp_pat
 
 
 def test_concurrent_calibration_writes_leave_one_whole_file(tmp_path: Path) -> None:
-    choice, key = run(tmp_path / "one", Clock(CLOCK)), store.key_of(SHAPE, CPU, BOTH)
+    choice, key = run(tmp_path / "one", Clock(CLOCK)), store.choice_key(SHAPE, CPU, BOTH)
     there = tmp_path / "many"
     store.write(there, key, choice)
 
@@ -198,21 +198,21 @@ def test_an_unwritable_cache_directory_is_logged_and_still_calibrates(
     assert "cannot store the calibration" in caplog.text
 
 
-def test_broken_and_wrong_candidates_are_left_out_with_the_reason(
+def test_broken_and_wrong_candidates_are_rejected_with_the_reason(
     tmp_path: Path,
 ) -> None:
     odd = [*everywhere("a"), *everywhere("b", wrong), Candidate("decode", "c", True, missing)]
     choice = run(tmp_path, Clock({"a": (9.0, 9.0, 9.0), "b": (1.0, 0.0, 0.0)}), odd)
     assert set(choice.fastest.values()) == {"a"}
-    assert choice.left_out["decode c"] == "RuntimeError: nvcc was not found"
-    assert choice.left_out["prefill b"].startswith("ArithmeticError: results differ by 0.1 from those of the first")
-    assert known(SHAPE, CPU, odd, tmp_path) == choice
+    assert choice.rejected["decode c"] == "RuntimeError: nvcc was not found"
+    assert choice.rejected["prefill b"].startswith("ArithmeticError: results differ by 0.1 from those of the first")
+    assert stored_choice(SHAPE, CPU, odd, tmp_path) == choice
 
 
 def test_a_phase_without_a_working_kernel_is_an_error_with_reasons(tmp_path: Path) -> None:
-    among = [*everywhere("a")[:1], Candidate("decode", "c", True, missing)]
+    candidates = [*everywhere("a")[:1], Candidate("decode", "c", True, missing)]
     with pytest.raises(ValueError, match=r"no kernel computes decode here \(decode c: RuntimeError: nvcc was not"):
-        run(tmp_path, Clock(CLOCK), among)
+        run(tmp_path, Clock(CLOCK), candidates)
 
 
 def test_calibrations_are_kept_in_the_cache_directory_of_the_user(
@@ -220,13 +220,13 @@ def test_calibrations_are_kept_in_the_cache_directory_of_the_user(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "tok" / "kernels"
-    run_here = calibrate(SHAPE, CPU, BOTH, timer=Clock(CLOCK), steps=STEPS, launches=())
-    assert known(SHAPE, CPU, BOTH) == run_here
+    run_here = calibrate(SHAPE, CPU, BOTH, timer=Clock(CLOCK), steps=STEPS, searches=())
+    assert stored_choice(SHAPE, CPU, BOTH) == run_here
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == Path.home() / ".cache" / "tok" / "kernels"
 
 
-KERNEL = Kernel("decode", 16, 4)
+KERNEL = LaunchKey("decode", 16, 4)
 LAUNCHES = (AttentionLaunch(16, 32, 2, 2, 8), AttentionLaunch(16, 16, 4, 3, 8), AttentionLaunch(16, 64, 1, 1, 8))
 
 
@@ -240,11 +240,11 @@ def by_launch(work: TimedWork) -> Timing:
 
 
 def test_tuned_launches_are_stored_and_used_from_then_on(tmp_path: Path) -> None:
-    search = Search(KERNEL, LAUNCHES, STEPS[2:3])
+    search = LaunchSearch(KERNEL, LAUNCHES, STEPS[2:3])
     of_table = config.decode_launch(16, 2, torch.float32, torch.float32)
     try:
         for timer in (by_launch, Clock({})):  # measured, then known
-            choice = calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=timer, steps=STEPS, launches=(search,))
+            choice = calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=timer, steps=STEPS, searches=(search,))
             assert choice.launches == {KERNEL: LAUNCHES[1]}
             assert config.decode_launch(16, 2, torch.float32, torch.float32) == LAUNCHES[1]
             config.remove_override(KERNEL)
@@ -254,9 +254,9 @@ def test_tuned_launches_are_stored_and_used_from_then_on(tmp_path: Path) -> None
 
 
 def test_a_launch_search_without_a_working_launch_is_an_error(tmp_path: Path) -> None:
-    search = Search(KERNEL, LAUNCHES[2:], STEPS[2:3])
-    with pytest.raises(ValueError, match="no launch of Triton's decode kernel works on this device"):
-        calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=by_launch, steps=STEPS, launches=(search,))
+    search = LaunchSearch(KERNEL, LAUNCHES[2:], STEPS[2:3])
+    with pytest.raises(ValueError, match="no launch configuration of Triton's decode kernel works on this device"):
+        calibrate(SHAPE, CPU, BOTH, directory=tmp_path, timer=by_launch, steps=STEPS, searches=(search,))
     assert config.decode_launch(16, 2, torch.float32, torch.float32) != LAUNCHES[2]
 
 
@@ -268,7 +268,7 @@ def test_launch_alternatives_begin_with_the_table_entry_and_are_distinct(size: i
         ("split", replace(config.decode_launch(size, 1, dtype, dtype, split=True), rows=16)),
         ("tile", config.tile_launch(size, dtype)),
     ):
-        found = config.alternatives(Kernel(name, size, dtype.itemsize))  # type: ignore[arg-type]
+        found = config.alternatives(LaunchKey(name, size, dtype.itemsize))  # type: ignore[arg-type]
         assert found[0] == of_table
         assert 3 < len(found) == len(set(found)) < 8
 
@@ -288,29 +288,29 @@ def test_launches_are_searched_on_cards_without_measured_ones(
     card: str, searched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
-    assert bool(searches(SHAPE, torch.device("cuda"))) == searched
+    assert bool(launch_searches(SHAPE, torch.device("cuda"))) == searched
 
 
 def test_launches_of_a_card_replace_those_of_the_table() -> None:
     of_table = config.decode_launch(64, 1, torch.bfloat16, torch.bfloat16)
     try:
-        config.use_card("NVIDIA H100 80GB HBM3")
+        config.override_for_card("NVIDIA H100 80GB HBM3")
         assert config.decode_launch(64, 1, torch.bfloat16, torch.bfloat16).warps == 4
         assert config.decode_launch(128, 1, torch.bfloat16, torch.bfloat16).warps == of_table.warps == 1
     finally:
-        for kernel in config.launches_of("NVIDIA H100 80GB HBM3") or ():
+        for kernel in config.card_launches("NVIDIA H100 80GB HBM3") or ():
             config.remove_override(kernel)
     assert config.decode_launch(64, 1, torch.bfloat16, torch.bfloat16) == of_table
 
 
 def test_calibration_on_a_cpu_has_only_triton_and_no_launch_search() -> None:
-    assert searches(SHAPE, CPU) == []
-    found, left_out = candidates(SHAPE, CPU)
+    assert launch_searches(SHAPE, CPU) == []
+    found, rejected = list_candidates(SHAPE, CPU)
     phases: list[Phase] = [one.phase for one in found]
     assert {one.name for one in found} == {"triton"}
     assert sorted(phases) == sorted(PHASES)
-    assert left_out == {"flashinfer": "FlashInfer does not run on cpu"}
-    assert candidates(SHAPE, CPU, "flashinfer")[0] == []
+    assert rejected == {"flashinfer": "FlashInfer does not run on cpu"}
+    assert list_candidates(SHAPE, CPU, "flashinfer")[0] == []
 
 
 @pytest.mark.parametrize("field", ["heads", "kv_heads", "head_dim", "page_size", "layers"])

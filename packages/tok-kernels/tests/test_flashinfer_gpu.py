@@ -17,7 +17,7 @@ from tok_kernels.attention.flashinfer import Adapters
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.attention.reference import attention as reference
 from tok_kernels.batch import HostLengths, HostLevel
-from tok_kernels.calibration import Candidate, candidates
+from tok_kernels.calibration import Candidate, list_candidates
 from tok_kernels.measure.steps import AttentionStep, new_problem
 
 CUDA = torch.device("cuda")
@@ -37,7 +37,7 @@ def shape(request: pytest.FixtureRequest) -> AttentionShape:
 
 
 def of_flashinfer(shape: AttentionShape) -> list[Candidate]:
-    found = [one for one in candidates(shape, CUDA)[0] if one.planned]
+    found = [one for one in list_candidates(shape, CUDA)[0] if one.planned]
     assert {one.phase for one in found} == {"prefill", "decode", "cascade"}
     return found
 
@@ -66,7 +66,7 @@ def test_flashinfer_phases_over_a_nan_filled_cache_match_the_reference(shape: At
     decode = case.batch.num_decode
     for one in of_flashinfer(shape):
         rows = slice(decode, None) if one.phase == "prefill" else slice(decode)
-        batch, kernel = hosted(flat if one.phase == "decode" else case.batch), one.make()
+        batch, kernel = hosted(flat if one.phase == "decode" else case.batch), one.build()
         for q in (case.q, fused[:, :32]):  # the second call reuses the plan of the first
             out = torch.full_like(case.q, torch.nan)
             kernel(q, case.cache, batch, case.scale, out)
@@ -84,7 +84,7 @@ def test_flashinfer_phases_over_an_fp8_cache_with_scales_match_the_reference(sha
     for one in of_flashinfer(replace(shape, cache_dtype=torch.float8_e4m3fn)):
         rows = slice(decode, None) if one.phase == "prefill" else slice(decode)
         out = torch.full_like(case.q, torch.nan)
-        one.make()(case.q, cache, hosted(flat if one.phase == "decode" else case.batch), case.scale, out)
+        one.build()(case.q, cache, hosted(flat if one.phase == "decode" else case.batch), case.scale, out)
         for head in range(32):  # their sizes differ
             assert error(out[rows, head], expected[rows, head]) < TOLERANCE, one
 
@@ -99,7 +99,7 @@ def test_flashinfer_plans_survive_while_earlier_steps_are_queued(shape: Attentio
             for i in range(8)
         ]
         problems = [new_problem(step, shape, CUDA, 1 << 28) for step in steps]
-        kernel = one.make()
+        kernel = one.build()
         torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
         for problem in problems:
             kernel(problem.q, problem.cache, problem.batch, problem.scale, problem.out)

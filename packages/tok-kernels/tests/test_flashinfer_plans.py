@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tok_kernels.attention.flashinfer import unusable
+from tok_kernels.attention.flashinfer import unsupported_reason
 from tok_kernels.attention.flashinfer.cascade import level_items
 from tok_kernels.attention.flashinfer.pages import page_lists
 from tok_kernels.attention.interface import AttentionShape
@@ -85,4 +85,4 @@ def test_level_items_cover_all_rows_with_the_keys_of_their_groups(
 
 
 def test_flashinfer_is_unusable_on_a_cpu() -> None:
-    assert unusable(SHAPE, torch.device("cpu")) == "FlashInfer does not run on cpu"
+    assert unsupported_reason(SHAPE, torch.device("cpu")) == "FlashInfer does not run on cpu"

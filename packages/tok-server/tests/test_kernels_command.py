@@ -57,10 +57,10 @@ def test_kernels_report_shows_times_choices_and_excluded_kernels(tmp_path: Path)
         tp=1,
         shape=SHAPE,
         fastest={"prefill": "flashinfer fa3", "decode": "triton", "cascade": "triton"},
-        known=False,
+        cached=False,
         directory=tmp_path,
         measured=(Measurement("prefill", "flashinfer fa3", "16 × 512", Timing(0.2, 0.05, 0.8), 0.21),),
-        left_out={"decode flashinfer": "RuntimeError: no [compiler]"},
+        rejected={"decode flashinfer": "RuntimeError: no [compiler]"},
         launches=("tile: Launch(rows=64)",),
     )
     told = printed(show, report)

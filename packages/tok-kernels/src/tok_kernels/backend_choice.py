@@ -1,4 +1,4 @@
-"""Choose the backend for a device."""
+"""Choose the backend for a device, a requested name and an attention shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
 
-HOPPER = 9  # major compute capability
+HOPPER_MAJOR = 9  # compute capability 9.x
 BACKENDS = ("auto", "reference", "triton", "flashinfer")
 
 
@@ -26,12 +26,13 @@ def choose(
 
     "auto" is Triton on a CUDA device if Triton is installed, and the reference backend otherwise. If the model's
     `shape` is given, each attention phase uses the fastest of Triton's and FlashInfer's kernels. They are measured the
-    first time and stored in `directory`, by default the user's cache directory (`tok_kernels.calibration.calibrate`).
+    first time, and the choice is stored in `directory`, by default in the user's cache directory
+    (`tok_kernels.calibration.calibrate`).
 
-    With `batch_invariant`, a row's results have the same bits whatever else is in the step, and however its sequence
-    was cut into steps. Only the reference backend on a CPU and Triton on Hopper GPUs can do so.
+    With `batch_invariant`, the bits of a row's results depend neither on other rows of a step, nor on how the sequence
+    is cut into steps. The reference backend on a CPU and Triton on Hopper GPUs support this.
 
-    Raises ValueError for any other name, and for a backend that does not compute this shape on this device.
+    Raises ValueError for other names, and for a backend that does not support the shape or the device.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}; allowed: {', '.join(BACKENDS)}")
@@ -57,13 +58,13 @@ def _choose_invariant(device: torch.device, requested: str, shape: AttentionShap
     refused = f"backend is {requested!r} on {device.type}; allowed with batch_invariant"
     if device.type == "cpu" or requested not in ("auto", "triton") or find_spec("triton") is None:
         raise ValueError(f"{refused}: reference on cpu, triton on cuda")
-    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+    if torch.cuda.get_device_capability(device)[0] != HOPPER_MAJOR:
         raise ValueError(f"{refused}: reference on cpu, triton on GPUs of compute capability 9")
-    from tok_kernels.attention.triton.invariant import not_invariant
-    from tok_kernels.attention.triton.operands import unusable
+    from tok_kernels.attention.triton.invariant import not_invariant_reason
+    from tok_kernels.attention.triton.operands import unsupported_reason
     from tok_kernels.backends.triton import InvariantTritonBackend
 
-    reason = None if shape is None else unusable(shape, device) or not_invariant(shape)
+    reason = None if shape is None else unsupported_reason(shape, device) or not_invariant_reason(shape)
     if reason is not None:
         raise ValueError(f"{refused}: reference on cpu ({reason})")
     return InvariantTritonBackend()

@@ -20,7 +20,7 @@ from tok_kernels.attention.triton import attention, invariant, operands
 from tok_kernels.backends.composed import compose
 from tok_kernels.backends.reference import InvariantReferenceBackend, ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
-from tok_kernels.calibration import candidates
+from tok_kernels.calibration import list_candidates
 from tok_kernels.measure.steps import AttentionStep, new_problem
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
@@ -251,12 +251,12 @@ def test_gpus_without_float8_read_an_int8_cache_by_triton(monkeypatch: pytest.Mo
     monkeypatch.setattr(operands, "has_fp8", lambda _device: False)
     monkeypatch.setattr(adapters, "find_spec", lambda _name: True)
     cuda, shape = torch.device("cuda"), AttentionShape(8, 2, 64, 16, 1, torch.bfloat16, INT8)
-    assert operands.unusable(shape, cuda) is None
-    assert operands.unusable(replace(shape, cache_dtype=torch.float8_e4m3fn), cuda) is not None
-    among, left_out = candidates(shape, cuda)
-    assert {one.name for one in among} == {"triton"}
-    assert left_out["flashinfer"].startswith("cache_dtype is torch.int8; FlashInfer's kernels allow torch.bfloat16")
-    reason = invariant.not_invariant(shape)
+    assert operands.unsupported_reason(shape, cuda) is None
+    assert operands.unsupported_reason(replace(shape, cache_dtype=torch.float8_e4m3fn), cuda) is not None
+    candidates, rejected = list_candidates(shape, cuda)
+    assert {one.name for one in candidates} == {"triton"}
+    assert rejected["flashinfer"].startswith("cache_dtype is torch.int8; FlashInfer's kernels allow torch.bfloat16")
+    reason = invariant.not_invariant_reason(shape)
     assert reason == "cache_dtype is torch.int8; batch_invariant allows torch.bfloat16 on a GPU"
     with pytest.raises(ValueError, match=r"'flashinfer'; allowed here: auto, triton, reference \(cache_dtype is torch"):
         compose(cuda, "flashinfer", shape, None)

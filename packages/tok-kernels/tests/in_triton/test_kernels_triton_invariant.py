@@ -110,8 +110,8 @@ def test_every_row_has_the_bits_of_its_sequence_alone(shape: Shape, window: int 
 )
 def test_shapes_that_were_not_compared_are_refused_by_name(field: str, value: object) -> None:
     shape = AttentionShape(32, 8, 64, 16, 2, torch.bfloat16, torch.bfloat16)
-    assert invariant.not_invariant(shape) is None
-    refused = invariant.not_invariant(replace(shape, **{field: value}))  # type: ignore[arg-type]
+    assert invariant.not_invariant_reason(shape) is None
+    refused = invariant.not_invariant_reason(replace(shape, **{field: value}))  # type: ignore[arg-type]
     assert refused is not None
     assert str(value) in refused
     assert "batch_invariant allows" in refused

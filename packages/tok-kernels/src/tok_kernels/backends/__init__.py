@@ -1,1 +1,1 @@
-"""Implement `Backend`: in plain torch, in Triton, and with attention kernels of Triton and FlashInfer mixed."""
+"""Implement `Backend`: in plain torch, in Triton, and in Triton with FlashInfer's attention kernels."""

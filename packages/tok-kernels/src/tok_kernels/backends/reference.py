@@ -1,6 +1,6 @@
-"""Implement the reference backend in plain torch, for any device; all other backends are tested against it.
+"""Implement the reference backend in plain torch, against which all other backends are tested.
 
-A variant for CPUs is batch-invariant.
+It has a batch-invariant variant for CPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tok_kernels.slots.reference import decode_rows, record_sampled_tokens
 
 
 class ReferenceBackend(ReferenceLinear):
-    """A `tok_kernels.Backend` in plain torch; its operations are the functions and methods of the same names."""
+    """A `tok_kernels.Backend` in plain torch, for any device."""
 
     name = "reference"
     needs_host_lengths: frozenset[Phase] = frozenset()
@@ -35,7 +35,7 @@ class ReferenceBackend(ReferenceLinear):
 
 
 class InvariantReferenceBackend(ReferenceBackend):
-    """The reference backend for CPUs with operations of fixed shapes: a row's bits depend on no other row of a step."""
+    """The reference backend with batch-invariant operations: the bits of a row depend on no other row of the step."""
 
     name = "reference, batch-invariant"
 

@@ -1,4 +1,4 @@
-"""Implement the Triton backend for CUDA devices; none of its kernels is planned on the host."""
+"""Implement the backend of Triton kernels for CUDA devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tok_kernels.slots.triton import decode_rows, record_sampled_tokens
 
 
 class TritonBackend:
-    """A `tok_kernels.Backend` in Triton; its operations are the functions of the same names."""
+    """A `tok_kernels.Backend` of Triton kernels, none of which is planned on the host."""
 
     name: str = "triton"
     needs_host_lengths: frozenset[Phase] = frozenset()
@@ -44,9 +44,10 @@ class TritonBackend:
 
 
 class InvariantTritonBackend(TritonBackend):
-    """The Triton backend with GEMMs, experts and attention by which a row's bits depend on no other row of a step.
+    """The Triton backend with batch-invariant GEMMs, experts and attention, for dense weights only.
 
-    Weights are dense. Constructing it changes how torch multiplies in this process (`forbid_split_k`).
+    The bits of a row depend on no other row of the step. The constructor changes torch's GEMMs in this process
+    (`forbid_split_k`).
     """
 
     name = "triton, batch-invariant"

@@ -1,4 +1,4 @@
-"""Measure all candidates of each attention phase on the same steps, and choose the first or one that is 5 % faster."""
+"""Measure all candidates of each attention phase on the same steps, and choose the fastest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tok_kernels.batch import AttentionBatch
 from tok_kernels.calibration import store
 from tok_kernels.calibration.candidates import Candidate
 from tok_kernels.calibration.choice import Choice, Measurement
-from tok_kernels.calibration.launches import Search, searches
+from tok_kernels.calibration.launch_search import LaunchSearch, launch_searches
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_problem
 from tok_kernels.measure.timing import TimedWork, Timer, cuda_timer
 
-STEPS = (
+CALIBRATION_STEPS = (
     AttentionStep(chunks=((214, 0),) * 20),
     AttentionStep(chunks=((512, 0),) * 16),
     AttentionStep(chunks=((512, 4096),) * 4),
@@ -31,124 +31,127 @@ STEPS = (
     AttentionStep(rows=2048, own=112, groups=8, prefix=704),
     AttentionStep(rows=2048, own=112, groups=64, prefix=704),
 )
-"""Steps on which each phase is measured; every step has the same weight, whatever its size."""
+"""Steps on which the phases are measured; all steps have the same weight."""
 
-POOL_BYTES = 1 << 30  # maximum size in bytes of a step's page pool
-# Host time in ms to launch a layer's other kernels, which a planned kernel keeps out of the CUDA graph. Measured with
+MAX_POOL_BYTES = 1 << 30  # size of a step's page pool
+# Host time to launch the other kernels of a layer, which a planned kernel keeps out of CUDA graphs; measured with
 # Llama-3.2-1B.
-UNCAPTURED_MS = 0.3
-# Maximum relative norm of the difference of outputs. Correct 16-bit kernels that round in different places differ by
-# less, wrong kernels by far more.
+UNCAPTURED_LAUNCH_MS = 0.3
+# Maximum norm of the difference of two kernels' outputs, relative to the norm of the output. Correct 16-bit kernels
+# differ by less, since they round in different places; wrong kernels differ by far more.
 _MAX_RELATIVE_DIFFERENCE = 0.03
-# Fraction of time by which another candidate must beat the first. The order of closer times varies from run to run.
-_MIN_GAIN = 0.05
+# Fraction of time by which a candidate must beat the first. The order of closer times varies from run to run.
+_MIN_GAIN_FRACTION = 0.05
 
 _log = logging.getLogger(__name__)
 
 
-def known(
-    shape: AttentionShape, device: torch.device, among: Sequence[Candidate], directory: Path | None = None
+def stored_choice(
+    shape: AttentionShape, device: torch.device, candidates: Sequence[Candidate], directory: Path | None = None
 ) -> Choice | None:
-    """Return the choice that an earlier `calibrate` stored on disk, or None."""
-    return store.read(directory or store.cache_directory(), store.key_of(shape, device, among))
+    """Return the choice that an earlier `calibrate` stored on disk; None if there is none."""
+    return store.read(directory or store.cache_directory(), store.choice_key(shape, device, candidates))
 
 
 def calibrate(
     shape: AttentionShape,
     device: torch.device,
-    among: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     *,
     directory: Path | None = None,
-    anew: bool = False,
+    remeasure: bool = False,
     timer: Timer = cuda_timer,
-    steps: Sequence[AttentionStep] = STEPS,
-    launches: Sequence[Search] | None = None,
+    steps: Sequence[AttentionStep] = CALIBRATION_STEPS,
+    searches: Sequence[LaunchSearch] | None = None,
 ) -> Choice:
-    """Choose for each phase the first of the candidates `among`, or the fastest if that is faster by 5 %.
+    """Choose the fastest candidate for each phase; the first, unless another is faster by 5 %.
 
-    A stored choice of these candidates is read from disk, unless `anew` is set. Otherwise the candidates are measured
-    and the choice is stored. `launches` are the searches for launch configurations of Triton's kernels, by default
-    `searches`. From this call on, Triton's kernels use the chosen configurations.
+    The choice is read from disk if it is stored there and `remeasure` is not set. Otherwise the candidates are measured
+    and the choice is stored. `searches` find launch configurations of Triton's kernels (None: `launch_searches`). From
+    this call on, Triton's kernels use the configurations found.
 
     Measurement takes seconds, longer if kernels have to be built first, and 1 GiB of device memory. Raises ValueError,
-    with the reasons, if a phase has no working candidate.
+    with the reasons, if all candidates of a phase fail.
     """
     directory = directory or store.cache_directory()
     if device.type == "cuda":
-        config.use_card(torch.cuda.get_device_name(device))
-    key = store.key_of(shape, device, among)
-    choice = None if anew else store.read(directory, key)
-    if choice is None or not _among(choice, among):
-        choice = _measure(shape, device, among, timer, steps, searches(shape, device) if launches is None else launches)
+        config.override_for_card(torch.cuda.get_device_name(device))
+    key = store.choice_key(shape, device, candidates)
+    choice = None if remeasure else store.read(directory, key)
+    if choice is None or not _are_candidates(choice, candidates):
+        searches = launch_searches(shape, device) if searches is None else searches
+        choice = _measure(shape, device, candidates, timer, steps, searches)
         try:
             store.write(directory, key, choice)
         except OSError as error:
             _log.warning("cannot store the calibration: %s", error)
-    config.use(choice.launches)
+    config.override_launches(choice.launches)
     return choice
 
 
-def _among(choice: Choice, among: Sequence[Candidate]) -> bool:
+def _are_candidates(choice: Choice, candidates: Sequence[Candidate]) -> bool:
     """Return whether every chosen kernel is one of the candidates."""
-    there = {(one.phase, one.name) for one in among}
-    return all((phase, name) in there for phase, name in choice.fastest.items())
+    available = {(candidate.phase, candidate.name) for candidate in candidates}
+    return all((phase, name) in available for phase, name in choice.fastest.items())
 
 
 def _measure(
     shape: AttentionShape,
     device: torch.device,
-    among: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     timer: Timer,
     steps: Sequence[AttentionStep],
-    launches: Sequence[Search],
+    searches: Sequence[LaunchSearch],
 ) -> Choice:
-    new = partial(new_problem, shape=shape, device=device, pool_bytes=POOL_BYTES)
-    chosen = {search.kernel: search.best(new, timer) for search in launches}
-    config.use(chosen)
+    """Search the launch configurations, and then measure the candidates of every phase."""
+    make_problem = partial(new_problem, shape=shape, device=device, pool_bytes=MAX_POOL_BYTES)
+    fastest_launches = {search.kernel: search.fastest(make_problem, timer) for search in searches}
+    config.override_launches(fastest_launches)
     measured: list[Measurement] = []
-    left_out: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for phase in PHASES:
-        candidates = [one for one in among if one.phase == phase]
-        problems = [new(step) for step in steps if step.phase == phase]
-        found, failed = _measure_phase(candidates, problems, shape.layers, timer)
-        measured += found
-        left_out |= failed
-    fastest = {phase: _fastest(phase, measured, left_out) for phase in PHASES}
+        phase_candidates = [candidate for candidate in candidates if candidate.phase == phase]
+        problems = [make_problem(step) for step in steps if step.phase == phase]
+        phase_measured, phase_rejected = _measure_phase(phase_candidates, problems, shape.layers, timer)
+        measured += phase_measured
+        rejected |= phase_rejected
+    fastest = {phase: _fastest(phase, measured, rejected) for phase in PHASES}
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Choice(fastest, tuple(measured), left_out, chosen)
+    return Choice(fastest, tuple(measured), rejected, fastest_launches)
 
 
 def _measure_phase(
     candidates: Sequence[Candidate], problems: Sequence[AttentionProblem], layers: int, timer: Timer
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Return the measurements of all candidates that work, and the reasons why the others do not work."""
+    """Measure the candidates of a phase; return the measurements of those that work, and the errors of the others."""
     measured: list[Measurement] = []
-    left_out: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     expected: list[Tensor] = []
     for candidate in candidates:
         try:
-            kernel = candidate.make()
+            kernel = candidate.build()
             outputs = [_output(kernel, problem) for problem in problems]
             _compare(outputs, expected)
             measured += [_measurement(candidate, kernel, problem, layers, timer) for problem in problems]
             expected = expected or outputs
-        # Kernels of other packages may raise any error when built or run; none may keep the engine from starting.
+        # Kernels of other packages may raise any error, which must not keep the engine from starting.
         except Exception as error:
-            left_out[f"{candidate.phase} {candidate.name}"] = _reason(error)
-    return measured, left_out
+            rejected[f"{candidate.phase} {candidate.name}"] = _reason(error)
+    return measured, rejected
 
 
 def _output(kernel: PhaseKernel, problem: AttentionProblem) -> Tensor:
+    """Return the kernel's output in a new tensor."""
     out = torch.zeros_like(problem.out)
     kernel(problem.q, problem.cache, problem.batch, problem.scale, out)
     return out
 
 
 def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Raise ArithmeticError if outputs differ from those of the first candidate, if there are any."""
-    for out, other in zip(outputs, expected, strict=False):
-        difference = float((out.float() - other.float()).norm() / other.float().norm())
+    """Raise ArithmeticError if outputs differ from `expected`, those of the first candidate; empty: no check."""
+    for out, first_output in zip(outputs, expected, strict=False):
+        difference = float((out.float() - first_output.float()).norm() / first_output.float().norm())
         if not difference < _MAX_RELATIVE_DIFFERENCE:
             raise ArithmeticError(f"results differ by {difference:.3g} from those of the first candidate")
 
@@ -156,38 +159,39 @@ def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def _measurement(
     candidate: Candidate, kernel: PhaseKernel, problem: AttentionProblem, layers: int, timer: Timer
 ) -> Measurement:
-    timing = timer(work_of(kernel, problem, f"{candidate.name}, {candidate.phase} {problem.step.name}"))
-    cost = timing.per_layer(layers, candidate.hidden, UNCAPTURED_MS)
+    timing = timer(timed_work(kernel, problem, f"{candidate.name}, {candidate.phase} {problem.step.name}"))
+    cost = timing.per_layer(layers, candidate.hides_host_time, UNCAPTURED_LAUNCH_MS)
     return Measurement(candidate.phase, candidate.name, problem.step.name, timing, cost)
 
 
-def work_of(kernel: PhaseKernel, problem: AttentionProblem, name: str) -> TimedWork:
-    """Return the kernel on the problem as timed work; `first` uses a new batch object, so that the kernel plans."""
+def timed_work(kernel: PhaseKernel, problem: AttentionProblem, name: str) -> TimedWork:
+    """Return the kernel's work on a problem; `TimedWork.first` has a new batch object, for which the kernel plans."""
 
-    def on(batch: AttentionBatch) -> None:
+    def run(batch: AttentionBatch) -> None:
         kernel(problem.q, problem.cache, batch, problem.scale, problem.out)
 
-    return TimedWork(name, lambda: on(replace(problem.batch)), lambda: on(problem.batch))
+    return TimedWork(name, lambda: run(replace(problem.batch)), lambda: run(problem.batch))
 
 
-def _fastest(phase: Phase, measured: Sequence[Measurement], left_out: dict[str, str]) -> str:
-    """Return the first working candidate, unless another's geometric mean of costs is less by `_MIN_GAIN`.
+def _fastest(phase: Phase, measured: Sequence[Measurement], rejected: dict[str, str]) -> str:
+    """Return the candidate with the least geometric mean of costs; the first, unless it is beaten by 5 %.
 
     Raises ValueError, with the reasons, if no candidate works.
     """
-    costs: dict[str, float] = {}
-    for one in measured:
-        if one.phase == phase:
-            costs[one.candidate] = costs.get(one.candidate, 0.0) + math.log(max(one.cost_ms, 1e-9))
+    costs: dict[str, float] = {}  # sums of logarithms
+    for measurement in measured:
+        if measurement.phase == phase:
+            log_cost = math.log(max(measurement.cost_ms, 1e-9))
+            costs[measurement.candidate] = costs.get(measurement.candidate, 0.0) + log_cost
     if not costs:
-        reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items() if name.startswith(phase))
+        reasons = "; ".join(f"{name}: {why}" for name, why in rejected.items() if name.startswith(phase))
         raise ValueError(f"no kernel computes {phase} here ({reasons or 'no candidates'})")
     first, best = next(iter(costs)), min(costs, key=lambda name: costs[name])
-    steps = sum(one.candidate == best and one.phase == phase for one in measured)
-    return best if costs[best] < costs[first] + steps * math.log(1 - _MIN_GAIN) else first
+    steps = sum(measurement.candidate == best and measurement.phase == phase for measurement in measured)
+    return best if costs[best] < costs[first] + steps * math.log(1 - _MIN_GAIN_FRACTION) else first
 
 
 def _reason(error: Exception) -> str:
-    """Return the error as one line."""
+    """Return type and message of an error as one line of at most about 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else 'without a message'}"

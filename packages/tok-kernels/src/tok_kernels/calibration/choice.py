@@ -1,4 +1,4 @@
-"""Define `Choice`, the kernel chosen for each attention phase with all measurements, and its JSON form."""
+"""Define `Choice`, the kernels chosen for the attention phases with all measurements, and its JSON form."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import cast
 
 from tok_kernels.attention.interface import PHASES, Phase
-from tok_kernels.launch_config import AttentionLaunch, Kernel
+from tok_kernels.launch_config import AttentionLaunch, LaunchKey
 from tok_kernels.measure.timing import Timing
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Times of a candidate on a step, and its cost per layer (`Timing.per_layer`)."""
+    """Times of a candidate on a step, and its cost per layer in ms (`Timing.per_layer`)."""
 
     phase: Phase
     candidate: str
@@ -28,27 +28,27 @@ class Choice:
 
     fastest   name of the candidate chosen for each phase
     measured  all measurements
-    left_out  reasons why candidates were left out, by phase and name, such as "prefill flashinfer fa3"
-    launches  launch configurations of Triton's kernels that the built-in table lacks for this device
+    rejected  errors of candidates that failed, by phase and name, such as "prefill flashinfer fa3"
+    launches  launch configurations found for Triton's kernels, which override the built-in table
     """
 
     fastest: Mapping[Phase, str]
     measured: tuple[Measurement, ...]
-    left_out: Mapping[str, str]
-    launches: Mapping[Kernel, AttentionLaunch]
+    rejected: Mapping[str, str]
+    launches: Mapping[LaunchKey, AttentionLaunch]
 
     def as_json(self) -> dict[str, object]:
-        """Return the choice as values of JSON, for `from_json`."""
+        """Return the choice as JSON values, which `from_json` reads."""
         return {
             "fastest": dict(self.fastest),
             "measured": [asdict(one) for one in self.measured],
-            "left_out": dict(self.left_out),
+            "rejected": dict(self.rejected),
             "launches": [[*kernel, asdict(launch)] for kernel, launch in self.launches.items()],
         }
 
     @classmethod
     def from_json(cls, values: object) -> Choice:
-        """Return the choice that `as_json` described. Raises KeyError, TypeError or ValueError for anything else."""
+        """Parse the result of `as_json`. Raises KeyError, TypeError or ValueError for other values."""
         fields = _mapping(values)
         fastest = {_phase(phase): _text(name) for phase, name in _mapping(fields["fastest"]).items()}
         if fastest.keys() != set(PHASES):
@@ -56,7 +56,7 @@ class Choice:
         return cls(
             fastest=fastest,
             measured=tuple(_measurement(_mapping(one)) for one in _list(fields["measured"])),
-            left_out={_text(name): _text(why) for name, why in _mapping(fields["left_out"]).items()},
+            rejected={_text(name): _text(why) for name, why in _mapping(fields["rejected"]).items()},
             launches=dict(_launch(_list(one)) for one in _list(fields["launches"])),
         )
 
@@ -72,12 +72,12 @@ def _measurement(values: Mapping[str, object]) -> Measurement:
     )
 
 
-def _launch(values: list[object]) -> tuple[Kernel, AttentionLaunch]:
+def _launch(values: list[object]) -> tuple[LaunchKey, AttentionLaunch]:
     name, head, size, launch = values
     if name not in ("decode", "split", "tile"):
         raise ValueError(f"a kernel is {name!r}; allowed: decode, split, tile")
     numbers = {key: _count(value) for key, value in _mapping(launch).items() if value is not None}
-    return Kernel(name, _count(head), _count(size)), AttentionLaunch(**numbers)
+    return LaunchKey(name, _count(head), _count(size)), AttentionLaunch(**numbers)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

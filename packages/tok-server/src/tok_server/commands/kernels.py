@@ -19,7 +19,7 @@ def main(options: argparse.Namespace) -> int:
     from tok_core.worker.startup.kernel_choice import phases
 
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    show(phases(engine_config(options), sizes, anew=options.measure), Console())
+    show(phases(engine_config(options), sizes, remeasure=options.measure), Console())
     return 0
 
 
@@ -32,9 +32,9 @@ def show(report: PhaseReport, console: Console) -> None:
         console.print(f"  {phase:<8} {kernel}", highlight=False)
     if report.measured:
         console.print(_table(report))
-        origin = "cached in" if report.known else "measured now, stored in"
+        origin = "cached in" if report.cached else "measured now, stored in"
         console.print(f"{origin} {report.directory}", highlight=False, soft_wrap=True)
-    for name, reason in report.left_out.items():
+    for name, reason in report.rejected.items():
         console.print(f"unavailable: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
     for launch in report.launches:
         console.print(f"tuned launch for {launch}", markup=False, highlight=False, soft_wrap=True)

@@ -33,9 +33,9 @@ class PhaseReport:
 
     shape      attention shape of rank 0 of `tp` ranks
     fastest    chosen kernel of each phase
-    known      the results were read from `directory`; nothing was measured
+    cached     whether the results were read from `directory` instead of measured
     measured   all measurements
-    left_out   kernels that were not candidates, and why
+    rejected   kernels that were not candidates or failed, with the reasons
     launches   tuned launch configurations
     """
 
@@ -43,10 +43,10 @@ class PhaseReport:
     tp: int
     shape: AttentionShape
     fastest: Mapping[Phase, str]
-    known: bool = True
+    cached: bool = True
     directory: Path | None = None
     measured: tuple[Measurement, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
     launches: tuple[str, ...] = ()
 
 
@@ -120,10 +120,10 @@ def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
     return StepFloor(bandwidth, weights, experts, chosen_share, kv_bytes)
 
 
-def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> PhaseReport:
+def phases(config: EngineConfig, sizes: Mapping[str, int], *, remeasure: bool) -> PhaseReport:
     """Return the kernels for each attention phase of `config.model`, on one rank's shard if `config.tp` is above 1.
 
-    The result is read from disk; it is measured if the disk has none or `anew` is set. `sizes` replace the model's
+    The result is read from disk; it is measured if the disk has none or `remeasure` is set. `sizes` replace the model's
     sizes, by the names of AttentionShape. Raises InvalidField, ModelError, or EngineError if no kernel computes a
     phase.
     """
@@ -133,23 +133,23 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, anew: bool) -> Pha
         if config.backend not in ("auto", "reference"):
             raise InvalidField("backend", config.backend, f"auto or reference on {device.type}")
         return PhaseReport(_name(device), config.tp, shape, dict.fromkeys(PHASES, "reference"))
-    from tok_kernels.calibration import cache_directory, calibrate, candidates, known
+    from tok_kernels.calibration import cache_directory, calibrate, list_candidates, stored_choice
 
-    among, left_out = candidates(shape, device, config.backend)
-    before = None if anew else known(shape, device, among)
+    candidates, rejected = list_candidates(shape, device, config.backend)
+    stored = None if remeasure else stored_choice(shape, device, candidates)
     try:
-        choice = before or calibrate(shape, device, among, anew=True)
+        choice = stored or calibrate(shape, device, candidates, remeasure=True)
     except ValueError as error:
-        raise EngineError("; ".join([str(error), *left_out.values()])) from None
+        raise EngineError("; ".join([str(error), *rejected.values()])) from None
     return PhaseReport(
         device=_name(device),
         tp=config.tp,
         shape=shape,
         fastest=choice.fastest,
-        known=before is not None,
+        cached=stored is not None,
         directory=cache_directory(),
         measured=choice.measured,
-        left_out={**left_out, **choice.left_out},
+        rejected={**rejected, **choice.rejected},
         launches=tuple(f"{kernel.name}: {launch}" for kernel, launch in choice.launches.items()),
     )
 

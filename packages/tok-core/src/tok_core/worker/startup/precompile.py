@@ -39,7 +39,7 @@ from tok_core.worker.startup.sizes import mask_words, resolve_model_config, reso
 from tok_core.worker.startup.warmup import steps_of
 from tok_core.worker.state import WorkerState
 from tok_kernels.compilation import compile_variants, hash_kernels, kernel_builds, record
-from tok_kernels.launch_config import use_card
+from tok_kernels.launch_config import override_for_card
 
 if TYPE_CHECKING:
     from tok_kernels import Backend
@@ -211,7 +211,7 @@ def main() -> None:
 
 
 def _compile(request: CompileRequest, began: float) -> CompileReport:
-    use_card(request.card)
+    override_for_card(request.card)
     variants = start_variants(request.config, request.capability)
     marker = Path(request.marker)
     marker.parent.mkdir(parents=True, exist_ok=True)

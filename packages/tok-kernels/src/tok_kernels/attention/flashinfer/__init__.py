@@ -7,6 +7,6 @@ probabilities, so logits would be read and written several times. FlashInfer ret
 
 from __future__ import annotations
 
-from tok_kernels.attention.flashinfer.adapters import Adapters, has_fa3, unusable
+from tok_kernels.attention.flashinfer.adapters import Adapters, has_fa3, unsupported_reason
 
-__all__ = ["Adapters", "has_fa3", "unusable"]
+__all__ = ["Adapters", "has_fa3", "unsupported_reason"]

@@ -39,7 +39,7 @@ class Adapters:
         return FlashInferCascade(self._shape, self._device, self._workspace, kernels)
 
 
-def unusable(shape: AttentionShape, device: torch.device) -> str | None:
+def unsupported_reason(shape: AttentionShape, device: torch.device) -> str | None:
     """Return why FlashInfer cannot compute this shape here, as far as known without a build; None if it can."""
     if device.type != "cuda":
         return f"FlashInfer does not run on {device.type}"

@@ -52,7 +52,7 @@ class _States:
         return _States(acc, top, total)
 
 
-def not_invariant(shape: AttentionShape) -> str | None:
+def not_invariant_reason(shape: AttentionShape) -> str | None:
     """Return why tiles and decode rows of this shape are not known to have equal bits; None if they are."""
     if shape.dtype.itemsize != 2:
         return f"dtype is {shape.dtype}; batch_invariant allows bfloat16 and float16 on a GPU"

@@ -119,7 +119,7 @@ def has_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def unusable(shape: AttentionShape, device: torch.device) -> str | None:
+def unsupported_reason(shape: AttentionShape, device: torch.device) -> str | None:
     """Return why Triton's kernels cannot compute this shape here; None if they can."""
     if shape.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {shape.head_dim}; Triton's kernels allow at most {MAX_HEAD_DIM}"
