@@ -9,17 +9,24 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels import launch_config as config
-from tok_kernels.attention.triton.online_softmax import attend, cast_queries, empty_state, finish, join, resume
+from tok_kernels.attention.triton.online_softmax import (
+    attend,
+    cast_queries,
+    empty_state,
+    finish,
+    load_partial,
+    merge_states,
+)
 from tok_kernels.attention.triton.operands import Operands
-from tok_kernels.attention.triton.split_kv import SplitKVPlan, blocks, chunks_of, find_chunk, plan_split_kv
+from tok_kernels.attention.triton.split_kv import SplitKVPlan, count_blocks, count_chunks, find_chunk, plan_split_kv
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
 from tok_kernels.batch import AttentionBatch
 
 
 @triton.jit(
     # A value that changes from step to step must not recompile the kernel.
-    do_not_specialize=["table_row", "rows", "base", "target_chunks", "min_keys", "max_chunks"],
-    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "table_ptr"],
+    do_not_specialize=["page_table_stride", "rows", "base", "target_chunks", "min_keys", "max_chunks"],
+    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "page_table_ptr"],
 )
 def _decode_attention_kernel(
     q_ptr: tl.tensor,
@@ -35,15 +42,15 @@ def _decode_attention_kernel(
     target_chunks: tl.tensor,
     min_keys: tl.tensor,
     max_chunks: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    kv_page: tl.tensor,
-    kv_row: tl.tensor,
+    page_table_ptr: tl.tensor,
+    kv_page_stride: tl.tensor,
+    kv_row_stride: tl.tensor,
     kv_head_stride: tl.tensor,
-    table_row: tl.tensor,
+    page_table_stride: tl.tensor,
     scale: tl.tensor,
     v_scale_ptr: tl.tensor | None,
     k_token_scale_ptr: tl.tensor | None,
@@ -78,7 +85,7 @@ def _decode_attention_kernel(
     row = program // KV_HEADS
     if CHUNKED:
         chunk = row
-        row, skipped, blocks_each = find_chunk(
+        row, first_chunk, blocks_per_chunk = find_chunk(
             start_ptr, len_ptr, rows, chunk, target_chunks, min_keys, max_chunks, KEYS, WINDOW
         )
         if row >= rows:
@@ -93,36 +100,40 @@ def _decode_attention_kernel(
     if WINDOW:
         begin = tl.maximum(start, end - WINDOW)
     if CHUNKED:
-        row_blocks = blocks(start_ptr, len_ptr, row, True, KEYS, WINDOW)
-        number = chunks_of(row_blocks, blocks_each, max_chunks)
-        share = tl.cdiv(row_blocks, number) * KEYS
-        begin += (chunk - skipped) * share
-        end = tl.minimum(end, begin + share)
+        row_blocks = count_blocks(start_ptr, len_ptr, row, True, KEYS, WINDOW)
+        chunk_count = count_chunks(row_blocks, blocks_per_chunk, max_chunks)
+        keys_per_chunk = tl.cdiv(row_blocks, chunk_count) * KEYS
+        begin += (chunk - first_chunk) * keys_per_chunk
+        end = tl.minimum(end, begin + keys_per_chunk)
         if PDL:
             gdc_wait()
-        if (chunk == skipped) & (kv_head == 0):
-            tl.store(chunks_ptr + 2 * row, skipped)
-            tl.store(chunks_ptr + 2 * row + 1, number)
+        if (chunk == first_chunk) & (kv_head == 0):
+            tl.store(chunks_ptr + 2 * row, first_chunk)
+            tl.store(chunks_ptr + 2 * row + 1, chunk_count)
 
-    g = tl.arange(0, GROUP_PADDED)
+    group_head = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, PADDED)
-    head = kv_head * GROUP + g
-    present = g < GROUP
-    d_present = d < HEAD
-    both = present[:, None] & d_present[None, :]
-    q = tl.load(q_ptr + row * q_token + head[:, None] * q_head + d[None, :], mask=both, other=0.0)
+    head = kv_head * GROUP + group_head
+    present = group_head < GROUP
+    d_mask = d < HEAD
+    mask = present[:, None] & d_mask[None, :]
+    q = tl.load(q_ptr + row * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
-    line = row * (KV_HEADS * GROUP) + head
-    out_offset = line[:, None] * HEAD + d[None, :]
-    top, total, acc = empty_state(GROUP_PADDED, PADDED)
+    head_row = row * (KV_HEADS * GROUP) + head
+    out_offset = head_row[:, None] * HEAD + d[None, :]
+    row_max, row_sum, acc = empty_state(GROUP_PADDED, PADDED)
     limit = tl.full([GROUP_PADDED], 0, tl.int32) + end
     if k_token_scale_ptr is not None:
         k_token_scale_ptr += kv_head * PAGE
         v_token_scale_ptr += kv_head * PAGE
-    top, total, acc = attend(
-        *(q, top, total, acc, limit, limit, begin, end),
-        *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride, table_ptr + slot * table_row),
-        *(kv_page, kv_row, scale, k_token_scale_ptr, v_token_scale_ptr),
+    row_max, row_sum, acc = attend(
+        *(q, row_max, row_sum, acc, limit, limit, begin, end),
+        *(
+            k_ptr + kv_head * kv_head_stride,
+            v_ptr + kv_head * kv_head_stride,
+            page_table_ptr + slot * page_table_stride,
+        ),
+        *(kv_page_stride, kv_row_stride, scale, k_token_scale_ptr, v_token_scale_ptr),
         *(PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, False),
     )
     if PRIOR:
@@ -130,19 +141,19 @@ def _decode_attention_kernel(
         if PDL and not CHUNKED:
             gdc_wait()
         # A row that starts at position 0 is in no group and has no partial result.
-        prefix_top, prefix_total, prefix_acc = resume(
-            part_lse_ptr + line, part_out_ptr + out_offset, present & (start > 0), d_present
+        prefix_max, prefix_sum, prefix_acc = load_partial(
+            part_lse_ptr + head_row, part_out_ptr + out_offset, present & (start > 0), d_mask
         )
-        top, total, acc = join(top, total, acc, prefix_top, prefix_total, prefix_acc)
-    out, lse = finish(top, total, acc)
+        row_max, row_sum, acc = merge_states(row_max, row_sum, acc, prefix_max, prefix_sum, prefix_acc)
+    out, lse = finish(row_max, row_sum, acc)
     if CHUNKED:
-        line = (base + chunk).to(tl.int64) * (KV_HEADS * GROUP) + head
-        tl.store(part_lse_ptr + line, lse, mask=present)
-        tl.store(part_out_ptr + line[:, None] * HEAD + d[None, :], out, mask=both)
+        head_row = (base + chunk).to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(part_lse_ptr + head_row, lse, mask=present)
+        tl.store(part_out_ptr + head_row[:, None] * HEAD + d[None, :], out, mask=mask)
     else:
         if v_scale_ptr is not None:
             out *= tl.load(v_scale_ptr + kv_head)
-        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
+        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | None:
@@ -166,11 +177,11 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
 
 def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
     """Attend from the first `num_decode` rows to their own keys; write the chunks and their table to `parts`."""
-    cut = (parts.splits * parts.rows, chunks.target_chunks, chunks.min_keys, chunks.max_chunks)
+    chunk_arguments = (parts.splits * parts.rows, chunks.target_chunks, chunks.min_keys, chunks.max_chunks)
     programs = chunks.num_chunks * operands.kv_heads
     pdl_options = config.pdl_options(operands.q.device)
     launch = _launch(operands, split=chunks.max_chunks > 1)
-    _run(operands, batch, parts.out, parts, launch, programs, cut, CHUNKED=True, PRIOR=False, **pdl_options)
+    _run(operands, batch, parts.out, parts, launch, programs, chunk_arguments, CHUNKED=True, PRIOR=False, **pdl_options)
 
 
 def _run(
@@ -180,12 +191,12 @@ def _run(
     parts: SplitKVPartials,
     launch: config.AttentionLaunch,
     programs: int,
-    cut: tuple[int, int, int, int],
+    chunk_arguments: tuple[int, int, int, int],
     **options: bool,
 ) -> None:
     _decode_attention_kernel[(programs,)](
         *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len),
-        *(batch.num_decode, *cut),
+        *(batch.num_decode, *chunk_arguments),
         *operands.runtime(),
         *operands.token_scales(),
         KEYS=launch.keys,

@@ -35,21 +35,21 @@ _MAX_STATE_BYTES = 1 << 28  # bytes of the states of a decode step's splits
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """States of online softmax of R rows: float32 `acc` `[N, R, H, D]`, `top` and `total` `[N, R, H]`.
+    """States of online softmax of R rows: float32 `acc` `[N, R, H, D]`, `row_max` and `row_sum` `[N, R, H]`.
 
     N counts splits, or is 2: the splits joined so far, and the split that is not complete yet.
     """
 
     acc: Tensor
-    top: Tensor
-    total: Tensor
+    row_max: Tensor
+    row_sum: Tensor
 
     @staticmethod
     def empty(number: int, q_RHD: Tensor) -> _States:
         rows, heads, size = q_RHD.shape
         acc = torch.empty((number, rows, heads, size), dtype=torch.float32, device=q_RHD.device)
-        top, total = torch.empty((2, number, rows, heads), dtype=torch.float32, device=q_RHD.device)
-        return _States(acc, top, total)
+        row_max, row_sum = torch.empty((2, number, rows, heads), dtype=torch.float32, device=q_RHD.device)
+        return _States(acc, row_max, row_sum)
 
 
 def not_invariant_reason(shape: AttentionShape) -> str | None:
@@ -91,7 +91,7 @@ def _attend_decode(operands: Operands, batch: AttentionBatch, out: Tensor) -> No
         levels = []  # few rows leave multiprocessors idle, so each row reads the shared prefix itself
     prior = _States.empty(2 if levels else 0, q)
     if len(levels) > 1:
-        prior.top.fill_(-torch.inf)  # the first level may not cover a row of a later one
+        prior.row_max.fill_(-torch.inf)  # the first level may not cover a row of a later one
     for i, level in enumerate(levels):
         groups, members = level.row_start.shape[0], min(level.max_rows, rows)
         tiles = _tiles(operands, groups, rows, members)
@@ -101,9 +101,13 @@ def _attend_decode(operands: Operands, batch: AttentionBatch, out: Tensor) -> No
     splits = max(1, min(needed, max(2, _MAX_PROGRAMS // (rows * operands.kv_heads)), _MAX_STATE_BYTES // size))
     _launch_splits(operands, batch, out, prior, splits, prior=bool(levels))
     if needed > splits:
-        skipped = (rows, 1)
+        one_tile_per_row = (rows, 1)
         _launch(
-            *(operands, batch, out, prior, skipped), offset=0, items=rows, prior=bool(levels), min_splits=splits + 1
+            *(operands, batch, out, prior, one_tile_per_row),
+            offset=0,
+            items=rows,
+            prior=bool(levels),
+            min_splits=splits + 1,
         )
 
 
@@ -113,7 +117,7 @@ def _launch_splits(
     """Compute decode rows of up to `splits` splits, each by a program of its own, and join them."""
     rows, q = batch.num_decode, operands.q[: batch.num_decode]
     states = _States.empty(splits if splits > 1 else 0, q)
-    pointers = states.acc, states.top, states.total, prior_states.acc, prior_states.top, prior_states.total
+    pointers = states.acc, states.row_max, states.row_sum, prior_states.acc, prior_states.row_max, prior_states.row_sum
     programs = rows * operands.kv_heads
     early = config.pdl_options(q.device) if programs <= _MAX_EARLY_PROGRAMS else {"PDL": False}
     shared = {
@@ -145,9 +149,10 @@ def _launch_splits(
 
 def _tiles(operands: Operands, items: int, tokens: int, item_tokens: int) -> tuple[int, int]:
     """Return the number of tiles, and of tiles per item (0: programs search for their tile)."""
-    each = -(-item_tokens * operands.group // _LARGE_ROWS)
+    tiles_per_item = -(-item_tokens * operands.group // _LARGE_ROWS)
     searched = -(-tokens * operands.group // _LARGE_ROWS) + min(items, tokens)
-    return (items * each, each) if items * each <= 2 * searched else (searched, 0)
+    tiles = items * tiles_per_item
+    return (tiles, tiles_per_item) if tiles <= 2 * searched else (searched, 0)
 
 
 def _launch(
@@ -177,8 +182,8 @@ def _launch(
         )
     rows = max(16, config.power_of_two(operands.group)) if min_splits else _LARGE_ROWS
     invariant_attention_kernel[(tiles[0] * operands.kv_heads,)](
-        *(operands.q, out, states.acc, states.top, states.total, first, count, slot, start, end, batch.kv_len),
-        *(offset, items, tiles[1], states.top.shape[1], min_splits),
+        *(operands.q, out, states.acc, states.row_max, states.row_sum, first, count, slot, start, end, batch.kv_len),
+        *(offset, items, tiles[1], states.row_max.shape[1], min_splits),
         *operands.runtime(),
         ROWS=rows,
         KEYS=BLOCK_KEYS,

@@ -9,8 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.attention.triton.invariant_kernels import (
     attend_blocks,
-    join_states,
     load_state,
+    merge_split_states,
     store_state,
     write_result,
 )
@@ -42,31 +42,31 @@ def _own_keys(
 
 
 @triton.jit(
-    do_not_specialize=["table_row", "rows"],
-    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "end_ptr", "table_ptr"],
+    do_not_specialize=["page_table_stride", "rows"],
+    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "end_ptr", "page_table_ptr"],
 )
 def invariant_decode_kernel(
     q_ptr: tl.tensor,
     out_ptr: tl.tensor,
     acc_ptr: tl.tensor,
-    top_ptr: tl.tensor,
-    total_ptr: tl.tensor,
+    row_max_ptr: tl.tensor,
+    row_sum_ptr: tl.tensor,
     prior_acc_ptr: tl.tensor,
-    prior_top_ptr: tl.tensor,
-    prior_total_ptr: tl.tensor,
+    prior_max_ptr: tl.tensor,
+    prior_sum_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     start_ptr: tl.tensor,
     end_ptr: tl.tensor,
     rows: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    kv_page: tl.tensor,
-    kv_row: tl.tensor,
+    page_table_ptr: tl.tensor,
+    kv_page_stride: tl.tensor,
+    kv_row_stride: tl.tensor,
     kv_head_stride: tl.tensor,
-    table_row: tl.tensor,
+    page_table_stride: tl.tensor,
     scale: tl.tensor,
     v_scale_ptr: tl.tensor | None,
     PAGE: tl.constexpr,
@@ -103,44 +103,50 @@ def invariant_decode_kernel(
     d = tl.arange(0, PADDED)
     head = kv_head * GROUP + g
     present = g < GROUP
-    both = present[:, None] & (d < HEAD)[None, :]
-    q = tl.load(q_ptr + row * q_token + head[:, None] * q_head + d[None, :], mask=both, other=0.0)
+    mask = present[:, None] & (d < HEAD)[None, :]
+    q = tl.load(q_ptr + row * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
-    line = row * (KV_HEADS * GROUP) + head
-    each = rows.to(tl.int64) * (KV_HEADS * GROUP)
-    top, total, acc = empty_state(ROWS, PADDED)
+    head_row = row * (KV_HEADS * GROUP) + head
+    state_stride = rows.to(tl.int64) * (KV_HEADS * GROUP)
+    row_max, row_sum, acc = empty_state(ROWS, PADDED)
     if PRIOR:
         # A row that starts at position 0 is in no group.
         grouped = present & (tl.load(start_ptr + row) > 0)
-        top, total, acc = load_state(
-            prior_acc_ptr, prior_top_ptr, prior_total_ptr, each + line, grouped & (nth == 0), d, HEAD, True
+        row_max, row_sum, acc = load_state(
+            prior_acc_ptr, prior_max_ptr, prior_sum_ptr, state_stride + head_row, grouped & (nth == 0), d, HEAD, True
         )
     limit = tl.full([ROWS], 0, tl.int32) + stop
-    top, total, acc = attend_blocks(
-        *(q, top, total, acc, limit - WINDOW, limit, begin, stop, end - WINDOW),
-        *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride, table_ptr + slot * table_row),
-        *(kv_page, kv_row, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
+    row_max, row_sum, acc = attend_blocks(
+        *(q, row_max, row_sum, acc, limit - WINDOW, limit, begin, stop, end - WINDOW),
+        *(
+            k_ptr + kv_head * kv_head_stride,
+            v_ptr + kv_head * kv_head_stride,
+            page_table_ptr + slot * page_table_stride,
+        ),
+        *(kv_page_stride, kv_row_stride, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
     )
     if splits > 1:
-        store_state(acc_ptr, top_ptr, total_ptr, nth * each + line, present, d, top, total, acc, HEAD)
+        store_state(
+            acc_ptr, row_max_ptr, row_sum_ptr, nth * state_stride + head_row, present, d, row_max, row_sum, acc, HEAD
+        )
     else:
         if PRIOR:
-            prior_top, prior_total, prior_acc = load_state(
-                prior_acc_ptr, prior_top_ptr, prior_total_ptr, line, grouped, d, HEAD, False
+            prior_max, prior_sum, prior_acc = load_state(
+                prior_acc_ptr, prior_max_ptr, prior_sum_ptr, head_row, grouped, d, HEAD, False
             )
-            top, total, acc = join_states(prior_top, prior_total, prior_acc, top, total, acc)
-        write_result(out_ptr, line, present, d, total, acc, v_scale_ptr, kv_head, HEAD)
+            row_max, row_sum, acc = merge_split_states(prior_max, prior_sum, prior_acc, row_max, row_sum, acc)
+        write_result(out_ptr, head_row, present, d, row_sum, acc, v_scale_ptr, kv_head, HEAD)
 
 
 @triton.jit(do_not_specialize=["rows", "max_splits"], do_not_specialize_on_alignment=["start_ptr", "end_ptr"])
 def join_splits_kernel(
     out_ptr: tl.tensor,
     acc_ptr: tl.tensor,
-    top_ptr: tl.tensor,
-    total_ptr: tl.tensor,
+    row_max_ptr: tl.tensor,
+    row_sum_ptr: tl.tensor,
     prior_acc_ptr: tl.tensor,
-    prior_top_ptr: tl.tensor,
-    prior_total_ptr: tl.tensor,
+    prior_max_ptr: tl.tensor,
+    prior_sum_ptr: tl.tensor,
     start_ptr: tl.tensor,
     end_ptr: tl.tensor,
     rows: tl.tensor,
@@ -168,16 +174,18 @@ def join_splits_kernel(
         return
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
-    line = row * (KV_HEADS * GROUP) + kv_head * GROUP + g
-    each = rows.to(tl.int64) * (KV_HEADS * GROUP)
+    head_row = row * (KV_HEADS * GROUP) + kv_head * GROUP + g
+    state_stride = rows.to(tl.int64) * (KV_HEADS * GROUP)
     present = g < GROUP
-    top, total, acc = empty_state(ROWS, PADDED)
+    row_max, row_sum, acc = empty_state(ROWS, PADDED)
     if PRIOR:
         grouped = present & (tl.load(start_ptr + row) > 0)
-        top, total, acc = load_state(prior_acc_ptr, prior_top_ptr, prior_total_ptr, line, grouped, d, HEAD, False)
-    for nth in range(splits):
-        next_top, next_total, next_acc = load_state(
-            acc_ptr, top_ptr, total_ptr, nth * each + line, present, d, HEAD, True
+        row_max, row_sum, acc = load_state(
+            prior_acc_ptr, prior_max_ptr, prior_sum_ptr, head_row, grouped, d, HEAD, False
         )
-        top, total, acc = join_states(top, total, acc, next_top, next_total, next_acc)
-    write_result(out_ptr, line, present, d, total, acc, v_scale_ptr, kv_head, HEAD)
+    for nth in range(splits):
+        next_max, next_sum, next_acc = load_state(
+            acc_ptr, row_max_ptr, row_sum_ptr, nth * state_stride + head_row, present, d, HEAD, True
+        )
+        row_max, row_sum, acc = merge_split_states(row_max, row_sum, acc, next_max, next_sum, next_acc)
+    write_result(out_ptr, head_row, present, d, row_sum, acc, v_scale_ptr, kv_head, HEAD)

@@ -16,8 +16,8 @@ from tok_kernels.attention.triton.varlen_tiles import find_tile, token_count, vi
 @triton.jit
 def attend_blocks(
     q: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
     acc: tl.tensor,
     first: tl.tensor,
     limit: tl.tensor,
@@ -27,8 +27,8 @@ def attend_blocks(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     pages_ptr: tl.tensor,
-    kv_page: tl.tensor,
-    kv_row: tl.tensor,
+    kv_page_stride: tl.tensor,
+    kv_row_stride: tl.tensor,
     scale: tl.tensor,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
@@ -54,7 +54,7 @@ def attend_blocks(
             page = tl.load(pages_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
         else:
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
-        at = (page * kv_page + position % PAGE * kv_row)[:, None] + d[None, :]
+        at = (page * kv_page_stride + position % PAGE * kv_row_stride)[:, None] + d[None, :]
         if MASKED or HEAD != PADDED:
             present = inside[:, None] & (d < HEAD)[None, :]
             k = tl.load(k_ptr + at, mask=present, other=0.0)
@@ -68,106 +68,113 @@ def attend_blocks(
             if WINDOWED:
                 seen &= position[None, :] >= first[:, None]
             score = tl.where(seen, score, float("-inf"))
-        peak = tl.maximum(top, tl.max(score, 1) * scale)
+        peak = tl.maximum(row_max, tl.max(score, 1) * scale)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         # Products and sums are fused by name, so that every compilation rounds alike.
         weight = tl.exp2(tl.fma(score, scale, -shift[:, None]))
-        shrink = tl.exp2(top - shift)
-        total = tl.fma(total, shrink, tl.sum(weight, 1))
-        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
-        top = peak
-    return top, total, acc
+        rescale = tl.exp2(row_max - shift)
+        row_sum = tl.fma(row_sum, rescale, tl.sum(weight, 1))
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
+        row_max = peak
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def join_states(
-    top: tl.tensor, total: tl.tensor, acc: tl.tensor, next_top: tl.tensor, next_total: tl.tensor, next_acc: tl.tensor
+def merge_split_states(
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    next_max: tl.tensor,
+    next_sum: tl.tensor,
+    next_acc: tl.tensor,
 ) -> tuple[tl.tensor, ...]:
     """Return the state over the splits of the first state and the split after them."""
-    peak = tl.maximum(top, next_top)
+    peak = tl.maximum(row_max, next_max)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    shrink = tl.exp2(top - shift)
-    next_shrink = tl.exp2(next_top - shift)
-    total = tl.fma(total, shrink, next_total * next_shrink)
-    acc = tl.fma(acc, shrink[:, None], next_acc * next_shrink[:, None])
-    return peak, total, acc
+    rescale = tl.exp2(row_max - shift)
+    next_rescale = tl.exp2(next_max - shift)
+    row_sum = tl.fma(row_sum, rescale, next_sum * next_rescale)
+    acc = tl.fma(acc, rescale[:, None], next_acc * next_rescale[:, None])
+    return peak, row_sum, acc
 
 
 @triton.jit
 def load_state(
     acc_ptr: tl.tensor,
-    top_ptr: tl.tensor,
-    total_ptr: tl.tensor,
-    line: tl.tensor,
+    row_max_ptr: tl.tensor,
+    row_sum_ptr: tl.tensor,
+    head_row: tl.tensor,
     present: tl.tensor,
     d: tl.tensor,
     HEAD: tl.constexpr,
     EAGER: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the states at `line`. The sums of an empty state, whose largest score is −inf, were never written.
+    """Return the states at `head_row`. The sums of an empty state, whose largest score is −inf, were never written.
 
     EAGER  load the sums without waiting for the largest scores
     """
-    top = tl.load(top_ptr + line, mask=present, other=float("-inf"))
-    written = top != float("-inf")  # NaN counts as written
+    row_max = tl.load(row_max_ptr + head_row, mask=present, other=float("-inf"))
+    written = row_max != float("-inf")  # NaN counts as written
     loaded = present if EAGER else written
-    total = tl.load(total_ptr + line, mask=loaded, other=0.0)
-    acc = tl.load(acc_ptr + line[:, None] * HEAD + d[None, :], mask=loaded[:, None] & (d < HEAD)[None, :], other=0.0)
-    return top, tl.where(written, total, 0.0), tl.where(written[:, None], acc, 0.0)
+    row_sum = tl.load(row_sum_ptr + head_row, mask=loaded, other=0.0)
+    acc = tl.load(
+        acc_ptr + head_row[:, None] * HEAD + d[None, :], mask=loaded[:, None] & (d < HEAD)[None, :], other=0.0
+    )
+    return row_max, tl.where(written, row_sum, 0.0), tl.where(written[:, None], acc, 0.0)
 
 
 @triton.jit
 def store_state(
     acc_ptr: tl.tensor,
-    top_ptr: tl.tensor,
-    total_ptr: tl.tensor,
-    line: tl.tensor,
+    row_max_ptr: tl.tensor,
+    row_sum_ptr: tl.tensor,
+    head_row: tl.tensor,
     present: tl.tensor,
     d: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
     acc: tl.tensor,
     HEAD: tl.constexpr,
 ) -> None:
-    tl.store(top_ptr + line, top, mask=present)
-    present &= top != float("-inf")
-    tl.store(total_ptr + line, total, mask=present)
-    tl.store(acc_ptr + line[:, None] * HEAD + d[None, :], acc, mask=present[:, None] & (d < HEAD)[None, :])
+    tl.store(row_max_ptr + head_row, row_max, mask=present)
+    present &= row_max != float("-inf")
+    tl.store(row_sum_ptr + head_row, row_sum, mask=present)
+    tl.store(acc_ptr + head_row[:, None] * HEAD + d[None, :], acc, mask=present[:, None] & (d < HEAD)[None, :])
 
 
 @triton.jit
 def write_result(
     out_ptr: tl.tensor,
-    line: tl.tensor,
+    head_row: tl.tensor,
     present: tl.tensor,
     d: tl.tensor,
-    total: tl.tensor,
+    row_sum: tl.tensor,
     acc: tl.tensor,
     v_scale_ptr: tl.tensor | None,
     kv_head: tl.tensor,
     HEAD: tl.constexpr,
 ) -> None:
     """Write the results of states; zeros for states without keys."""
-    out = acc / tl.where(total != 0, total, 1.0)[:, None]
+    out = acc / tl.where(row_sum != 0, row_sum, 1.0)[:, None]
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr + kv_head)
     mask = present[:, None] & (d < HEAD)[None, :]
-    tl.store(out_ptr + line[:, None] * HEAD + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + head_row[:, None] * HEAD + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
     # A value that changes from step to step must not recompile the kernel.
-    do_not_specialize=["table_row", "offset", "items", "tiles_each", "rows", "min_splits"],
+    do_not_specialize=["page_table_stride", "offset", "items", "tiles_per_item", "rows", "min_splits"],
     do_not_specialize_on_alignment=[
-        *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "table_ptr")
+        *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "page_table_ptr")
     ],
 )
 def invariant_attention_kernel(
     q_ptr: tl.tensor,
     out_ptr: tl.tensor,
     acc_ptr: tl.tensor,
-    top_ptr: tl.tensor,
-    total_ptr: tl.tensor,
+    row_max_ptr: tl.tensor,
+    row_sum_ptr: tl.tensor,
     first_ptr: tl.tensor,
     count_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -176,18 +183,18 @@ def invariant_attention_kernel(
     length_ptr: tl.tensor,
     offset: tl.tensor,
     items: tl.tensor,
-    tiles_each: tl.tensor,
+    tiles_per_item: tl.tensor,
     rows: tl.tensor,
     min_splits: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    kv_page: tl.tensor,
-    kv_row: tl.tensor,
+    page_table_ptr: tl.tensor,
+    kv_page_stride: tl.tensor,
+    kv_row_stride: tl.tensor,
     kv_head_stride: tl.tensor,
-    table_row: tl.tensor,
+    page_table_stride: tl.tensor,
     scale: tl.tensor,
     v_scale_ptr: tl.tensor | None,
     PAGE: tl.constexpr,
@@ -213,15 +220,15 @@ def invariant_attention_kernel(
     PRIOR       continue from the states
     LARGE       a tile of that many rows or more computes blocks without masks where it can
     """
-    kv_head, item, packed, _, _ = find_tile(
-        first_ptr, count_ptr, offset, items, tiles_each, 1, 1, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
+    kv_head, item, first_row, _, _ = find_tile(
+        first_ptr, count_ptr, offset, items, tiles_per_item, 1, 1, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
     )
     if item >= items:
         return
     item += offset
     first_token = tl.load(first_ptr + item)
     count = token_count(first_ptr, count_ptr, item, True, CAUSAL)
-    if packed >= count * GROUP:
+    if first_row >= count * GROUP:
         return
     slot = tl.load(slots_ptr + item).to(tl.int64)
     end = tl.load(end_ptr + item)
@@ -233,13 +240,13 @@ def invariant_attention_kernel(
             start = start * 0
     else:
         end = end // KEYS * KEYS
-    row = packed + tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
     present = query < count
     token = (first_token + query).to(tl.int64)
     limit, window, start, end_here, seen_by_all, _ = visible_keys(
-        start, end, count, packed, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
+        start, end, count, first_row, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
     )
     seen_from = tl.zeros([ROWS], tl.int32)
     if WINDOW:
@@ -248,42 +255,46 @@ def invariant_attention_kernel(
     if CAUSAL and tl.cdiv(end_here, SPLIT) - start // SPLIT < min_splits:
         return
     d = tl.arange(0, PADDED)
-    both = present[:, None] & (d < HEAD)[None, :]
-    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=both, other=0.0)
+    mask = present[:, None] & (d < HEAD)[None, :]
+    q = tl.load(q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
-    line = token * (KV_HEADS * GROUP) + head
-    each = rows.to(tl.int64) * (KV_HEADS * GROUP)
+    head_row = token * (KV_HEADS * GROUP) + head
+    state_stride = rows.to(tl.int64) * (KV_HEADS * GROUP)
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
-    table_ptr += slot * table_row
-    joined_top, joined_total, joined_acc = empty_state(ROWS, PADDED)
-    top, total, acc = empty_state(ROWS, PADDED)
+    page_table_ptr += slot * page_table_stride
+    joined_max, joined_sum, joined_acc = empty_state(ROWS, PADDED)
+    row_max, row_sum, acc = empty_state(ROWS, PADDED)
     if PRIOR:
-        joined_top, joined_total, joined_acc = load_state(
-            acc_ptr, top_ptr, total_ptr, line, present & grouped, d, HEAD, False
+        joined_max, joined_sum, joined_acc = load_state(
+            acc_ptr, row_max_ptr, row_sum_ptr, head_row, present & grouped, d, HEAD, False
         )
-        top, total, acc = load_state(acc_ptr, top_ptr, total_ptr, each + line, present & grouped, d, HEAD, True)
+        row_max, row_sum, acc = load_state(
+            acc_ptr, row_max_ptr, row_sum_ptr, state_stride + head_row, present & grouped, d, HEAD, True
+        )
     for split in range(start // SPLIT * SPLIT, end_here, SPLIT):
         stop = tl.minimum(split + SPLIT, end_here)
         begin = tl.maximum(start // KEYS * KEYS, split)
         whole = begin
         if WINDOW == 0 and ROWS >= LARGE:
             whole = tl.minimum(tl.maximum(seen_by_all // KEYS * KEYS, begin), stop)
-            top, total, acc = attend_blocks(
-                *(q, top, total, acc, seen_from, limit, begin, whole, start, k_ptr, v_ptr, table_ptr),
-                *(kv_page, kv_row, scale, PAGE, KEYS, HEAD, PADDED, False, False),
+            row_max, row_sum, acc = attend_blocks(
+                *(q, row_max, row_sum, acc, seen_from, limit, begin, whole, start, k_ptr, v_ptr, page_table_ptr),
+                *(kv_page_stride, kv_row_stride, scale, PAGE, KEYS, HEAD, PADDED, False, False),
             )
-        top, total, acc = attend_blocks(
-            *(q, top, total, acc, seen_from, limit, whole, stop, start, k_ptr, v_ptr, table_ptr),
-            *(kv_page, kv_row, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
+        row_max, row_sum, acc = attend_blocks(
+            *(q, row_max, row_sum, acc, seen_from, limit, whole, stop, start, k_ptr, v_ptr, page_table_ptr),
+            *(kv_page_stride, kv_row_stride, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
         )
         if CAUSAL or stop == split + SPLIT:
-            joined_top, joined_total, joined_acc = join_states(joined_top, joined_total, joined_acc, top, total, acc)
-            top, total, acc = empty_state(ROWS, PADDED)
+            joined_max, joined_sum, joined_acc = merge_split_states(
+                joined_max, joined_sum, joined_acc, row_max, row_sum, acc
+            )
+            row_max, row_sum, acc = empty_state(ROWS, PADDED)
     if CAUSAL:
         # Only a row whose group holds all of its keys has a split left.
-        _, total, acc = join_states(joined_top, joined_total, joined_acc, top, total, acc)
-        write_result(out_ptr, line, present, d, total, acc, v_scale_ptr, kv_head, HEAD)
+        _, row_sum, acc = merge_split_states(joined_max, joined_sum, joined_acc, row_max, row_sum, acc)
+        write_result(out_ptr, head_row, present, d, row_sum, acc, v_scale_ptr, kv_head, HEAD)
     else:
-        store_state(acc_ptr, top_ptr, total_ptr, line, present, d, joined_top, joined_total, joined_acc, HEAD)
-        store_state(acc_ptr, top_ptr, total_ptr, each + line, present, d, top, total, acc, HEAD)
+        store_state(acc_ptr, row_max_ptr, row_sum_ptr, head_row, present, d, joined_max, joined_sum, joined_acc, HEAD)
+        store_state(acc_ptr, row_max_ptr, row_sum_ptr, state_stride + head_row, present, d, row_max, row_sum, acc, HEAD)

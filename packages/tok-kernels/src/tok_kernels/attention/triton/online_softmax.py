@@ -1,7 +1,7 @@
 """Compute online softmax over a range of paged keys, for all attention kernels (Milakov & Gimelshein 2018).
 
-Scores are in units of log 2, so weights are powers of two. The state of a row is (top, total, acc): its largest score
-so far, the sum of its weights relative to that score, and its weighted sum of values.
+Scores are multiplied by log2(e), so weights are powers of two. The state of a row is (row_max, row_sum, acc): its
+largest score so far, the sum of its weights relative to that score, and its weighted sum of values.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -14,8 +14,8 @@ import triton.language as tl
 @triton.jit
 def attend(
     q: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
     acc: tl.tensor,
     first: tl.tensor,
     limit: tl.tensor,
@@ -24,8 +24,8 @@ def attend(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     pages_ptr: tl.tensor,
-    kv_page: tl.tensor,
-    kv_row: tl.tensor,
+    kv_page_stride: tl.tensor,
+    kv_row_stride: tl.tensor,
     scale: tl.tensor,
     k_token_scale_ptr: tl.tensor | None,
     v_token_scale_ptr: tl.tensor | None,
@@ -52,8 +52,8 @@ def attend(
         else:
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
         offset = position % PAGE
-        at = (page * kv_page + offset * kv_row)[:, None] + d[None, :]
-        # An unwritten cache row may hold NaN, which a weight of zero would not remove.
+        at = (page * kv_page_stride + offset * kv_row_stride)[:, None] + d[None, :]
+        # Rows of the cache that were never written may hold NaN, and NaN times a weight of 0 is NaN.
         if MASKED:
             present = inside[:, None] & (d < HEAD)[None, :]
             k = tl.load(k_ptr + at, mask=present, other=0.0)
@@ -80,19 +80,19 @@ def attend(
                 # `limit` may lie beyond `end`: rows see those positions in a later call.
                 seen = inside[None, :] & (position[None, :] >= first[:, None])
                 score = tl.where(seen, score, float("-inf"))
-        peak = tl.maximum(top, tl.max(score, 1) * scale)
+        peak = tl.maximum(row_max, tl.max(score, 1) * scale)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         weight = tl.exp2(score * scale - shift[:, None])
-        shrink = tl.exp2(top - shift)
-        total = total * shrink + tl.sum(weight, 1)
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
         if v_token_scale_ptr is not None:
             weight *= v_scale[None, :]
-            if q.dtype == tl.float16:  # has no numbers as small as many products of weights and scales
+            if q.dtype == tl.float16:  # products of weights and scales may underflow in float16
                 weight *= 128.0
                 v = v.to(tl.float16) * 0.0078125
-        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
-        top = peak
-    return top, total, acc
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
+        row_max = peak
+    return row_max, row_sum, acc
 
 
 @triton.jit
@@ -110,36 +110,41 @@ def cast_queries(q: tl.tensor, FP16: tl.constexpr) -> tl.tensor:
 @triton.jit
 def empty_state(ROWS: tl.constexpr, PADDED: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Return the state before any key."""
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    return row_max, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
 
 
 @triton.jit
-def resume(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_present: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return the state of online softmax of a partial result; the empty state without `present` or without keys."""
-    top = tl.load(lse_at, mask=present, other=float("-inf"))
-    seen = top != float("-inf")  # a NaN log-sum-exp counts as seen and propagates
-    acc = tl.load(out_at, mask=seen[:, None] & d_present[None, :], other=0.0)
-    return top, tl.where(seen, 1.0, 0.0), acc
+def load_partial(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_mask: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Load a partial result as a state of online softmax; the empty state without `present` or without keys."""
+    row_max = tl.load(lse_at, mask=present, other=float("-inf"))
+    seen = row_max != float("-inf")  # a NaN log-sum-exp counts as seen and propagates
+    acc = tl.load(out_at, mask=seen[:, None] & d_mask[None, :], other=0.0)
+    return row_max, tl.where(seen, 1.0, 0.0), acc
 
 
 @triton.jit
-def join(
-    top: tl.tensor, total: tl.tensor, acc: tl.tensor, other_top: tl.tensor, other_total: tl.tensor, other_acc: tl.tensor
+def merge_states(
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    other_max: tl.tensor,
+    other_sum: tl.tensor,
+    other_acc: tl.tensor,
 ) -> tuple[tl.tensor, ...]:
-    """Return the state over the keys of two states."""
-    peak = tl.maximum(top, other_top)
+    """Merge the states of two disjoint ranges of keys."""
+    peak = tl.maximum(row_max, other_max)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    shrink = tl.exp2(top - shift)
-    other_shrink = tl.exp2(other_top - shift)
-    total = total * shrink + other_total * other_shrink
-    return peak, total, acc * shrink[:, None] + other_acc * other_shrink[:, None]
+    rescale = tl.exp2(row_max - shift)
+    other_rescale = tl.exp2(other_max - shift)
+    row_sum = row_sum * rescale + other_sum * other_rescale
+    return peak, row_sum, acc * rescale[:, None] + other_acc * other_rescale[:, None]
 
 
 @triton.jit
-def finish(top: tl.tensor, total: tl.tensor, acc: tl.tensor) -> tuple[tl.tensor, ...]:
+def finish(row_max: tl.tensor, row_sum: tl.tensor, acc: tl.tensor) -> tuple[tl.tensor, ...]:
     """Return the output and base-2 log-sum-exp of a state; zeros and −inf if no key was seen. NaN stays NaN."""
-    seen = total != 0
-    divisor = tl.where(seen, total, 1.0)
+    seen = row_sum != 0
+    divisor = tl.where(seen, row_sum, 1.0)
     out = tl.where(seen[:, None], acc / divisor[:, None], 0.0)
-    return out, tl.where(seen, top + tl.log2(divisor), float("-inf"))
+    return out, tl.where(seen, row_max + tl.log2(divisor), float("-inf"))

@@ -57,7 +57,7 @@ class Operands:
         return self.q.dtype == torch.bfloat16 and self.cache.k.dtype == torch.float8_e4m3fn
 
     def runtime(self) -> tuple[int | float | Tensor | None, ...]:
-        """Return the kernels' arguments from `q_token` to `v_scale_ptr`."""
+        """Return the kernels' arguments from `q_token_stride` to `v_scale_ptr`."""
         k, v = self.cache.k, self.cache.v
         return (
             *self.q.stride()[:2],

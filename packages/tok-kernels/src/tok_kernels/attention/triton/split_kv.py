@@ -1,11 +1,11 @@
-"""Plan split-KV decoding: the device splits long rows into chunks of about equal size, if few rows leave the GPU idle.
+"""Plan split-KV decoding: if few rows leave the GPU idle, the device splits their keys into chunks of similar size.
 
-A launch has programs for a fixed number of chunks. Each program sums the keys of all rows, which gives the size of a
-chunk, and then finds its own chunk. A row of n blocks of keys gets ceil(n / blocks per chunk) chunks, at least one. For
-example, rows of 40, 1 and 3 blocks at 4 blocks per chunk get 10, 1 and 1 chunks.
+A launch has programs for a fixed number of chunks. Each program sums the keys of all rows, computes the size of a chunk
+from the sum, and finds its own chunk. A row of n blocks of keys gets ceil(n / blocks per chunk) chunks, at least one.
+For example, rows of 40, 1 and 3 blocks at 4 blocks per chunk get 10, 1 and 1 chunks.
 
-One captured launch thus serves all lengths below its bounds. Chunks do not become too small to pay, a long row among
-short ones is shared by more programs, and programs without a chunk end at once.
+So a launch in a CUDA graph serves all lengths below its bounds. Chunks have a minimum size, a long row among short ones
+is shared by more programs, and programs without a chunk end at once.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from tok_kernels import launch_config as config
 
 ROWS = tl.constexpr(256)  # rows counted at a time
-# Up to this many rows, counting costs little.
+# Up to this many rows, counting the chunks in every program costs little.
 _MAX_COUNTED_ROWS = 512
 # A single row of this many keys or more may take longer than all other rows together.
 _LONG_ROW_KEYS = 4096
@@ -61,7 +61,7 @@ def no_split_kv(rows: int) -> SplitKVPlan:
 
 
 @triton.jit
-def blocks(
+def count_blocks(
     start_ptr: tl.tensor,
     len_ptr: tl.tensor,
     row: tl.tensor,
@@ -77,9 +77,9 @@ def blocks(
 
 
 @triton.jit
-def chunks_of(row_blocks: tl.tensor, blocks_each: tl.tensor, max_chunks: tl.tensor) -> tl.tensor:
+def count_chunks(row_blocks: tl.tensor, blocks_per_chunk: tl.tensor, max_chunks: tl.tensor) -> tl.tensor:
     """Return the number of chunks of each row, given its number of key blocks and the blocks of a chunk."""
-    return tl.minimum(tl.maximum(tl.cdiv(row_blocks, blocks_each), 1), max_chunks)
+    return tl.minimum(tl.maximum(tl.cdiv(row_blocks, blocks_per_chunk), 1), max_chunks)
 
 
 @triton.jit
@@ -98,22 +98,24 @@ def find_chunk(
 
     The returned row is `rows` if there is no such chunk.
     """
-    total = 0
+    total_blocks = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
-        total += tl.sum(blocks(start_ptr, len_ptr, row, row < rows, KEYS, WINDOW), 0)
-    blocks_each = tl.maximum(tl.cdiv(total, target_chunks), tl.cdiv(min_keys, KEYS))
-    passed = 0
-    skipped = 0
-    counted = 0
+        total_blocks += tl.sum(count_blocks(start_ptr, len_ptr, row, row < rows, KEYS, WINDOW), 0)
+    blocks_per_chunk = tl.maximum(tl.cdiv(total_blocks, target_chunks), tl.cdiv(min_keys, KEYS))
+    chunk_row = 0
+    first_chunk = 0
+    chunks_before = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
         present = row < rows
-        num_chunks = chunks_of(blocks(start_ptr, len_ptr, row, present, KEYS, WINDOW), blocks_each, max_chunks)
+        num_chunks = count_chunks(
+            count_blocks(start_ptr, len_ptr, row, present, KEYS, WINDOW), blocks_per_chunk, max_chunks
+        )
         num_chunks = tl.where(present, num_chunks, 0)
-        ends = counted + tl.cumsum(num_chunks, 0)
-        done = present & (ends <= chunk)
-        passed += tl.sum(done.to(tl.int32), 0)
-        skipped = tl.maximum(skipped, tl.max(tl.where(done, ends, 0), 0))
-        counted += tl.sum(num_chunks, 0)
-    return passed, skipped, blocks_each
+        chunk_ends = chunks_before + tl.cumsum(num_chunks, 0)
+        is_before = present & (chunk_ends <= chunk)
+        chunk_row += tl.sum(is_before.to(tl.int32), 0)
+        first_chunk = tl.maximum(first_chunk, tl.max(tl.where(is_before, chunk_ends, 0), 0))
+        chunks_before += tl.sum(num_chunks, 0)
+    return chunk_row, first_chunk, blocks_per_chunk

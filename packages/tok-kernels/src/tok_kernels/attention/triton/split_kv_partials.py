@@ -20,7 +20,7 @@ from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.launch_config import pdl_options
 
 # Partial results merged at a time: a step of many rows has few for each row, a step of few rows may have many.
-_SMALL, _LARGE = 8, 64
+_FEW_PARTIALS, _MANY_PARTIALS = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def new_partials(q_RHD: Tensor, splits: int, *, chunks: int = 0, filled: bool) -
 
 
 @triton.jit
-def _mean(
+def _merge_row(
     part_out_ptr: tl.tensor,
     part_lse_ptr: tl.tensor,
     row: tl.tensor,
@@ -82,8 +82,8 @@ def _mean(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return a row's mean of `parts` partial results for one head, float32 `[PADDED]`; zeros without keys."""
-    top = float("-inf")
-    total = 0.0
+    row_max = float("-inf")
+    row_sum = 0.0
     acc = tl.zeros([PADDED], tl.float32)
     for begin in range(0, parts, BLOCK):
         part = begin + tl.arange(0, BLOCK)
@@ -94,14 +94,14 @@ def _mean(
         lse = tl.load(part_lse_ptr + at, mask=part < parts, other=float("-inf"))
         seen = (lse > float("-inf"))[:, None] & (d < HEAD)[None, :]
         out = tl.load(part_out_ptr + at[:, None] * HEAD + d[None, :], mask=seen, other=0.0)
-        peak = tl.maximum(top, tl.max(lse, 0))
+        peak = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         weight = tl.exp2(lse - shift)
-        shrink = tl.exp2(top - shift)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(out * weight[:, None], 0)
-        top = peak
-    return acc / tl.where(total > 0, total, 1.0)
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weight, 0)
+        acc = acc * rescale + tl.sum(out * weight[:, None], 0)
+        row_max = peak
+    return acc / tl.where(row_sum > 0, row_sum, 1.0)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -126,9 +126,9 @@ def _merge_partials_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    line = tl.program_id(0).to(tl.int64)
-    row = (line // HEADS).to(tl.int32)
-    head = line % HEADS
+    head_row = tl.program_id(0).to(tl.int64)
+    row = (head_row // HEADS).to(tl.int32)
+    head = head_row % HEADS
     first = 0
     parts = splits
     if CHUNKED:
@@ -136,12 +136,16 @@ def _merge_partials_kernel(
         parts = splits + tl.load(chunks_ptr + 2 * row + 1)
     d = tl.arange(0, PADDED)
     if parts <= SMALL:
-        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, SMALL)
+        merged = _merge_row(
+            part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, SMALL
+        )
     else:
-        mean = _mean(part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, LARGE)
+        merged = _merge_row(
+            part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, LARGE
+        )
     if v_scale_ptr is not None:
-        mean *= tl.load(v_scale_ptr + head // (HEADS // KV_HEADS))
-    tl.store(out_ptr + line * HEAD + d, mean.to(out_ptr.dtype.element_ty), mask=d < HEAD)
+        merged *= tl.load(v_scale_ptr + head // (HEADS // KV_HEADS))
+    tl.store(out_ptr + head_row * HEAD + d, merged.to(out_ptr.dtype.element_ty), mask=d < HEAD)
 
 
 def merge_partials(operands: Operands, parts: SplitKVPartials, out_RHD: Tensor) -> None:
@@ -154,8 +158,8 @@ def merge_partials(operands: Operands, parts: SplitKVPartials, out_RHD: Tensor) 
         KV_HEADS=operands.kv_heads,
         HEAD=size,
         PADDED=operands.padded_head,
-        SMALL=_SMALL,
-        LARGE=_LARGE,
+        SMALL=_FEW_PARTIALS,
+        LARGE=_MANY_PARTIALS,
         num_warps=4,
         **pdl_options(out_RHD.device),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tok_kernels import launch_config as config
-from tok_kernels.attention.triton.online_softmax import attend, cast_queries, finish, resume
+from tok_kernels.attention.triton.online_softmax import attend, cast_queries, finish, load_partial
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
 from tok_kernels.attention.triton.varlen_tiles import find_tile, token_count, visible_keys
@@ -56,10 +56,10 @@ class VarlenItems:
 @triton.jit(
     # A value that changes from step to step must not recompile the kernel.
     do_not_specialize=[
-        "table_row",
+        "page_table_stride",
         "offset",
         "items",
-        "tiles_each",
+        "tiles_per_item",
         "base",
         "rows",
         "splits",
@@ -69,7 +69,7 @@ class VarlenItems:
         "part",
     ],
     do_not_specialize_on_alignment=[
-        *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "table_ptr")
+        *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "page_table_ptr")
     ],
 )
 def _varlen_attention_kernel(
@@ -85,7 +85,7 @@ def _varlen_attention_kernel(
     length_ptr: tl.tensor,
     offset: tl.tensor,
     items: tl.tensor,
-    tiles_each: tl.tensor,
+    tiles_per_item: tl.tensor,
     base: tl.tensor,
     rows: tl.tensor,
     splits: tl.tensor,
@@ -93,15 +93,15 @@ def _varlen_attention_kernel(
     min_keys: tl.tensor,
     prior: tl.tensor,
     part: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    kv_page: tl.tensor,
-    kv_row: tl.tensor,
+    page_table_ptr: tl.tensor,
+    kv_page_stride: tl.tensor,
+    kv_row_stride: tl.tensor,
     kv_head_stride: tl.tensor,
-    table_row: tl.tensor,
+    page_table_stride: tl.tensor,
     scale: tl.tensor,
     v_scale_ptr: tl.tensor | None,
     k_token_scale_ptr: tl.tensor | None,
@@ -121,7 +121,7 @@ def _varlen_attention_kernel(
 ) -> None:
     """Attend from one tile of query rows to the keys of its item, or to one split of them.
 
-    tiles_each       tiles of every item; 0: each program searches for its tile
+    tiles_per_item   tiles of every item; 0: each program searches for its tile
     base             token that is row 0 of a partial result
     splits           maximum number of ranges into which a tile's keys are split; empty ranges are not written
     target_programs  number of programs per key/value head that the ranges of all tiles should fill
@@ -133,8 +133,19 @@ def _varlen_attention_kernel(
     """
     if TRIGGER_PDL:
         gdc_launch_dependents()
-    kv_head, item, packed, split, used = find_tile(
-        first_ptr, count_ptr, offset, items, tiles_each, splits, target_programs, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
+    kv_head, item, first_row, split, splits_used = find_tile(
+        first_ptr,
+        count_ptr,
+        offset,
+        items,
+        tiles_per_item,
+        splits,
+        target_programs,
+        KV_HEADS,
+        GROUP,
+        ROWS,
+        ITEMS,
+        CAUSAL,
     )
     if item >= items:
         return
@@ -144,64 +155,111 @@ def _varlen_attention_kernel(
     slot = tl.load(slots_ptr + item).to(tl.int64)
     start = tl.load(start_ptr + item)
     end = tl.load(end_ptr + item)
-    if packed >= count * GROUP:
+    if first_row >= count * GROUP:
         return
-    row = packed + tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
     present = query < count
     token = (first + query).to(tl.int64)
 
     limit, window, start, end_here, seen_by_all, last_window = visible_keys(
-        start, end, count, packed, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
+        start, end, count, first_row, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
     )
-    share = tl.maximum(tl.cdiv(tl.cdiv(end - start, KEYS), used), tl.cdiv(min_keys, KEYS)) * KEYS
-    begin = start + split * share
-    end_here = tl.minimum(end_here, begin + share)
+    keys_per_split = tl.maximum(tl.cdiv(tl.cdiv(end - start, KEYS), splits_used), tl.cdiv(min_keys, KEYS)) * KEYS
+    begin = start + split * keys_per_split
+    end_here = tl.minimum(end_here, begin + keys_per_split)
     if (split > 0) & (begin >= end_here):
         return
-    full = begin
+    unmasked_begin = begin
     if WINDOW:
-        full = tl.minimum(tl.maximum(begin, last_window), tl.maximum(begin, end_here))
-    whole = full + tl.maximum(tl.minimum(end_here, seen_by_all) - full, 0) // KEYS * KEYS
+        unmasked_begin = tl.minimum(tl.maximum(begin, last_window), tl.maximum(begin, end_here))
+    unmasked_end = unmasked_begin + tl.maximum(tl.minimum(end_here, seen_by_all) - unmasked_begin, 0) // KEYS * KEYS
 
     d = tl.arange(0, PADDED)
-    d_present = d < HEAD
-    both = present[:, None] & d_present[None, :]
-    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=both, other=0.0)
+    d_mask = d < HEAD
+    mask = present[:, None] & d_mask[None, :]
+    q = tl.load(q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
-    line = (token - base) * (KV_HEADS * GROUP) + head
-    part_offset = line[:, None] * HEAD + d[None, :]
-    top, total, acc = resume(part_lse_ptr + line, part_out_ptr + part_offset, present & (prior != 0), d_present)
+    head_row = (token - base) * (KV_HEADS * GROUP) + head
+    part_offset = head_row[:, None] * HEAD + d[None, :]
+    row_max, row_sum, acc = load_partial(
+        part_lse_ptr + head_row, part_out_ptr + part_offset, present & (prior != 0), d_mask
+    )
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
-    table_ptr += slot * table_row
+    page_table_ptr += slot * page_table_stride
     if k_token_scale_ptr is not None:
         k_token_scale_ptr += kv_head * PAGE
         v_token_scale_ptr += kv_head * PAGE
     if WINDOW:
-        top, total, acc = attend(
-            *(q, top, total, acc, window, limit, begin, full, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
+        row_max, row_sum, acc = attend(
+            *(
+                q,
+                row_max,
+                row_sum,
+                acc,
+                window,
+                limit,
+                begin,
+                unmasked_begin,
+                k_ptr,
+                v_ptr,
+                page_table_ptr,
+                kv_page_stride,
+                kv_row_stride,
+                scale,
+            ),
             *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, True),
         )
-    top, total, acc = attend(
-        *(q, top, total, acc, window, limit, full, whole, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
+    row_max, row_sum, acc = attend(
+        *(
+            q,
+            row_max,
+            row_sum,
+            acc,
+            window,
+            limit,
+            unmasked_begin,
+            unmasked_end,
+            k_ptr,
+            v_ptr,
+            page_table_ptr,
+            kv_page_stride,
+            kv_row_stride,
+            scale,
+        ),
         *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, False, False),
     )
-    top, total, acc = attend(
-        *(q, top, total, acc, window, limit, whole, end_here, k_ptr, v_ptr, table_ptr, kv_page, kv_row, scale),
+    row_max, row_sum, acc = attend(
+        *(
+            q,
+            row_max,
+            row_sum,
+            acc,
+            window,
+            limit,
+            unmasked_end,
+            end_here,
+            k_ptr,
+            v_ptr,
+            page_table_ptr,
+            kv_page_stride,
+            kv_row_stride,
+            scale,
+        ),
         *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, WINDOW > 0),
     )
-    out, lse = finish(top, total, acc)
+    out, lse = finish(row_max, row_sum, acc)
     if part < 0:
         if v_scale_ptr is not None:
             out *= tl.load(v_scale_ptr + kv_head)
         out_offset = (token * (KV_HEADS * GROUP) + head)[:, None] * HEAD + d[None, :]
-        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=both)
+        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        before = (part + split).to(tl.int64) * rows * (KV_HEADS * GROUP)
-        tl.store(part_lse_ptr + before + line, lse, mask=present)
-        tl.store(part_out_ptr + before * HEAD + part_offset, out, mask=both)
+        partial_offset = (part + split).to(tl.int64) * rows * (KV_HEADS * GROUP)
+        tl.store(part_lse_ptr + partial_offset + head_row, lse, mask=present)
+        tl.store(part_out_ptr + partial_offset * HEAD + part_offset, out, mask=mask)
 
 
 def tile_splits(operands: Operands, items: VarlenItems) -> int:
@@ -229,9 +287,13 @@ def _tile_counts(operands: Operands, items: VarlenItems) -> tuple[int, int]:
     many: for 256 mostly empty groups over 8 rows, the search launches tiles by rows and not by groups.
     """
     rows = _launch(operands).rows
-    tiles_each = _cdiv(items.max_item_tokens * operands.group, rows)
+    tiles_per_item = _cdiv(items.max_item_tokens * operands.group, rows)
     searched = _cdiv(items.max_tokens * operands.group, rows) + min(items.num_items, items.max_tokens)
-    return (items.num_items * tiles_each, tiles_each) if items.num_items * tiles_each <= 2 * searched else (searched, 0)
+    return (
+        (items.num_items * tiles_per_item, tiles_per_item)
+        if items.num_items * tiles_per_item <= 2 * searched
+        else (searched, 0)
+    )
 
 
 def run_varlen_attention(
@@ -248,14 +310,14 @@ def run_varlen_attention(
     """Attend from the items' query tokens to their keys; `base`, `splits`, `prior` and `part` as in the kernel."""
     launch = _launch(operands)
     count = items.first if items.count is None else items.count
-    tiles, tiles_each = _tile_counts(operands, items)
+    tiles, tiles_per_item = _tile_counts(operands, items)
     target_programs = max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
     if splits > 1:
-        tiles, tiles_each = max(tiles, target_programs), 0
+        tiles, tiles_per_item = max(tiles, target_programs), 0
     _varlen_attention_kernel[(tiles * operands.kv_heads,)](
         *(operands.q, out_THD, parts.out, parts.lse, items.first, count, items.slot, items.start, items.end),
         items.length,
-        *(items.offset, items.num_items, tiles_each, base, parts.rows),
+        *(items.offset, items.num_items, tiles_per_item, base, parts.rows),
         *(splits, target_programs, config.MIN_TILE_SPLIT_KEYS, int(prior), part),
         *operands.runtime(),
         *operands.token_scales(),

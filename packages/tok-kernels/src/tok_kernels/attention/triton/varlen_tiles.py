@@ -1,4 +1,4 @@
-"""Find, on the GPU, the tile of query rows that a program computes and the keys that its rows see."""
+"""Define device functions that find the tile of query rows of a program, and the keys that its rows see."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def token_count(
 
 
 @triton.jit
-def _tiles_of(
+def _tiles_per_item(
     first_ptr: tl.tensor,
     count_ptr: tl.tensor,
     i: tl.tensor,
@@ -34,7 +34,7 @@ def _tiles_of(
 
 
 @triton.jit
-def _total(
+def _count_tiles(
     first_ptr: tl.tensor,
     count_ptr: tl.tensor,
     offset: tl.tensor,
@@ -48,12 +48,12 @@ def _total(
     total = 0
     for base in range(0, items, ITEMS):
         i = base + tl.arange(0, ITEMS)
-        total += tl.sum(_tiles_of(first_ptr, count_ptr, offset + i, i < items, GROUP, ROWS, CAUSAL), 0)
+        total += tl.sum(_tiles_per_item(first_ptr, count_ptr, offset + i, i < items, GROUP, ROWS, CAUSAL), 0)
     return total
 
 
 @triton.jit
-def _find(
+def _find_item(
     first_ptr: tl.tensor,
     count_ptr: tl.tensor,
     offset: tl.tensor,
@@ -65,19 +65,19 @@ def _find(
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Return the item that holds tile number `tile`, and the number of tiles before that item."""
-    passed = 0
-    skipped = 0
-    counted = 0
+    item_index = 0
+    tiles_before_item = 0
+    tiles_counted = 0
     for base in range(0, items, ITEMS):
         i = base + tl.arange(0, ITEMS)
         present = i < items
-        tiles = _tiles_of(first_ptr, count_ptr, offset + i, present, GROUP, ROWS, CAUSAL)
-        ends = counted + tl.cumsum(tiles, 0)
-        done = present & (ends <= tile)
-        passed += tl.sum(done.to(tl.int32), 0)
-        skipped = tl.maximum(skipped, tl.max(tl.where(done, ends, 0), 0))
-        counted += tl.sum(tiles, 0)
-    return passed, skipped
+        tiles = _tiles_per_item(first_ptr, count_ptr, offset + i, present, GROUP, ROWS, CAUSAL)
+        tile_ends = tiles_counted + tl.cumsum(tiles, 0)
+        is_before = present & (tile_ends <= tile)
+        item_index += tl.sum(is_before.to(tl.int32), 0)
+        tiles_before_item = tl.maximum(tiles_before_item, tl.max(tl.where(is_before, tile_ends, 0), 0))
+        tiles_counted += tl.sum(tiles, 0)
+    return item_index, tiles_before_item
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def find_tile(
     count_ptr: tl.tensor,
     offset: tl.tensor,
     items: tl.tensor,
-    tiles_each: tl.tensor,
+    tiles_per_item: tl.tensor,
     splits: tl.tensor,
     target_programs: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -101,18 +101,18 @@ def find_tile(
     """
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
-    used = 1
+    splits_used = 1
     if splits > 1:
-        total = _total(first_ptr, count_ptr, offset, items, GROUP, ROWS, ITEMS, CAUSAL)
-        used = tl.maximum(tl.minimum(target_programs // tl.maximum(total, 1), splits), 1)
-    split = program // KV_HEADS % used
-    tile = program // KV_HEADS // used
-    if tiles_each > 0:
-        item = tile // tiles_each
-        skipped = item * tiles_each
+        total = _count_tiles(first_ptr, count_ptr, offset, items, GROUP, ROWS, ITEMS, CAUSAL)
+        splits_used = tl.maximum(tl.minimum(target_programs // tl.maximum(total, 1), splits), 1)
+    split = program // KV_HEADS % splits_used
+    tile = program // KV_HEADS // splits_used
+    if tiles_per_item > 0:
+        item = tile // tiles_per_item
+        tiles_before_item = item * tiles_per_item
     else:
-        item, skipped = _find(first_ptr, count_ptr, offset, items, tile, GROUP, ROWS, ITEMS, CAUSAL)
-    return kv_head, item, (tile - skipped) * ROWS, split, used
+        item, tiles_before_item = _find_item(first_ptr, count_ptr, offset, items, tile, GROUP, ROWS, ITEMS, CAUSAL)
+    return kv_head, item, (tile - tiles_before_item) * ROWS, split, splits_used
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def visible_keys(
     start: tl.tensor,
     end: tl.tensor,
     count: tl.tensor,
-    packed: tl.tensor,
+    first_row: tl.tensor,
     query: tl.tensor,
     token: tl.tensor,
     present: tl.tensor,
@@ -141,8 +141,8 @@ def visible_keys(
     """
     if CAUSAL:
         limit = end - count + query + 1
-        seen_by_all = end - count + packed // GROUP + 1
-        last = tl.minimum((packed + ROWS - 1) // GROUP, count - 1)
+        seen_by_all = end - count + first_row // GROUP + 1
+        last = tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
         end_here = end - count + last + 1
     else:
         limit = tl.full([ROWS], 0, tl.int32) + end
