@@ -22,8 +22,6 @@ from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, EngineError,
 from tok_core.replicas.replica import ProcessReplica
 from tok_core.worker.runner import Runner
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
 ABSURD = (1 << 40, 1 << 50, (1 << 63) - 1)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from tok_core.config import MAX_DRAFT_TOKENS
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.speculation.acceptance import Acceptance, Float64
-from tok_core.messages import EngineInfo, Int64, ModelDrafts, array
+from tok_core.messages import EngineInfo, Int64, ModelDrafts
 
 OPTIMISTIC_SHARE: Final = 0.8  # acceptance assumed before the first drafts, so that the model is tried
 MAX_FIRST_ROWS: Final = 256  # rows of a head's first pass that also read what was added, as the largest CUDA graph has
@@ -72,28 +72,41 @@ class DraftModel:
         share[table.guided[slots]] = 0
         return np.cumprod(share, axis=1, out=share)
 
-    def read(self, slots: Int64) -> list[tuple[int, int, int]]:
-        """Return chunks to read before the slots can draft, as slot, start and count: at most one step's tokens.
+    def read(self, slots: Int64) -> Int64:
+        """Return chunks to read before the slots can draft, as slots, starts and counts `[3, c]`.
 
-        Few positions before a sequence's last token need no chunk: one, or of a head as many as tokens were accepted.
-        What one chunk reads is read for all: of sequences with a common prefix, the first one reads it.
+        They have at most one step's tokens. Few positions before a sequence's last token need no chunk: one, or of a
+        head as many as tokens were accepted. What one chunk reads is read for all: of sequences with a common prefix,
+        the first one reads it.
         """
-        table, left, chunks = self._table, self._max_chunk_tokens, list[tuple[int, int, int]]()
+        table, left, chunks = self._table, self._max_chunk_tokens, [np.empty((3, 0), np.int64)]
         self._read_again = 0
         if self._ahead:
             self._max_behind = max(1, min(MAX_DRAFT_TOKENS, MAX_FIRST_ROWS // max(len(slots), 1) - 1))
         new = slots[self._read_by[slots] != table.epoch[slots]]
         self._read[new], self._read_by[new] = 0, table.epoch[new]
-        for slot in slots[self._unread(slots) > self._max_behind].tolist():
-            start, end = self._first_unread(slot), int(table.length[slot]) - self._ahead
-            if end - start > self._max_behind and left:
-                count = min(end - start, left)
-                self._read_again += count if self._read[slot] else 0
-                chunks.append((slot, start, count))
-                self._mark(array([slot], np.int64), array([start], np.int64), array([start + count], np.int64))
-                start, left = start + count, left - count
-            self._read[slot] = start
-        return chunks
+        behind = slots[self._unread(slots) > self._max_behind]
+        grown = self._read[behind] > 0
+        while len(behind):
+            self._read[behind] = self._first_unread(behind)
+            short = self._unread(behind) > self._max_behind
+            behind, grown = behind[short], grown[short]
+            if not len(behind) or not left:
+                break
+            # Sequences whose first unread position is in one page share it: the first of them reads for now.
+            page = table.pages[behind, self._read[behind] // self._page_size]
+            reading = np.sort(np.unique(page, return_index=True)[1])
+            slot = behind[reading]
+            start, count = self._read[slot], self._unread(slot)
+            count = np.clip(left - (np.cumsum(count) - count), 0, count)
+            chunks.append(np.stack((slot, start, count))[:, count > 0])
+            left -= int(count.sum())
+            self._read_again += int(count[grown[reading]].sum())
+            self._mark(slot, start, start + count)
+            self._read[slot] = start + count
+            others = np.delete(np.arange(len(behind)), reading)
+            behind, grown = behind[others], grown[others]
+        return np.concatenate(chunks, axis=1)
 
     def share_read_again(self, drafts: ModelDrafts) -> float:
         """Return the share of the tokens just read by which sequences had grown since they drafted."""
@@ -104,27 +117,24 @@ class DraftModel:
         ready: np.ndarray = self._unread(slots) <= self._max_behind
         return ready
 
-    def write(self, chunks: list[tuple[int, int, int]], slots: Int64, lent: Int64) -> ModelDrafts:
+    def write(self, chunks: Int64, slots: Int64, lent: Int64) -> ModelDrafts:
         """Return the message by which `slots`, which are ready, draft the tokens of the slots `lent`, `[n, k]`."""
         table, lent = self._table, lent[:, : (lent >= 0).sum(axis=1).max(initial=0)]
         last = table.length[slots].astype(np.int64) - self._ahead
         count = last - self._read[slots]
-        behind = np.repeat(slots, count)
-        before = np.arange(count.sum()) + np.repeat(self._read[slots] - (np.cumsum(count) - count), count)
-        slot, position = np.concatenate((slots, behind)), np.concatenate((last, before))
+        before = _consecutive(self._read[slots], count)
+        slot, position = np.concatenate((slots, np.repeat(slots, count))), np.concatenate((last, before))
         end = np.concatenate((last + (lent >= 0).sum(axis=1), before + 1))
         self._mark(slots, self._read[slots], last + 1)
         self._read[slots] = last + 1
         self._idle_turns = 0
         self.drafted_tokens += int(np.count_nonzero(lent >= 0))
-        chunk_slot, start, size = array(chunks).reshape(-1, 3).T
-        first = start + self._ahead
-        tokens = [table.tokens[one, at : at + n] for one, at, n in zip(chunk_slot, first, size, strict=True)]
+        chunk_slot, start, size = chunks.astype(np.int32)
         return ModelDrafts(
             chunk_slot=chunk_slot,
             chunk_start=start,
             chunk_count=size,
-            chunk_token=np.concatenate(tokens) if tokens else array([]),
+            chunk_token=table.tokens[np.repeat(chunk_slot, size), _consecutive(start + self._ahead, size)],
             slot=slot.astype(np.int32),
             position=position.astype(np.int32),
             token=table.tokens[slot, position + self._ahead],
@@ -157,24 +167,36 @@ class DraftModel:
         unread: Int64 = self._table.length[slots] - self._ahead - self._read[slots]
         return unread
 
-    def _first_unread(self, slot: int) -> int:
-        """Return how many of the slot's first positions are read in its pages."""
-        size, length = self._page_size, int(self._table.length[slot]) - self._ahead
-        first = int(self._read[slot]) // size
-        page = self._table.pages[slot, first : -(-length // size)]
+    def _first_unread(self, slots: Int64) -> Int64:
+        """Return how many of the first positions of each slot are read in its pages."""
+        size, length = self._page_size, self._table.length[slots].astype(np.int64) - self._ahead
+        first, pages = self._read[slots, None] // size, -(-length[:, None] // size)
+        index = np.arange(first.min(), pages.max())
+        page = self._table.pages[slots[:, None], index]
         filled = np.where(self._filled_in[page] == self._releases[page], self._filled[page], 0)
-        short = (filled < size).nonzero()[0]
-        read = length if not len(short) else (first + int(short[0])) * size + int(filled[short[0]])
-        return min(read, length)
+        filled[index < first] = size
+        filled = np.pad(np.where(index < pages, filled, 0), ((0, 0), (0, 1)))
+        short = (filled < size).argmax(axis=1)
+        read: Int64 = np.minimum((index[0] + short) * size + filled[np.arange(len(slots)), short], length)
+        return read
 
     def _mark(self, slots: Int64, start: Int64, end: Int64) -> None:
         """Take note that the positions `[start, end)` of each slot are read, as all before them are."""
         size = self._page_size
         first = start // size
         count = np.where(end > start, (end - 1) // size - first + 1, 0)
-        row = np.repeat(np.arange(len(slots)), count)
-        index = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        row, index = np.repeat(np.arange(len(slots)), count), _consecutive(first, count)
         page = self._table.pages[slots[row], index]
         before = np.where(self._filled_in[page] == self._releases[page], self._filled[page], 0)
         self._filled[page] = np.maximum(before, np.minimum(end[row] - index * size, size))
         self._filled_in[page] = self._releases[page]
+
+
+def _consecutive(start: Int64, count: Int64) -> Int64:
+    """Return `count` numbers from each `start` on, one after the other.
+
+    >>> _consecutive(np.array([3, 10]), np.array([2, 3])).tolist()
+    [3, 4, 10, 11, 12]
+    """
+    numbers: Int64 = np.repeat(start - (np.cumsum(count) - count), count) + np.arange(count.sum())
+    return numbers

@@ -237,7 +237,7 @@ class Speculator:
         parents, token, drafted = (array[drafted.any(axis=1)] for array in (parents, token, drafted))
         if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
             return NOBODY, None
-        chunks: list[tuple[int, int, int]] = []
+        chunks = np.empty((3, 0), np.int64)
         modelled = token[:, 0] == FROM_MODEL
         if self.model is not None and modelled.any():
             chunks = self.model.read(parents[modelled])
@@ -249,7 +249,7 @@ class Speculator:
             slots[drafted] = table.lend(parents[drafted.nonzero()[0]])
             self._fill_rows(Drafts(step, parents, table.epoch[parents], slots, token, models))
         model_drafts = None
-        if self.model is not None and (chunks or models):
+        if self.model is not None and (chunks.size or models):
             model_drafts = self.model.write(chunks, parents[:models], slots[:models])
             self.waits = True  # a sequence that is read now drafts in the next step
         return slots[drafted], model_drafts
