@@ -112,7 +112,7 @@ def record_drafts(engine: Engine) -> list[Draft]:
     state = manager_of(engine).ports._runner.state  # type: ignore[attr-defined]
     write, verified = speculator.model.write, speculator.verified
 
-    def recording_write(chunks: list[tuple[int, int, int]], slots: Int64, lent: Int64) -> ModelDrafts:
+    def recording_write(chunks: Int64, slots: Int64, lent: Int64) -> ModelDrafts:
         table = speculator._table
         texts[:] = [table.tokens[slot, : table.length[slot] + 1].tolist() for slot in slots]
         keys[:] = state.random_keys[:2, slots.tolist()].T.tolist()
