@@ -1,10 +1,10 @@
-"""Prompts, parameters and settings by which draft models and draft heads are shown to change no answer."""
+"""Prompts, parameters and settings by which drafts are shown to change no answer."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,9 +54,9 @@ def answer(output: RequestOutput) -> Answer:
     return [(one.token_ids, one.logprobs, one.finish_reason, one.stop_reason) for one in output.outputs]
 
 
-def answers(engine: Engine) -> list[Answer]:
+def answers(engine: Engine, named: Mapping[str, SamplingParams] = PARAMS) -> list[Answer]:
     """Return the answers to all prompts with all parameters, which run together."""
-    asked = [(prompt, params) for params in PARAMS.values() for prompt in PROMPTS]
+    asked = [(prompt, params) for params in named.values() for prompt in PROMPTS]
     prompts, params = zip(*asked, strict=True)
     return [answer(output) for output in engine.generate(list(prompts), list(params))]
 

@@ -13,37 +13,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.drafting import NEW, PARAMS, PLAIN, PROMPTS, STEM, WORDS, Answer, answer, answers
+from support.engines import assert_all_given_back, cpu_engine, manager_of
 from support.grouping import group_eagerly
 from support.tiny_models import make_model, reference_greedy
-from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, RequestOutput, SamplingParams
+from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
 from tok_core.manager.speculation.acceptance import Float64
 from tok_core.sampling_params import Grammar
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
-NEW = 40
-STEM, *PARTS = random_prompts((33, 1, 15, 40), seed=5)
-PROMPTS = [STEM, STEM + PARTS[0], STEM + PARTS[1], PARTS[2]]
-PLAIN = SamplingParams(temperature=1.0, seed=3, max_tokens=NEW, ignore_eos=True, logprobs=0)
-WORDS = Grammar(kind="regex", value="(apples|baskets|dogs)( (apples|baskets|dogs)){3}")
-PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=2),
-    "plain": PLAIN,
-    "samples": SamplingParams(n=5, temperature=0.4, seed=1, max_tokens=NEW, ignore_eos=True, logprobs=0),
-    "filters": SamplingParams(n=2, temperature=0.8, seed=2, top_k=20, top_p=0.9, max_tokens=NEW, logprobs=3),
-    "penalties": SamplingParams(
-        n=2, temperature=0.7, seed=4, presence_penalty=0.6, repetition_penalty=1.2, max_tokens=NEW, ignore_eos=True
-    ),
+MANY = PARAMS | {
     "biases": SamplingParams(temperature=1.0, seed=5, logit_bias={5: 3.0, 9: 4.0}, max_tokens=NEW, logprobs=1),
-    "min_tokens": SamplingParams(n=3, temperature=1.2, seed=6, min_tokens=20, stop_token_ids=(9, 30), max_tokens=NEW),
     "allowed": SamplingParams(temperature=1.0, seed=7, allowed_token_ids=tuple(range(3, 20)), max_tokens=NEW),
-    "bad_words": SamplingParams(temperature=0.5, seed=8, bad_words=("a", "the"), max_tokens=NEW, ignore_eos=True),
-    "grammar": SamplingParams(temperature=1.0, seed=9, grammar=WORDS, max_tokens=NEW),
-    "one_token": SamplingParams(temperature=0, max_tokens=1),
     "two_tokens": SamplingParams(n=2, temperature=0, max_tokens=2),
 }
-Answer = list[tuple[list[int], object, str | None, object]]
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +35,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama3", tmp_path_factory.mktemp("speculation") / "tiny", max_positions=256)
 
 
-def answer(output: RequestOutput) -> Answer:
-    return [(one.token_ids, one.logprobs, one.finish_reason, one.stop_reason) for one in output.outputs]
-
-
-def answers(engine: Engine) -> list[Answer]:
-    """Return the answers to all prompts with all parameters, which run together."""
-    asked = [(prompt, params) for params in PARAMS.values() for prompt in PROMPTS]
-    prompts, params = zip(*asked, strict=True)
-    return [answer(output) for output in engine.generate(list(prompts), list(params))]
-
-
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[Answer]:
     """Return the answers without speculation."""
     with cpu_engine(path, batch_invariant=True) as engine:
-        return answers(engine)
+        return answers(engine, MANY)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +58,7 @@ def test_drafts_change_no_bit_of_any_answer(
     with cpu_engine(path, batch_invariant=True, speculate=speculate, max_model_len=128, **options) as engine:
         group_eagerly(manager_of(engine))
         for _ in range(3):
-            assert answers(engine) == expected
+            assert answers(engine, MANY) == expected
         stats = engine.stats()
     assert stats["accepted_tokens"] > 10
     assert stats["drafted_tokens"] > stats["accepted_tokens"]
@@ -129,7 +102,7 @@ def test_drafts_of_any_size_change_no_bit_of_any_answer(path: Path, expected: li
         setattr(speculator.costs, "choose", choose)  # noqa: B010
         setattr(speculator.costs, "allows", lambda sequences: True)  # noqa: B010
         for _ in range(3):
-            assert answers(engine) == expected
+            assert answers(engine, MANY) == expected
         stats = engine.stats()
     assert stats["accepted_tokens"] > 10
 
@@ -172,7 +145,7 @@ def test_drafts_of_guided_sequences_change_no_bit(path: Path, options: dict[str,
 def test_auto_answers_as_without_drafts(path: Path, expected: list[Answer]) -> None:
     with cpu_engine(path, batch_invariant=True, speculate="auto", max_model_len=128, max_running=256) as engine:
         for _ in range(2):
-            assert answers(engine) == expected
+            assert answers(engine, MANY) == expected
 
 
 def test_repeated_seeded_sample_takes_a_third_of_the_steps(path: Path) -> None:

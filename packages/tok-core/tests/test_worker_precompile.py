@@ -223,7 +223,7 @@ def run_main(request: CompileRequest, monkeypatch: pytest.MonkeyPatch) -> Compil
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(logging, "disable", lambda: None)
     precompile.main()
-    for kernel in launch_config.card_launches(request.card) or ():  # this process goes on with the table's launches
+    for kernel in launch_config.card_launches(request.card) or ():  # this process uses the table's launches from now on
         launch_config.remove_override(kernel)
     return msgspec.json.decode(stdout.buffer.getvalue().lstrip(), type=CompileReport)
 

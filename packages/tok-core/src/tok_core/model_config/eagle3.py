@@ -92,7 +92,7 @@ def _streams(config: Fields, nested: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers whose input the head reads; by default those of the EAGLE-3 paper's code.
 
     Published configs number the streams in two ways: by the layer that reads one, or by the layer that wrote it. As in
-    SGLang, the first number tells: 2 in the first way and 1 in the second are the input of layer 2.
+    SGLang, the first number decides: 2 in the first way and 1 in the second are the input of layer 2.
     """
     fields = config if LAYER_IDS in config else nested
     if LAYER_IDS not in fields:
