@@ -85,6 +85,10 @@ class SimulatedGpu:
         if (new := step.new) is not None:
             length[new.slot], last[new.slot] = new.length, new.last_token
             self.slots["seed"][new.slot], self.slots["sample"][new.slot] = new.sampling["seed"], new.sample
+        if (moves := step.moves) is not None:
+            for name in ("seed", "sample"):
+                self.slots[name][moves.slot] = self.slots[name][moves.source]
+            length[moves.slot], last[moves.slot] = moves.length, moves.last_token
         draft_token, draft_seconds = np.empty((0, 0), np.int32), 0.0
         if step.drafts is not None:
             draft_token, draft_seconds = self._draft(step.drafts)

@@ -162,6 +162,13 @@ class SimulatedWorker:
             self.page_table[one.slot, : len(one.page)] = one.page
         self.page_table[step.page_slot, step.page_index] = step.page_id
         assert (self.page_table[step.page_slot, step.page_index] == step.page_id).all(), "one entry, two pages"
+        if (moves := step.moves) is not None:
+            self.renewed[moves.slot] = step.step
+            for column in (self.page_table, self.sample, self.eos_from_position):
+                column[moves.slot] = column[moves.source]
+            assert not self.ended[moves.source].any()
+            self.ended[moves.slot] = False
+            self.length[moves.slot], self.last_token[moves.slot] = moves.length, moves.last_token
         assert len(set(step.copy_dst.tolist())) == len(step.copy_dst), "a page is copied to twice"
         pages = self.cache.reshape(-1, self.page_size)
         pages[step.copy_dst] = pages[step.copy_src]

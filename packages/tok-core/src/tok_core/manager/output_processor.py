@@ -133,7 +133,7 @@ class OutputProcessor:
                 break
             parent, row = drafts.parent[left], row_of[slot[left]]
             table.length[parent] += 1
-            table.announced[parent] = False  # the worker's length and last token are out of date
+            table.moved[parent] = True
             self.speculator.count_accepted(drafts, left)
             reported.append(self._append_rows(parent, output, row))
         return reported

@@ -77,6 +77,7 @@ class SequenceTable:
     pages              int32 [S, P], page ids; the first `num_shared` belong to the prefix tree down to `node`, the
                        others to the slot
     announced          whether the worker knows the slot's present owner
+    moved              whether accepted drafts have moved it past the position that the worker knows
     epoch              incremented whenever the slot's owner has ended: late tokens of an earlier owner have a smaller
                        one
     microbatch         pipeline only: microbatch in which it decodes
@@ -102,6 +103,7 @@ class SequenceTable:
         per_slot = -(-max_len // page_size)
         self.state = np.zeros(slots, np.uint8)
         self.announced = np.zeros(slots, np.bool_)
+        self.moved = np.zeros(slots, np.bool_)
         self.epoch = np.zeros(slots, np.int64)
         self.microbatch = np.zeros(slots, np.int64)
         self.last_sampled_step = np.zeros(slots, np.int64)
@@ -201,7 +203,7 @@ class SequenceTable:
         params, prompt_len = request.params, len(request.prompt)
         assert request.stop_set is not None
         self.state[slots] = State.PREFILL
-        self.announced[slots] = False
+        self.announced[slots] = self.moved[slots] = False
         self.last_sampled_step[slots] = 0
         self.guided[slots] = params.grammar is not None
         self.allowed_set[slots] = request.allowed_set
@@ -243,8 +245,6 @@ class SequenceTable:
         ):
             column[slots] = column[sources]
         self.limit[slots] = NEVER
-        for slot, source in zip(slots.tolist(), sources.tolist(), strict=True):
-            self.requests[slot] = self.requests[source]
         return slots
 
     def end(self, slots: Int64) -> None:

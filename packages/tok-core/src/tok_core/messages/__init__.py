@@ -50,6 +50,7 @@ from tok_core.messages.steps import (
     PromptValues,
     RequestedPromptOutputs,
     SharedPages,
+    SlotMoves,
     StepInput,
     StepOutput,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "Scores",
     "Sender",
     "SharedPages",
+    "SlotMoves",
     "Silence",
     "Stats",
     "StepInput",

@@ -41,6 +41,21 @@ class NewSlots(msgspec.Struct):
     prefix: np.ndarray
 
 
+class SlotMoves(msgspec.Struct):
+    """Slots that stand for a position of a sequence which the worker knows: after accepted drafts, or for a draft row.
+
+    slot        the slots; each takes over the parameters and the page table of its source
+    source      slot of the sequence: the same one for a sequence with accepted drafts
+    length      positions already in the cache before the row
+    last_token  input of the next decode row
+    """
+
+    slot: np.ndarray
+    source: np.ndarray
+    length: np.ndarray
+    last_token: np.ndarray
+
+
 MAX_CASCADE_LEVELS = 2
 """Cascade levels of a step: enough for a system prompt, few-shot examples, and a question sampled many times."""
 
@@ -139,7 +154,7 @@ class StepInput(msgspec.Struct, tag=True):
        of their slots. Drop tokens of slots that have since been given to another sequence. The last stage, and a worker
        with all layers, have recorded them when they sampled them.
     2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
-       `(page_slot, page_index) = page_id`.
+       `(page_slot, page_index) = page_id`. Then move the slots of `moves`.
     3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
     4. Let the draft model draft the tokens of `drafts`.
     5. Compute. Each slot of `decode_slot` feeds its last token at position `length`; chunk c feeds `prefill_count[c]`
@@ -193,6 +208,7 @@ class StepInput(msgspec.Struct, tag=True):
     mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
     top_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     drafts: ModelDrafts | None = None
+    moves: SlotMoves | None = None
 
 
 class StepOutput(msgspec.Struct, tag=True):

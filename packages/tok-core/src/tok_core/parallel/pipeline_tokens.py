@@ -80,6 +80,8 @@ class TokenReceiver:
         """
         if step.new is not None:
             self._owned_since[step.new.slot] = step.step
+        if step.moves is not None:
+            self._owned_since[step.moves.slot] = step.step
         rows = len(step.sample_slot)
         if not rows:
             return

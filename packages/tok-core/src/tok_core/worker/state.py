@@ -78,11 +78,18 @@ class WorkerState:
         # One gather reads all that a row's random numbers depend on: seed, sample and position.
         self.random_keys = torch.zeros((3, slots + 1), dtype=torch.int64, device=device)
         seed, self.sample, length = self.random_keys
+        names: dict[str, list[str]] = {"int64": ["last_token", "eos_from_position", "prompt_len"], "int32": ["ended"]}
+        for name, column in DEVICE_COLUMNS.items():
+            if name != "seed":
+                names.setdefault(column.dtype, []).append(name)
+        # Columns of one dtype are rows of one tensor, so that `_move_slots` copies them together.
+        self._packed = {dtype: self._pack(getattr(torch, dtype), len(rows)) for dtype, rows in names.items()}
+        columns = {name: row for dtype, rows in names.items() for name, row in zip(rows, self._packed[dtype])}
         self.columns = SlotColumns(
-            last_token=self._column(torch.int64),
+            last_token=columns["last_token"],
             length=length,
-            ended=self._column(torch.int32),
-            eos_from_position=self._column(torch.int64),
+            ended=columns["ended"],
+            eos_from_position=columns["eos_from_position"],
             page_table=torch.zeros((slots + 1, pages_per_slot), dtype=torch.int32, device=device),
             token_of=torch.zeros((num_pages + 1) * page_size, dtype=torch.int64, device=device),
             end_ids=torch.tensor(model.eos_token_ids, dtype=torch.int64, device=device),
@@ -90,9 +97,8 @@ class WorkerState:
             scratch=num_pages * page_size,
         )
         self.columns.ended[slots] = 1
-        self.prompt_len = self._column(torch.int64)
-        self.sampling = {name: self._column(getattr(torch, column.dtype)) for name, column in DEVICE_COLUMNS.items()}
-        self.sampling["seed"] = seed
+        self.prompt_len = columns["prompt_len"]
+        self.sampling = {name: seed if name == "seed" else columns[name] for name in DEVICE_COLUMNS}
         # The bias table is empty until requests need it, and widens as they do.
         self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
@@ -116,8 +122,10 @@ class WorkerState:
         self.hidden = self.cache((self.num_pages + 1, self.page_size, hidden_size), dtype)
         return self.hidden
 
-    def _column(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.slots + 1, dtype=dtype, device=self.device)
+    def _pack(self, dtype: torch.dtype, columns: int) -> Tensor:
+        """Allocate columns as rows of one tensor, aligned as if each were allocated alone."""
+        width = -(-(self.slots + 1) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
+        return torch.zeros((columns, width), dtype=dtype, device=self.device)[:, : self.slots + 1]
 
     def apply(self, step: StepInput, put: Mapping[str, Tensor]) -> None:
         """Apply the step's changes; `put` holds the arrays of `changes(step)` on the device."""
@@ -127,6 +135,8 @@ class WorkerState:
             self.columns.page_table[put[f"shared_slot_{i}"].long(), : len(shared.page)] = put[f"shared_page_{i}"]
         if len(step.page_slot):
             self.columns.page_table[put["page_slot"], put["page_index"]] = put["page_id"]
+        if step.moves is not None:
+            self._move_slots(put)
         if len(step.copy_src):
             self._copy_pages(put["copy_src"].long(), put["copy_dst"].long())
 
@@ -162,6 +172,16 @@ class WorkerState:
         self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` would copy a 0 from the host, and wait
         if len(new.bias_slot) or self.bias_token.shape[1]:
             self._set_biases(slot, new, put)
+
+    def _move_slots(self, put: Mapping[str, Tensor]) -> None:
+        slot, source = put["move_slot"], put["move_source"]
+        for columns in (*self._packed.values(), self.random_keys):
+            columns.index_copy_(1, slot, columns.index_select(1, source))
+        bias = (self.bias_token, self.bias_value, self.bias_until, self.bias_prefix)
+        for rows in (self.columns.page_table, *(table for table in bias if table.numel())):
+            rows.index_copy_(0, slot, rows.index_select(0, source))
+        self.columns.length.index_copy_(0, slot, put["move_length"])
+        self.columns.last_token.index_copy_(0, slot, put["move_last_token"])
 
     def _set_biases(self, slot: Tensor, new: NewSlots, put: Mapping[str, Tensor]) -> None:
         """Write each slot's bias entries into its row, from the left; `until` 0 marks the rest as unused."""
@@ -203,6 +223,7 @@ class WorkerState:
                 setattr(self, name, torch.nn.functional.pad(table, (0, more)))
 
 
+_COLUMN_ALIGNMENT = 64  # entries: 256 bytes or more
 _COLUMNS = (
     "length",
     "last_token",
@@ -227,6 +248,8 @@ def changes(step: StepInput) -> dict[str, np.ndarray]:
         if len(step.new.prefix_slot):
             arrays |= {"new_prefix_slot": step.new.prefix_slot, "new_prefix": step.new.prefix}
             arrays["new_prefix_index"] = _index_in_slot(step.new.prefix_slot)
+    if step.moves is not None:
+        arrays |= {f"move_{name}": getattr(step.moves, name).astype(np.int64) for name in step.moves.__struct_fields__}
     return {name: array for name, array in arrays.items() if len(array)}
 
 

@@ -106,6 +106,8 @@ class HostLengthTracker:
         """Advance the lengths, and return `kv_len` of the step's sequences, int32 `[B]`. Call this for every step."""
         if step.new is not None:
             self._length[step.new.slot] = step.new.length
+        if step.moves is not None:
+            self._length[step.moves.slot] = step.moves.length
         self._length[step.decode_slot] += 1
         self._length[step.prefill_slot] = step.prefill_start + step.prefill_count
         return np.concatenate((self._length[step.decode_slot], self._length[step.prefill_slot]))

@@ -174,11 +174,6 @@ class Paging:
             self.copies.add_later(np.tile(table.pages[leader, shared:held], len(slots)), own)
         table.num_pages[slots] = held
 
-    def show(self, sources: Int64, slots: Int64) -> None:
-        """Let each of `slots`, which are free and own no pages, read and write those of its source in this step."""
-        for source, slot in zip(sources.tolist(), slots.tolist(), strict=True):
-            self._set_one(slot, 0, self.table.pages[source, : self.table.num_pages[source]])
-
     def take_changes(self) -> tuple[list[SharedPages], Int32, Int32, Int32]:
         """Return the page table entries set since the last call.
 

@@ -14,7 +14,7 @@ from tok_core.manager.prefix_groups import Groups
 from tok_core.manager.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import NEVER, SequenceTable
-from tok_core.messages import EMPTY, Int32, Int64, ModelDrafts, NewSlots, SharedPages, StepInput, array
+from tok_core.messages import EMPTY, Int32, Int64, ModelDrafts, NewSlots, SharedPages, SlotMoves, StepInput, array
 from tok_core.sampling_params import DEVICE_COLUMNS, DeviceColumn, SamplingParams
 
 
@@ -40,6 +40,7 @@ class BatchBuilder:
         self.grammars = grammars
         self.faults = faults
         self.eos_ids = eos_ids
+        self.moves: list[tuple[Int64, Int64]] = []  # slots and their sources
         self.announced: list[int] = []  # slots whose present owner this step makes known to the worker
         self.announced_length: list[int] = []  # positions that each of these has in the cache before the step
         self.chunks: list[tuple[int, int, int]] = []  # slot, start, count
@@ -62,7 +63,7 @@ class BatchBuilder:
 
     def chunk(self, slot: int, start: int, count: int) -> None:
         """Add a prefill chunk: `count` tokens of `slot` from position `start` on."""
-        if not self.table.announced[slot]:
+        if not self.table.announced[slot] or self.table.moved[slot]:
             self.announce([slot], [start])
         request = self.table.requests[slot]
         assert request is not None
@@ -85,8 +86,15 @@ class BatchBuilder:
     def announce(self, slots: Sequence[int], length: Sequence[int]) -> None:
         """Let the worker set these slots to their owner's parameters, positions in the cache, and last known token."""
         self.table.announced[slots] = True
+        self.table.moved[slots] = False
         self.announced += slots
         self.announced_length += length
+
+    def move(self, slots: Int64, sources: Int64) -> None:
+        """Let the worker set these slots to the table's position, for the sequences of `sources`, which it knows."""
+        if len(slots):
+            self.table.moved[slots] = False
+            self.moves.append((slots, sources))
 
     def build(self, sampled_upto: int, decode: Int64, groups: Groups, changes: Changes) -> StepInput:
         """Return the StepInput; the table's lengths must already be those after the step.
@@ -175,7 +183,15 @@ class BatchBuilder:
             mask=masks.words,
             top_row=_rows(table.top_logprobs[sample_slot]),
             drafts=self.drafts,
+            moves=self._slot_moves(decode) if self.moves else None,
         )
+
+    def _slot_moves(self, decode: Int64) -> SlotMoves:
+        """Return the moves; the decode rows of their slots have advanced `length` by one already."""
+        slots, sources = (np.concatenate(part) for part in zip(*self.moves, strict=True))
+        length = self.table.length[slots] - 1
+        token = self.table.tokens[slots, length]
+        return SlotMoves(slots.astype(np.int32), sources.astype(np.int32), length, token)
 
     def _new_slots(self, announced: list[int], length: list[int]) -> NewSlots:
         """Return the parameters of new slots, read once per request, however many of its samples are new."""

@@ -181,11 +181,11 @@ class Scheduler:
 
     def _add_drafts(self, speculator: Speculator, builder: BatchBuilder, decode: Int64) -> Int64:
         """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
-        table = self.table
-        rows, builder.drafts = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
-        for slots in (decode[~table.announced[decode]], rows):
-            builder.announce(slots.tolist(), table.length[slots].tolist())
-        return np.concatenate((decode, rows))
+        lent, builder.drafts = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
+        moved = decode[self.table.moved[decode]]
+        builder.move(moved, moved)
+        builder.move(lent.slots, lent.sources)
+        return np.concatenate((decode, lent.slots))
 
     def _build(self, builder: BatchBuilder, decode: Int64) -> StepInput:
         """Group the decode rows, advance each by one position, and return the step."""

@@ -37,6 +37,16 @@ HALF: Final = np.uint64(32)
 NOBODY: Final[Int64] = np.empty(0, np.int64)
 
 
+class LentSlots(NamedTuple):
+    """Slots lent to drafted tokens, and the slots of the sequences that each stands for."""
+
+    slots: Int64
+    sources: Int64
+
+
+NO_SLOTS: Final = LentSlots(NOBODY, NOBODY)
+
+
 class Drafts(NamedTuple):
     """Drafts that a step verifies.
 
@@ -219,7 +229,7 @@ class Speculator:
         rows = zip(token.tolist(), probability.tolist(), count, strict=True)
         return [(tokens[:n], chances[:n]) for tokens, chances, n in rows]
 
-    def lend_rows(self, step: int, decode: Int64, others: int, budget: int) -> tuple[Int64, ModelDrafts | None]:
+    def lend_rows(self, step: int, decode: Int64, others: int, budget: int) -> tuple[LentSlots, ModelDrafts | None]:
         """Draft tokens for those of `decode` whose last token is known.
 
         Return the slots of the draft rows, and what the draft model does before. Each of these slots is filled like a
@@ -231,12 +241,12 @@ class Speculator:
         if not self._considers:
             parents = parents[table.guided[parents]]
         if not len(parents):
-            return NOBODY, None
+            return NO_SLOTS, None
         token = self._draft(parents, min(budget - rows, table.lendable_slots), rows)
         drafted = token != NO_TOKEN
         parents, token, drafted = (array[drafted.any(axis=1)] for array in (parents, token, drafted))
         if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
-            return NOBODY, None
+            return NO_SLOTS, None
         chunks = np.empty((3, 0), np.int64)
         modelled = token[:, 0] == FROM_MODEL
         if self.model is not None and modelled.any():
@@ -252,7 +262,7 @@ class Speculator:
         if self.model is not None and (chunks.size or models):
             model_drafts = self.model.write(chunks, parents[:models], slots[:models])
             self.waits = True  # a sequence that is read now drafts in the next step
-        return slots[drafted], model_drafts
+        return LentSlots(slots[drafted], parents[drafted.nonzero()[0]]), model_drafts
 
     def _fill_rows(self, drafts: Drafts) -> None:
         """Fill the slots lent, which feed the drafted tokens at the next positions, and take note of the drafts."""
@@ -262,10 +272,8 @@ class Speculator:
         table.length[lent] += 1 + column.astype(np.int32)
         table.known[lent] = table.length[lent] + 1
         table.tokens[lent, table.length[lent]] = np.maximum(token, 0)
-        self._paging.show(parents, lent)
-        for slot, parent, at in zip(lent.tolist(), parents.tolist(), column.tolist(), strict=True):
-            if table.guided[parent]:
-                table.draft_masks[slot] = table.matchers[parent].ahead[at]
+        for i in table.guided[parents].nonzero()[0].tolist():
+            table.draft_masks[int(lent[i])] = table.matchers[int(parents[i])].ahead[column[i]]
         self._drafts = drafts
         self.waits = True
         self._idle_turns = 0
@@ -280,8 +288,6 @@ class Speculator:
         self._drafts = None
         self._table.held[drafts.lent] = False
         self._table.draft_masks.clear()
-        for slot in drafts.lent.tolist():
-            self._table.requests[slot] = None
         return drafts.with_tokens_of(output)
 
     def verified(self, drafts: Drafts, right: NDArray[np.bool_]) -> None:
