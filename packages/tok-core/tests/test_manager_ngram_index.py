@@ -134,4 +134,5 @@ def test_step_of_very_many_rows_is_learned_in_part() -> None:
         table.known[:rows] = 2
         speculator.note(np.arange(rows))
         speculator.learn(in_flight=0)
+        speculator.add_to_index()
     assert learnt == [0, 1, 1024, 513, 1003]

@@ -136,6 +136,8 @@ class Manager:
         self.intake.drop_cancelled()
         self._rebalance_if_due()
         step = self._send_step()
+        if self.speculator is not None and (outputs or advanced):
+            self.speculator.add_to_index()
         if self.commands.holds:
             self.commands.advance()
         if self.faults:

@@ -84,7 +84,7 @@ class WorkerState:
                 names.setdefault(column.dtype, []).append(name)
         # Columns of one dtype are rows of one tensor, so that `_move_slots` copies them together.
         self._packed = {dtype: self._pack(getattr(torch, dtype), len(rows)) for dtype, rows in names.items()}
-        columns = {name: row for dtype, rows in names.items() for name, row in zip(rows, self._packed[dtype])}
+        columns = {name: row for dtype, rows in names.items() for name, row in zip(rows, self._packed[dtype], strict=True)}
         self.columns = SlotColumns(
             last_token=columns["last_token"],
             length=length,
@@ -174,6 +174,7 @@ class WorkerState:
             self._set_biases(slot, new, put)
 
     def _move_slots(self, put: Mapping[str, Tensor]) -> None:
+        """Let slots stand for another position of the sequences of their sources."""
         slot, source = put["move_slot"], put["move_source"]
         for columns in (*self._packed.values(), self.random_keys):
             columns.index_copy_(1, slot, columns.index_select(1, source))

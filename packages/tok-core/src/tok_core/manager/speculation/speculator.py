@@ -182,7 +182,7 @@ class Speculator:
         self.costs.returned(now, accepted, *seconds)
 
     def learn(self, in_flight: int) -> None:
-        """Learn the noted tokens; decide whether the next step waits for the steps in flight, to verify drafts.
+        """Gather the noted tokens; decide whether the next step waits for the steps in flight, to verify drafts.
 
         Call this before slots of ended sequences are assigned again.
         """
@@ -199,15 +199,20 @@ class Speculator:
         if not self._considers:
             return
         self._unpredicted += 1
-        self._add()
         decode = table.in_state(State.DECODE)
-        if self._prompts and len(decode) <= MAX_LEARNT:
-            self.index.add_text(*self._prompts.popleft())
         if in_flight and not self.waits and not len(table.in_state(State.PREFILL)):
             # The tokens in flight are unknown: what can be drafted now stands for what can be drafted after them.
             drafts = self._draft(decode[~table.guided[decode]], table.lendable_slots, len(decode))
             self.waits = bool((drafts != NO_TOKEN).any())
         self._waited |= self.waits
+
+    def add_to_index(self) -> None:
+        """Add what `learn` has gathered to the index. Call this after a step is sent, so that none waits for it."""
+        if not self._considers:
+            return
+        self._add()
+        if self._prompts and len(self._table.in_state(State.DECODE)) <= MAX_LEARNT:
+            self.index.add_text(*self._prompts.popleft())
 
     def propose(self, slots: Int64, count: int) -> tuple[Int32, Float64]:
         """Return up to `count` tokens that may follow each slot's last known token, and their probabilities.

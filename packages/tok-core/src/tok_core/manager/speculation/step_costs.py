@@ -20,7 +20,9 @@ MIN_OBSERVATIONS: Final = 2  # of an estimate; the first step of a size may take
 MIN_GAIN: Final = 1.03  # minimum expected speed-up of a step with drafts; less is within the error of estimates
 MAX_LOSS: Final = 0.01  # share of the time of plain steps that drafts may cost
 MAX_CREDIT_STEPS: Final = 4.0  # plain steps; limit of the time saved earlier that drafts may lose later
+OTHER_LOAD: Final = 4  # factor of the number of sequences
 MAX_OVERRUN: Final = 2.0  # factor of the expected seconds that limits an observation; the machine may pause
+HOST_ROWS: Final = 256.0  # rows that take the host as long as the rest of a step with drafts; fits 5 to 1,071 rows
 ASSUMED_ROWS: Final = 256.0  # without measurements: rows that take as long as the rest of a step
 ASSUMED_WAIT: Final = 0.25  # without measurements: time lost by waiting, as a share of a step's fixed time
 
@@ -42,13 +44,14 @@ class StepCosts:
 
     device(rows) is the time on the device: measured, for sizes that are half an octave apart, and interpolated. The
     overhead is the rest of the time from the return of one step to the return of the next. It is small for a step that
-    was queued while another ran, and larger for a step with drafts, before which the manager waits for values.
+    was queued while another ran. Before a step with drafts, the manager waits for values, and the device for the host,
+    whose time grows with the rows: wait(rows) = w · (1 + rows / HOST_ROWS), with a measured w.
 
     A step of n sequences yields n tokens; a prompt's tokens count as sequences, too. Drafted tokens, accepted with
     probabilities p1 ≥ p2 ≥ …, each add a row:
 
-        speed(k) = (n + p1 + … + pk) / (device(n + k) + overhead of waiting)      with k drafted tokens
-        speed(0) = n / (device(n) + overhead of a queued step)                    without
+        speed(k) = (n + p1 + … + pk) / (device(n + k) + wait(n + k))    with k drafted tokens
+        speed(0) = n / (device(n) + overhead of a queued step)          without
 
     The k of the highest speed is chosen. It is 0 unless the speed is MIN_GAIN times speed(0). For example, steps of 4,
     5 and 6 rows take 2.0, 2.1 and 2.2 ms, and 0.2 ms longer after a wait; drafts of two sequences are accepted with
@@ -56,10 +59,11 @@ class StepCosts:
 
     A credit in seconds bounds the loss by wrong estimates. Each plain step adds MAX_LOSS of its time. A step with
     drafts adds the time that plain steps would have taken for its tokens, and subtracts its own. No step has drafts
-    while the credit is negative, so drafts cost at most the share MAX_LOSS of the time. The first step of a size does
-    not count, since it may load kernels and capture a graph. A size is tried only if it has at most twice the rows of
-    the largest known size, or of the plain step. A size without a measurement for FORGET_STEPS steps is unknown again,
-    and may be tried again.
+    while the credit is negative, so drafts cost at most the share MAX_LOSS of the time. A debt is cancelled once there
+    are OTHER_LOAD times as many or as few sequences: what hundreds of them lost at the start of a run says little about
+    its tail. The first step of a size does not count, since it may load kernels and capture a graph. A size is tried
+    only if it has at most twice the rows of the largest known size, or of the plain step. A size without a measurement
+    for FORGET_STEPS steps is unknown again, and may be tried again.
 
     Drafts of a draft model take passes of that model before the step. A pass takes a share of device(n). The share is
     measured; until then it is that of the weights that the pass reads. What the draft model reads before its first
@@ -76,11 +80,13 @@ class StepCosts:
         self._pass_share = pass_share
         self._passes = Recent()  # measured seconds of a pass, as a share of device(n)
         self._sizes: dict[int, Recent] = {}  # device seconds, by half octave of the rows
-        self._overhead = {True: Recent(), False: Recent()}  # by whether the step waited for drafts
+        self._queued = Recent()  # overhead of steps without drafts
+        self._waited = Recent()  # w, of steps with drafts
         self._sent: deque[SentStep] = deque()
         self._step = 0
         self._returned = 0.0
         self._credit = 0.0  # seconds
+        self._debtors = 0  # sequences of the step that made the credit negative
 
     def sent(self, step: StepInput, drafted: int, *, waited: bool, read_again: float = 0.0) -> None:
         """Record the rows of a step that was sent.
@@ -125,20 +131,25 @@ class StepCosts:
         if passes and not reads:
             share = draft_seconds / passes / max(device, 1e-9)
             self._passes.add(self._step, min(share, MAX_OVERRUN * self._pass(1.0)) if self._passes.seconds else share)
-        plain = device + self._lost(waited=False)
-        wait, queued = self._overhead[True], self._overhead[False]
-        self._credit += MAX_LOSS * plain - read_again * max(draft_seconds - passes * self._pass(device), 0.0)
+        plain = device + self._queued_overhead
+        host = 1 + rows / HOST_ROWS
+        wait = self._waited.seconds * host
+        gain = MAX_LOSS * plain - read_again * max(draft_seconds - passes * self._pass(device), 0.0)
         if rows > sequences:
-            interval = min(interval, MAX_OVERRUN * (seconds + max(wait.seconds, plain)))
-            wait.add(self._step, max(interval - seconds, 0.0))
+            interval = min(interval, MAX_OVERRUN * (seconds + max(wait, plain)))
+            self._waited.add(self._step, max(interval - seconds, 0.0) / host)
             passed = passes * self._pass(device)
             passed = passed if reads else min(draft_seconds, MAX_OVERRUN * passed)
-            self._credit += plain * (1 + accepted / sequences) - interval - passed
+            gain += plain * (1 + accepted / sequences) - interval - passed
         elif waited:
-            self._credit -= max(wait.seconds - queued.seconds, 0.0)
+            gain -= max(wait - self._queued.seconds, 0.0)
         else:
-            queued.add(self._step, min(max(interval - seconds, 0.0), MAX_OVERRUN * seconds))
-        self._credit = min(self._credit, MAX_CREDIT_STEPS * plain)
+            self._queued.add(self._step, min(max(interval - seconds, 0.0), MAX_OVERRUN * seconds))
+        if self._credit < 0 and not self._debtors <= OTHER_LOAD * sequences <= OTHER_LOAD**2 * self._debtors:
+            self._credit = 0.0
+        if self._credit >= 0:
+            self._debtors = sequences
+        self._credit = min(self._credit + gain, MAX_CREDIT_STEPS * plain)
 
     def allows(self, sequences: int) -> bool:
         """Return whether a step may have drafts: its time without them is known, and the credit is not negative."""
@@ -156,8 +167,8 @@ class StepCosts:
         longest = max(len(one.probability) for one in candidates)
         drafted = np.arange(int(min(2 * max(sequences, largest) - sequences, longest)) + 1)
         device = self._device(sequences + drafted)
-        seconds = device[1:] + self._lost(waited=True)
-        best, number, count = sequences / max(device[0] + self._lost(waited=False), 1e-9), 0, 0
+        seconds = device[1:] + self._wait(sequences + drafted[1:])
+        best, number, count = sequences / max(device[0] + self._queued_overhead, 1e-9), 0, 0
         for i, (probability, passes) in enumerate(candidates):
             tokens = sequences + np.cumsum(probability[: len(seconds)])
             if not len(tokens):
@@ -176,12 +187,19 @@ class StepCosts:
         size = self._sizes.get(_size(rows))
         return size is not None and size.known(self._step)
 
-    def _lost(self, *, waited: bool) -> float:
-        """Return the overhead of a step in seconds; while it is unknown, the overhead of the other kind."""
+    @property
+    def _queued_overhead(self) -> float:
+        """Return the overhead of a step without drafts in seconds; while it is unknown, that of one with them."""
+        known = self._queued if self._queued.known(self._step) or not self._waited.known(self._step) else self._waited
+        return known.seconds
+
+    def _wait(self, rows: NDArray[np.int64]) -> Float64:
+        """Return the overhead in seconds of a step with drafts; while it is unknown, that of a step without."""
         if not self._measured:
-            return ASSUMED_WAIT if waited else 0.0
-        own, other = self._overhead[waited], self._overhead[not waited]
-        return own.seconds if own.known(self._step) or not other.known(self._step) else other.seconds
+            return np.full(len(rows), ASSUMED_WAIT)
+        if self._waited.known(self._step) or not self._queued.known(self._step):
+            return self._waited.seconds * (1 + rows / HOST_ROWS)
+        return np.full(len(rows), self._queued.seconds)
 
     def _device(self, rows: NDArray[np.int64]) -> Float64:
         """Return the device seconds of steps by their rows; they never fall as rows grow.
