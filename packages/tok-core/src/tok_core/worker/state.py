@@ -84,7 +84,9 @@ class WorkerState:
                 names.setdefault(column.dtype, []).append(name)
         # Columns of one dtype are rows of one tensor, so that `_move_slots` copies them together.
         self._packed = {dtype: self._pack(getattr(torch, dtype), len(rows)) for dtype, rows in names.items()}
-        columns = {name: row for dtype, rows in names.items() for name, row in zip(rows, self._packed[dtype], strict=True)}
+        columns: dict[str, Tensor] = {}
+        for dtype, rows in names.items():
+            columns |= zip(rows, self._packed[dtype], strict=True)
         self.columns = SlotColumns(
             last_token=columns["last_token"],
             length=length,
