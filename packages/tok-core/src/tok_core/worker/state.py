@@ -85,8 +85,8 @@ class WorkerState:
         # Columns of one dtype are rows of one tensor, so that `_move_slots` copies them together.
         self._packed = {dtype: self._pack(getattr(torch, dtype), len(rows)) for dtype, rows in names.items()}
         columns: dict[str, Tensor] = {}
-        for dtype, rows in names.items():
-            columns |= zip(rows, self._packed[dtype], strict=True)
+        for kind, rows in names.items():
+            columns.update(zip(rows, self._packed[kind], strict=True))
         self.columns = SlotColumns(
             last_token=columns["last_token"],
             length=length,
