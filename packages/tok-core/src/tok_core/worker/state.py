@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tok_core.messages import NewSlots, StepInput
@@ -75,21 +76,16 @@ class WorkerState:
             LayerCache(*kv, *of_heads, *of_tokens)
             for kv, of_heads, of_tokens in zip(self.kv, head_scales, token_scales, strict=True)
         ]
-        # One gather reads all that a row's random numbers depend on: seed, sample and position.
-        self.random_keys = torch.zeros((3, slots + 1), dtype=torch.int64, device=device)
-        seed, self.sample, length = self.random_keys
-        names: dict[str, list[str]] = {"int64": ["last_token", "eos_from_position", "prompt_len"], "int32": ["ended"]}
-        for name, column in DEVICE_COLUMNS.items():
-            if name != "seed":
-                names.setdefault(column.dtype, []).append(name)
-        # Columns of one dtype are rows of one tensor, so that `_move_slots` copies them together.
-        self._packed = {dtype: self._pack(getattr(torch, dtype), len(rows)) for dtype, rows in names.items()}
+        # Columns of one dtype are rows of one tensor, so that one operation writes the slots of all of them.
+        self._packed = {dtype: self._pack(getattr(torch, dtype), len(rows)) for dtype, rows in _COLUMNS.items()}
         columns: dict[str, Tensor] = {}
-        for kind, rows in names.items():
-            columns.update(zip(rows, self._packed[kind], strict=True))
+        for kind, names in _COLUMNS.items():
+            columns.update(zip(names, self._packed[kind], strict=True))
+        # One gather reads all that a row's random numbers depend on.
+        self.random_keys = self._packed["int64"][: len(_RANDOM_KEYS)]
         self.columns = SlotColumns(
             last_token=columns["last_token"],
-            length=length,
+            length=columns["length"],
             ended=columns["ended"],
             eos_from_position=columns["eos_from_position"],
             page_table=torch.zeros((slots + 1, pages_per_slot), dtype=torch.int32, device=device),
@@ -100,7 +96,7 @@ class WorkerState:
         )
         self.columns.ended[slots] = 1
         self.prompt_len = columns["prompt_len"]
-        self.sampling = {name: seed if name == "seed" else columns[name] for name in DEVICE_COLUMNS}
+        self.sampling = {name: columns[name] for name in DEVICE_COLUMNS}
         # The bias table is empty until requests need it, and widens as they do.
         self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
@@ -165,20 +161,16 @@ class WorkerState:
         tokens[target] = tokens[source]
 
     def _set_slots(self, new: NewSlots, put: Mapping[str, Tensor]) -> None:
-        slot = put["new_slot"].long()
-        for name in _COLUMNS:
-            column: Tensor = getattr(self.columns if hasattr(self.columns, name) else self, name)
-            column[slot] = put[f"new_{name}"].to(column.dtype)
-        for name, column in self.sampling.items():
-            column[slot] = put[f"new_{name}"]
-        self.columns.ended.index_fill_(0, slot, 0)  # `ended[slot] = 0` would copy a 0 from the host, and wait
+        slot = put["new_slot"]
+        for dtype, columns in self._packed.items():
+            columns.index_copy_(1, slot, put[f"new_{dtype}"])
         if len(new.bias_slot) or self.bias_token.shape[1]:
             self._set_biases(slot, new, put)
 
     def _move_slots(self, put: Mapping[str, Tensor]) -> None:
         """Let slots stand for another position of the sequences of their sources."""
         slot, source = put["move_slot"], put["move_source"]
-        for columns in (*self._packed.values(), self.random_keys):
+        for columns in self._packed.values():
             columns.index_copy_(1, slot, columns.index_select(1, source))
         bias = (self.bias_token, self.bias_value, self.bias_until, self.bias_prefix)
         for rows in (self.columns.page_table, *(table for table in bias if table.numel())):
@@ -227,13 +219,13 @@ class WorkerState:
 
 
 _COLUMN_ALIGNMENT = 64  # entries: 256 bytes or more
-_COLUMNS = (
-    "length",
-    "last_token",
-    "eos_from_position",
-    "prompt_len",
-    "sample",
-)
+_RANDOM_KEYS = ("seed", "sample", "length")
+_INT64 = (*_RANDOM_KEYS, "last_token", "eos_from_position", "prompt_len")
+_COLUMNS = {
+    dtype: (*first, *(name for name, column in DEVICE_COLUMNS.items() if column.dtype == dtype and name not in first))
+    for dtype, first in {"int64": _INT64, "int32": ("ended",), "float32": ()}.items()
+}
+"""Names of the columns of each dtype."""
 
 
 def changes(step: StepInput) -> dict[str, np.ndarray]:
@@ -245,8 +237,11 @@ def changes(step: StepInput) -> dict[str, np.ndarray]:
         arrays |= {f"shared_slot_{i}": shared.slot, f"shared_page_{i}": shared.page}
     if step.new is not None:
         bias = ("bias_slot", "bias_token", "bias_value", "bias_until")
-        arrays |= {f"new_{name}": getattr(step.new, name) for name in ("slot", *_COLUMNS, *bias)}
-        arrays |= {f"new_{name}": values for name, values in step.new.sampling.items()}
+        arrays |= {f"new_{name}": getattr(step.new, name) for name in bias}
+        arrays["new_slot"] = step.new.slot.astype(np.int64)
+        values = {"ended": np.zeros_like(step.new.slot)} | step.new.sampling | structs.asdict(step.new)
+        for dtype, names in _COLUMNS.items():
+            arrays[f"new_{dtype}"] = np.array([values[name] for name in names], dtype)
         arrays["new_bias_index"] = _index_in_slot(step.new.bias_slot)
         if len(step.new.prefix_slot):
             arrays |= {"new_prefix_slot": step.new.prefix_slot, "new_prefix": step.new.prefix}
