@@ -31,10 +31,8 @@ class Oracle:
         """Return the entry of a context, whose last token comes first, by the hash function that the index defines."""
         golden = 0x9E3779B97F4A7C15
         state = family + sum(token % 2**64 * pow(golden, i + 2, 1 << 64) for i, token in enumerate(context))
-        for _ in range(2):
-            state = ((state & MASK) ^ (0xD1B54A32D192ED03 * len(context) & MASK)) * golden & MASK
-            state ^= state >> 32
-        return state >> (64 - self.bits)
+        state = ((state & MASK) ^ (0xD1B54A32D192ED03 * len(context) & MASK)) * golden & MASK
+        return (state ^ state >> 32) >> (64 - self.bits)
 
     def add(self, learnt: list[tuple[int, Context, int]]) -> None:
         """Add families, windows and tokens, which do not see each other."""
@@ -66,7 +64,7 @@ def window_of(tokens: list[int]) -> Context:
 
 
 def columns(windows: list[Context]) -> Int32:
-    return np.array(windows, np.int32).reshape(-1, MAX_CONTEXT).T
+    return np.array(windows, np.int32).reshape(-1, MAX_CONTEXT)[:, ::-1].T
 
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)

@@ -26,7 +26,11 @@ ENTRY_BITS: Final = 22  # the table has 2 ** 22 entries: 36 MiB once all of them
 NO_TOKEN: Final = -1
 
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15  # 2 ** 64 / golden ratio, odd: multiplicative hashing (Knuth)
-_POWERS: Final = np.array([pow(_MULTIPLIER, i + 2, 1 << 64) for i in range(MAX_CONTEXT)], np.uint64)[:, None]
+# A row for each context: powers of the multiplier for its tokens, and 0 for older tokens of the window.
+_POWERS: Final = np.tile(
+    np.array([pow(_MULTIPLIER, i + 1, 1 << 64) for i in range(MAX_CONTEXT, 0, -1)], np.uint64), (len(CONTEXTS), 1)
+)
+_POWERS[np.arange(MAX_CONTEXT) < MAX_CONTEXT - CONTEXTS[:, None]] = 0
 _LENGTH_KEYS: Final = np.array([0xD1B54A32D192ED03 * int(i) % 2**64 for i in CONTEXTS], np.uint64)[:, None]
 
 
@@ -60,9 +64,9 @@ class NgramIndex:
     def add(self, group_n: UInt64, window_Wn: Int32, token_n: Int32) -> Predictions:
         """Learn that each token follows its window; return the tokens that the index predicted before.
 
-        A window's last token comes first. Windows that reach beyond the start of a sequence are padded by NO_TOKEN.
+        Windows that reach beyond the start of a sequence are padded by NO_TOKEN.
         """
-        at, fingerprint = self._entries(group_n, window_Wn)
+        at, fingerprint = self._entries(group_n, window_Wn.astype(np.uint64))
         token, count = self._look_up(at, fingerprint)
         predicted = _best(token, count)
         up, down = np.minimum(count + RISE, MAX_COUNT), np.maximum(count, 1) - 1
@@ -76,23 +80,24 @@ class NgramIndex:
     def add_text(self, group: int, tokens: Int32) -> None:
         """Learn every token of a text."""
         padded = np.concatenate((np.full(MAX_CONTEXT, NO_TOKEN, np.int32), tokens))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, MAX_CONTEXT)[1:-1, ::-1]
+        windows = np.lib.stride_tricks.sliding_window_view(padded, MAX_CONTEXT)[1:-1]
         self.add(np.full(len(windows), group, np.uint64), np.ascontiguousarray(windows.T), tokens[1:])
 
     def draft(self, group_n: UInt64, window_Wn: Int32, count: int) -> Predictions:
         """Return up to `count` tokens that may follow each window, and their scores, both int32 `[n, count]`."""
-        shape = len(group_n), count
-        drafts = Predictions(np.full(shape, NO_TOKEN, np.int32), np.zeros(shape, np.int32))
-        rows = np.arange(len(group_n))
+        history = np.empty((MAX_CONTEXT + count, len(group_n)), np.uint64)
+        history[:MAX_CONTEXT] = window_Wn
+        drafts = Predictions(*(np.empty((count, len(group_n)), np.int32) for _ in range(2)))
         for i in range(count):
-            token, score = _best(*self._look_up(*self._entries(group_n[rows], window_Wn)))
-            found = score > 0
-            rows, token = rows[found], token[found]
-            if not len(rows):
+            predicted = _best(*self._look_up(*self._entries(group_n, history[i : i + MAX_CONTEXT])))
+            drafts.token[i], drafts.score[i] = predicted
+            history[MAX_CONTEXT + i] = predicted.token
+            if not predicted.score.any():
+                drafts.score[i:] = 0
                 break
-            drafts.token[rows, i], drafts.score[rows, i] = token, score[found]
-            window_Wn = np.concatenate((token[None], window_Wn[:-1, found]))
-        return drafts
+        ended = np.logical_or.accumulate(drafts.score == 0, axis=0)
+        drafts.token[ended], drafts.score[ended] = NO_TOKEN, 0
+        return Predictions(drafts.token.T, drafts.score.T)
 
     def _look_up(self, at: UInt64, fingerprint: NDArray[np.uint32]) -> tuple[Int32, NDArray[np.uint8]]:
         """Return tokens and counts of the entries; the count is 0 if an entry is empty or holds another context."""
@@ -100,14 +105,10 @@ class NgramIndex:
         count[self._fingerprint[at] != fingerprint] = 0
         return self._token[at], count
 
-    def _entries(self, group_n: UInt64, window_Wn: Int32) -> tuple[UInt64, NDArray[np.uint32]]:
+    def _entries(self, group_n: UInt64, window_Wn: UInt64) -> tuple[UInt64, NDArray[np.uint32]]:
         """Return the entries of the contexts that end a window, and the fingerprints of these contexts, `[C, n]`."""
-        state = np.cumsum(window_Wn.astype(np.uint64) * _POWERS, axis=0)[CONTEXTS - 1]
-        state += group_n
-        for _ in range(2):
-            state ^= _LENGTH_KEYS
-            state *= np.uint64(_MULTIPLIER)
-            state ^= state >> np.uint64(32)
+        state: UInt64 = ((_POWERS @ window_Wn + group_n) ^ _LENGTH_KEYS) * np.uint64(_MULTIPLIER)
+        state ^= state >> np.uint64(32)
         return state >> self._shift, state.astype(np.uint32)
 
 

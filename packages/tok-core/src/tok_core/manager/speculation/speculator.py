@@ -26,6 +26,8 @@ MAX_LEARNT: Final = MAX_DRAFTING  # tokens learned in a step; bounds the CPU's t
 LAZY_STEPS: Final = 4  # steps; while nothing is drafted, their tokens are learned together
 MAX_LAZINESS: Final = 4  # factor of LAZY_STEPS while nothing is predicted either
 MIN_PREDICTED: Final = 0.1  # expected accepted tokens per sequence; fewer count as no prediction
+MAX_PREDICTED: Final = 1024  # tokens predicted for a step; with more sequences, drafts are shorter
+MIN_DEPTH: Final = 4  # tokens predicted for each sequence, however many there are
 MAX_GUIDED_DRAFT: Final = 8  # drafted tokens of a guided sequence, each of which needs a mask
 MIN_GUIDED_PROBABILITY: Final = 0.3  # acceptance probability of a token that is worth its mask
 MAX_PROMPT_TOKENS: Final = 8192  # last tokens of a prompt that are learned
@@ -325,7 +327,7 @@ class Speculator:
 
         Drafts stay within the limits of their sequences.
         """
-        table, most = self._table, self._max_draft
+        table, most = self._table, min(self._max_draft, max(MIN_DEPTH, MAX_PREDICTED // max(len(slots), 1)))
         if room <= 0 or not 0 < len(slots) <= MAX_LEARNT or not self.costs.allows(rows):
             return np.full((len(slots), 1), NO_TOKEN, np.int32)
         shape = len(slots), most
@@ -335,7 +337,7 @@ class Speculator:
             token[~guided], probability[~guided] = self.propose(slots[~guided], most)
         for row in guided.nonzero()[0].tolist():  # the grammar has already cut these drafts
             if (matcher := table.matchers.get(int(slots[row]))) is not None:
-                allowed = len(matcher.ahead)
+                allowed = min(len(matcher.ahead), most)
                 token[row, :allowed], probability[row, :allowed] = (one[:allowed] for one in matcher.draft)
         left = table.limit[slots] - table.known[slots]
         beyond = np.arange(most) + 1 >= left[:, None]
@@ -392,8 +394,8 @@ class Speculator:
         return True
 
     def _windows(self, slots: Int64, end: Int64 | Int32) -> Int32:
-        """Return the tokens of each slot before position `end`, the last one first, `[W, n]`."""
-        position = end - 1 - np.arange(MAX_CONTEXT)[:, None]
+        """Return the tokens of each slot before position `end`, `[W, n]`."""
+        position = end - MAX_CONTEXT + np.arange(MAX_CONTEXT)[:, None]
         windows: Int32 = np.where(position >= 0, self._table.tokens[slots, np.maximum(position, 0)], np.int32(NO_TOKEN))
         return windows
 
