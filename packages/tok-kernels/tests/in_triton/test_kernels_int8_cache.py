@@ -1,4 +1,4 @@
-"""Tests of the int8 KV cache: rounding of written keys and values by scales of positions, and attention over them."""
+"""Tests of the int8 KV cache: rounding of written keys and values by per-token scales, and attention over them."""
 
 from __future__ import annotations
 
@@ -273,5 +273,5 @@ def test_measured_steps_have_an_int8_cache_that_holds_their_keys_and_values() ->
 
 def test_batch_invariant_kernels_refuse_an_int8_cache(device: torch.device) -> None:
     case, _ = int8(build(MIXED, device))
-    with pytest.raises(ValueError, match="the cache has scales of positions"):
+    with pytest.raises(ValueError, match="the cache has per-token scales"):
         invariant.attention(case.q, case.cache, case.batch, case.scale)

@@ -48,10 +48,10 @@ def prefill(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
     splits = tile_splits(operands, items)
     if splits == 1:
         parts = empty_partials(q.device)
-        run_varlen_attention(operands, items, out_THD, parts, base=base, splits=1, prior=False, part=-1)
+        run_varlen_attention(operands, items, out_THD, parts, base_token=base, splits=1, prior=False, first_partial=-1)
         return
     parts = new_partials(q[base:], splits, filled=True)
-    run_varlen_attention(operands, items, out_THD, parts, base=base, splits=splits, prior=False, part=0)
+    run_varlen_attention(operands, items, out_THD, parts, base_token=base, splits=splits, prior=False, first_partial=0)
     merge_partials(operands, parts, out_THD[base:])
 
 

@@ -55,7 +55,7 @@ def _run_chained(operands: Operands, batch: AttentionBatch, levels: list[VarlenI
     # A single level writes all rows that it covers. With several levels, the first may not cover a row of a later one.
     parts = new_partials(rows, 1, filled=len(levels) > 1) if levels else empty_partials(rows.device)
     for i, items in enumerate(levels):
-        run_varlen_attention(operands, items, out_THD, parts, base=0, splits=1, prior=i > 0, part=0)
+        run_varlen_attention(operands, items, out_THD, parts, base_token=0, splits=1, prior=i > 0, first_partial=0)
     decode(operands, batch, out_THD, parts, prior=bool(levels))
 
 
@@ -68,8 +68,10 @@ def _run_split(
     # No program of a level writes a row that is in none of its groups.
     parts = new_partials(rows, sum(level_splits), chunks=chunks.num_chunks, filled=True)
     decode_by_chunks(operands, batch, chunks, parts)
-    part = 0
+    first_partial = 0
     for items, splits in zip(levels, level_splits, strict=True):
-        run_varlen_attention(operands, items, out_THD, parts, base=0, splits=splits, prior=False, part=part)
-        part += splits
+        run_varlen_attention(
+            operands, items, out_THD, parts, base_token=0, splits=splits, prior=False, first_partial=first_partial
+        )
+        first_partial += splits
     merge_partials(operands, parts, out_THD[: batch.num_decode])

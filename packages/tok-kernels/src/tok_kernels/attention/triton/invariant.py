@@ -1,10 +1,15 @@
-"""Compute attention so that a query's bits depend on its own sequence alone, in all phases.
+"""Compute batch-invariant attention on a GPU: a query's bits depend on its own sequence alone, in all phases.
 
-Online softmax reads a query's keys in blocks of BLOCK_KEYS positions, and blocks belong to splits of SPLIT_KEYS, both
-at fixed absolute positions. Splits are joined in order. The bits do not depend on the division of work, of which there
-are three kinds: one program computes all splits of a tile; one program computes each split, and another joins them; or
-programs of a prefix group store their exact state, from which programs of its rows continue. Group boundaries are
-rounded down to blocks.
+Online softmax reads a query's keys in blocks of BLOCK_KEYS positions, and blocks belong to splits of SPLIT_KEYS. Both
+lie at fixed absolute positions, and splits are merged in order. So the bits do not depend on how work is divided:
+
+  prefill chunk, long row  one program computes all splits of a tile (`invariant_attention_kernel`)
+  decode row               one program computes each split (`invariant_decode_kernel`); another one merges them
+                           (`merge_splits_kernel`)
+  prefix group             a program stores the exact states of the group's rows (`invariant_attention_kernel`), and
+                           programs of the rows continue from these states
+
+Group boundaries are rounded down to blocks.
 """
 
 from __future__ import annotations
@@ -16,28 +21,29 @@ from torch import Tensor
 
 from tok_kernels import launch_config as config
 from tok_kernels.attention.interface import AttentionShape
-from tok_kernels.attention.triton.invariant_decode import invariant_decode_kernel, join_splits_kernel
+from tok_kernels.attention.triton.invariant_decode import invariant_decode_kernel, merge_splits_kernel
 from tok_kernels.attention.triton.invariant_kernels import invariant_attention_kernel
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.batch import AttentionBatch, CascadeLevel, LayerCache
 
 SPLIT_KEYS = 512  # positions
 BLOCK_KEYS = 32  # positions; more would not fit the registers of a decode row with large heads
-_MIN_HEAD_DIM, _MAX_HEAD_DIM = 33, 128  # smaller and larger heads were not compared
+_MIN_HEAD_DIM, _MAX_HEAD_DIM = 33, 128  # the bits of other head sizes were not compared
 _MAX_GROUP = 16  # query heads per key/value head; more do not fit a decode row's tile
-_ITEMS = 256  # items counted at a time by a program that searches for its tile
-_LARGE_ROWS = 64  # query rows of a tile of a prefill chunk or a group
-_DECODE_REGISTERS = 112, 200  # per thread, for padded heads up to 64 and larger ones; more lower the occupancy
-_MAX_PROGRAMS = 1 << 15  # programs of a decode step; more programs without keys cost more than they save
-_MAX_EARLY_PROGRAMS = 1 << 9  # rows × key/value heads whose kernels may start before their predecessors end
+_ITEMS = 256  # items that a program counts at a time while it searches for its tile
+_TILE_ROWS = 64  # query rows of a tile of a prefill chunk or a prefix group
+_DECODE_REGISTERS = 112, 200  # maximum per thread, for padded heads up to 64 and above; more lower the occupancy
+_MAX_PROGRAMS = 1 << 15  # programs of a decode step; beyond, empty programs cost more than splits save
+_MAX_PDL_PROGRAMS = 1 << 9  # rows × key/value heads up to which decode kernels start before their predecessors end
 _MAX_STATE_BYTES = 1 << 28  # bytes of the states of a decode step's splits
 
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """States of online softmax of R rows: float32 `acc` `[N, R, H, D]`, `row_max` and `row_sum` `[N, R, H]`.
+    """N online-softmax states for each of R rows: float32 `acc` `[N, R, H, D]`, `row_max` and `row_sum` `[N, R, H]`.
 
-    N counts splits, or is 2: the splits joined so far, and the split that is not complete yet.
+    The states of decode rows are those of their N splits. Prefix groups have N = 2 states per row: the merged state of
+    all complete splits, and the state of the incomplete last split.
     """
 
     acc: Tensor
@@ -53,7 +59,7 @@ class _States:
 
 
 def not_invariant_reason(shape: AttentionShape) -> str | None:
-    """Return why tiles and decode rows of this shape are not known to have equal bits; None if they are."""
+    """Return why attention of this shape is not known to be batch-invariant on a GPU; None if it is."""
     if shape.dtype.itemsize != 2:
         return f"dtype is {shape.dtype}; batch_invariant allows bfloat16 and float16 on a GPU"
     if shape.cache_dtype != shape.dtype:
@@ -72,37 +78,39 @@ def attention(
     operands = Operands(q_THD, cache, batch.page_table, scale, window)
     operands.check()
     if operands.token_scales() != (None, None):
-        raise ValueError("the cache has scales of positions; batch-invariant kernels allow none")
+        raise ValueError("the cache has per-token scales; batch-invariant kernels allow none")
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     out[batch.num_decode :].zero_()
     if batch.num_decode:
         _attend_decode(operands, batch, out)
     chunks = batch.slots.shape[0] - batch.num_decode
     if q_THD.shape[0] > batch.num_decode and chunks:
-        tiles = _tiles(operands, chunks, q_THD.shape[0] - batch.num_decode, batch.max_q)
-        _launch(operands, batch, out, _States.empty(0, q_THD[:0]), tiles, offset=batch.num_decode, items=chunks)
+        tiles = _tile_counts(operands, chunks, q_THD.shape[0] - batch.num_decode, batch.max_q)
+        _launch_tiles(operands, batch, out, _States.empty(0, q_THD[:0]), tiles, offset=batch.num_decode, items=chunks)
     return out
 
 
 def _attend_decode(operands: Operands, batch: AttentionBatch, out: Tensor) -> None:
+    """Write the outputs of the decode rows: prefix groups first, then splits, then rows of too many splits."""
     rows, q = batch.num_decode, operands.q[: batch.num_decode]
     levels = [level for level in batch.levels if level.row_start.shape[0] and level.max_rows]
     if 2 * rows * operands.kv_heads <= 8 * config.multiprocessors(q.device):
-        levels = []  # few rows leave multiprocessors idle, so each row reads the shared prefix itself
+        levels = []  # few rows leave SMs idle, so each row reads the shared prefix itself
     prior = _States.empty(2 if levels else 0, q)
     if len(levels) > 1:
         prior.row_max.fill_(-torch.inf)  # the first level may not cover a row of a later one
     for i, level in enumerate(levels):
         groups, members = level.row_start.shape[0], min(level.max_rows, rows)
-        tiles = _tiles(operands, groups, rows, members)
-        _launch(operands, batch, q, prior, tiles, offset=0, items=groups, prior=i > 0, level=level)
-    needed = -(-batch.max_kv // SPLIT_KEYS)
-    size = 4 * max(1, q.numel())
-    splits = max(1, min(needed, max(2, _MAX_PROGRAMS // (rows * operands.kv_heads)), _MAX_STATE_BYTES // size))
-    _launch_splits(operands, batch, out, prior, splits, prior=bool(levels))
-    if needed > splits:
+        tiles = _tile_counts(operands, groups, rows, members)
+        _launch_tiles(operands, batch, q, prior, tiles, offset=0, items=groups, prior=i > 0, level=level)
+    max_splits = -(-batch.max_kv // SPLIT_KEYS)
+    split_bytes = 4 * max(1, q.numel())
+    programs_per_row = max(2, _MAX_PROGRAMS // (rows * operands.kv_heads))
+    splits = max(1, min(max_splits, programs_per_row, _MAX_STATE_BYTES // split_bytes))
+    _launch_decode(operands, batch, out, prior, splits, prior=bool(levels))
+    if max_splits > splits:
         one_tile_per_row = (rows, 1)
-        _launch(
+        _launch_tiles(
             *(operands, batch, out, prior, one_tile_per_row),
             offset=0,
             items=rows,
@@ -111,17 +119,17 @@ def _attend_decode(operands: Operands, batch: AttentionBatch, out: Tensor) -> No
         )
 
 
-def _launch_splits(
+def _launch_decode(
     operands: Operands, batch: AttentionBatch, out: Tensor, prior_states: _States, splits: int, *, prior: bool
 ) -> None:
-    """Compute decode rows of up to `splits` splits, each by a program of its own, and join them."""
+    """Compute decode rows of at most `splits` splits: one program per split, then one per row to merge them."""
     rows, q = batch.num_decode, operands.q[: batch.num_decode]
     states = _States.empty(splits if splits > 1 else 0, q)
     pointers = states.acc, states.row_max, states.row_sum, prior_states.acc, prior_states.row_max, prior_states.row_sum
     programs = rows * operands.kv_heads
-    early = config.pdl_options(q.device) if programs <= _MAX_EARLY_PROGRAMS else {"PDL": False}
+    pdl_options = config.pdl_options(q.device) if programs <= _MAX_PDL_PROGRAMS else {"PDL": False}
     shared = {
-        "ROWS": max(16, config.power_of_two(operands.group)),
+        "ROWS": _decode_rows(operands),
         "KEYS": BLOCK_KEYS,
         "SPLIT": SPLIT_KEYS,
         "PRIOR": prior,
@@ -134,28 +142,31 @@ def _launch_splits(
         num_warps=1,
         num_stages=2,
         maxnreg=_DECODE_REGISTERS[operands.padded_head > 64],
-        **early,
+        **pdl_options,
     )
     if splits > 1:
         static = operands.static()
-        join_splits_kernel[(programs,)](
+        merge_splits_kernel[(programs,)](
             *(out, *pointers, batch.kv_start, batch.kv_len, rows, splits, operands.cache.v_scale),
             **{name: static[name] for name in ("KV_HEADS", "GROUP", "HEAD", "PADDED", "WINDOW")},
             **shared,
             num_warps=1,
-            **early,
+            **pdl_options,
         )
 
 
-def _tiles(operands: Operands, items: int, tokens: int, item_tokens: int) -> tuple[int, int]:
-    """Return the number of tiles, and of tiles per item (0: programs search for their tile)."""
-    tiles_per_item = -(-item_tokens * operands.group // _LARGE_ROWS)
-    searched = -(-tokens * operands.group // _LARGE_ROWS) + min(items, tokens)
+def _tile_counts(operands: Operands, items: int, tokens: int, item_tokens: int) -> tuple[int, int]:
+    """Return the number of tiles to launch, and of tiles per item (0: programs search for their tile).
+
+    `tokens` and `item_tokens` bound the query tokens of all items and of one item.
+    """
+    tiles_per_item = -(-item_tokens * operands.group // _TILE_ROWS)
+    searched = -(-tokens * operands.group // _TILE_ROWS) + min(items, tokens)
     tiles = items * tiles_per_item
     return (tiles, tiles_per_item) if tiles <= 2 * searched else (searched, 0)
 
 
-def _launch(
+def _launch_tiles(
     operands: Operands,
     batch: AttentionBatch,
     out: Tensor,
@@ -168,11 +179,12 @@ def _launch(
     level: CascadeLevel | None = None,
     min_splits: int = 0,
 ) -> None:
-    """Launch the kernel of tiles.
+    """Launch `invariant_attention_kernel` over the sequences, or over the groups of a cascade level.
 
     tiles       number of tiles, and of tiles per item (0: programs search for their tile)
-    level       groups whose rows' states are written; None: results of sequences are written
-    min_splits  decode rows with fewer splits are skipped; 0: the sequences are prefill chunks
+    prior       continue from `states`
+    level       groups whose rows' states are stored in `states`; None: store the outputs of sequences
+    min_splits  skip decode rows with fewer splits; 0: the sequences are prefill chunks
     """
     first, count, slot, start, end = batch.q_start, batch.q_start, batch.slots, batch.kv_start, batch.kv_len
     if level is not None:
@@ -180,19 +192,23 @@ def _launch(
             *(level.row_start, level.row_count, level.slot),
             *(level.kv_start, level.kv_end),
         )
-    rows = max(16, config.power_of_two(operands.group)) if min_splits else _LARGE_ROWS
     invariant_attention_kernel[(tiles[0] * operands.kv_heads,)](
         *(operands.q, out, states.acc, states.row_max, states.row_sum, first, count, slot, start, end, batch.kv_len),
         *(offset, items, tiles[1], states.row_max.shape[1], min_splits),
         *operands.runtime(),
-        ROWS=rows,
+        ROWS=_decode_rows(operands) if min_splits else _TILE_ROWS,
         KEYS=BLOCK_KEYS,
         SPLIT=SPLIT_KEYS,
         ITEMS=_ITEMS,
         CAUSAL=level is None,
         PRIOR=prior,
-        LARGE=_LARGE_ROWS,
+        UNMASKED=not min_splits,
         **operands.static(),
         num_warps=1 if min_splits else 4,
         num_stages=2,
     )
+
+
+def _decode_rows(operands: Operands) -> int:
+    """Return the query heads of a key/value head, padded to the rows of a decode row's tile."""
+    return max(16, config.power_of_two(operands.group))

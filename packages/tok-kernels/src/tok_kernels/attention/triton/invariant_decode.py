@@ -1,4 +1,7 @@
-"""Define the kernels of batch-invariant decode: one program per split of a row's own keys, and the join of splits."""
+"""Define the kernels of batch-invariant decode: one program per split of a row's own keys, and the merge of splits.
+
+`tok_kernels.attention.triton.invariant` describes the algorithm and launches the kernels.
+"""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ def _own_keys(
     WINDOW: tl.constexpr,
     PRIOR: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the first block and the end of a decode row's own keys, the number of its first split, and its splits.
+    """Return the block-aligned begin and the end of a decode row's own keys, its first split, and number of splits.
 
-    Without PRIOR, the row's keys begin at position 0, not at its start. A row has at least one split.
+    Without PRIOR, the row's own keys begin at position 0. A row has at least one split.
     """
     end = tl.load(end_ptr + row)
     begin = end * 0
@@ -37,8 +40,8 @@ def _own_keys(
         begin = tl.load(start_ptr + row) // KEYS * KEYS
     if WINDOW:
         begin = tl.maximum(begin, tl.maximum(end - WINDOW, 0) // KEYS * KEYS)
-    first = begin // SPLIT
-    return begin, end, first, tl.maximum(tl.cdiv(end, SPLIT) - first, 1)
+    first_split = begin // SPLIT
+    return begin, end, first_split, tl.maximum(tl.cdiv(end, SPLIT) - first_split, 1)
 
 
 @triton.jit(
@@ -84,25 +87,44 @@ def invariant_decode_kernel(
 ) -> None:
     """Attend from one decode row to one split of its own keys, for the query heads of one key/value head.
 
-    The first split continues from the row's PRIOR states. The result is written if the row has no other split;
-    otherwise each split writes its state for `join_splits_kernel`. Rows with more splits than programs are skipped.
+    Grid: `(R × KV_HEADS, splits)`, with the key/value head changing fastest. Rows with more splits than the grid are
+    skipped.
+
+    1. Compute the positions of the program's split; a program without a split returns.
+    2. Load the queries. With PRIOR, the first split continues from the incomplete split of the row's prefix group.
+    3. Run online softmax over the split's blocks.
+    4. If the row has several splits, store the state for `merge_splits_kernel`. Otherwise merge the state with that of
+       the group's complete splits, and store the output.
+
+    q_ptr, out_ptr           [R, H, HEAD]; out_ptr is contiguous
+    acc_ptr                  float32 [splits, rows, H, HEAD], states of the splits: weighted sums of values
+    row_max_ptr, row_sum_ptr float32 [splits, rows, H], largest scores and sums of weights
+    prior_acc_ptr to prior_sum_ptr  states 0 and 1 that `invariant_attention_kernel` stored, in the same layout
+    slots_ptr, start_ptr, end_ptr   int32 [R], `AttentionBatch`'s slots, kv_start and kv_len
+    rows                     R
+
+    `Operands` describes the other arguments.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     kv_head = tl.program_id(0) % KV_HEADS
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
-    nth = tl.program_id(1)
-    begin, end, first, splits = _own_keys(start_ptr, end_ptr, row, KEYS, SPLIT, WINDOW, PRIOR)
-    if (nth >= splits) | (splits > tl.num_programs(1)):
+    split = tl.program_id(1)
+
+    # Compute the keys of the split.
+    begin, end, first_split, splits = _own_keys(start_ptr, end_ptr, row, KEYS, SPLIT, WINDOW, PRIOR)
+    if (split >= splits) | (splits > tl.num_programs(1)):
         return
-    begin = tl.maximum(begin, (first + nth) * SPLIT)
-    stop = tl.minimum(end, (first + nth + 1) * SPLIT)
+    begin = tl.maximum(begin, (first_split + split) * SPLIT)
+    split_end = tl.minimum(end, (first_split + split + 1) * SPLIT)
+
+    # Load the queries and the prior state.
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    g = tl.arange(0, ROWS)
+    group_head = tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
-    head = kv_head * GROUP + g
-    present = g < GROUP
+    head = kv_head * GROUP + group_head
+    present = group_head < GROUP
     mask = present[:, None] & (d < HEAD)[None, :]
     q = tl.load(q_ptr + row * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
@@ -111,13 +133,22 @@ def invariant_decode_kernel(
     row_max, row_sum, acc = empty_state(ROWS, PADDED)
     if PRIOR:
         # A row that starts at position 0 is in no group.
-        grouped = present & (tl.load(start_ptr + row) > 0)
+        has_prior = present & (tl.load(start_ptr + row) > 0)
         row_max, row_sum, acc = load_state(
-            prior_acc_ptr, prior_max_ptr, prior_sum_ptr, state_stride + head_row, grouped & (nth == 0), d, HEAD, True
+            prior_acc_ptr,
+            prior_max_ptr,
+            prior_sum_ptr,
+            state_stride + head_row,
+            has_prior & (split == 0),
+            d,
+            HEAD,
+            True,
         )
-    limit = tl.full([ROWS], 0, tl.int32) + stop
+
+    # Read the keys and values.
+    limit = tl.full([ROWS], 0, tl.int32) + split_end
     row_max, row_sum, acc = attend_blocks(
-        *(q, row_max, row_sum, acc, limit - WINDOW, limit, begin, stop, end - WINDOW),
+        *(q, row_max, row_sum, acc, limit - WINDOW, limit, begin, split_end, end - WINDOW),
         *(
             k_ptr + kv_head * kv_head_stride,
             v_ptr + kv_head * kv_head_stride,
@@ -125,21 +156,23 @@ def invariant_decode_kernel(
         ),
         *(kv_page_stride, kv_row_stride, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
     )
+
+    # Store the state or the output.
     if splits > 1:
         store_state(
-            acc_ptr, row_max_ptr, row_sum_ptr, nth * state_stride + head_row, present, d, row_max, row_sum, acc, HEAD
+            acc_ptr, row_max_ptr, row_sum_ptr, split * state_stride + head_row, present, d, row_max, row_sum, acc, HEAD
         )
     else:
         if PRIOR:
             prior_max, prior_sum, prior_acc = load_state(
-                prior_acc_ptr, prior_max_ptr, prior_sum_ptr, head_row, grouped, d, HEAD, False
+                prior_acc_ptr, prior_max_ptr, prior_sum_ptr, head_row, has_prior, d, HEAD, False
             )
             row_max, row_sum, acc = merge_split_states(prior_max, prior_sum, prior_acc, row_max, row_sum, acc)
         write_result(out_ptr, head_row, present, d, row_sum, acc, v_scale_ptr, kv_head, HEAD)
 
 
 @triton.jit(do_not_specialize=["rows", "max_splits"], do_not_specialize_on_alignment=["start_ptr", "end_ptr"])
-def join_splits_kernel(
+def merge_splits_kernel(
     out_ptr: tl.tensor,
     acc_ptr: tl.tensor,
     row_max_ptr: tl.tensor,
@@ -163,7 +196,12 @@ def join_splits_kernel(
     PRIOR: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Join the splits of a decode row and key/value head in order, after its PRIOR state, if it has 2 to max_splits."""
+    """Merge the states of a decode row's splits in order and store its outputs, for one key/value head.
+
+    Grid: `(R × KV_HEADS,)`, with the key/value head changing fastest. With PRIOR, the merge begins with the complete
+    splits of the row's prefix group. Rows of one split, and of more than `max_splits`, are skipped. Pointers are those
+    of `invariant_decode_kernel`.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -172,20 +210,20 @@ def join_splits_kernel(
     _, _, _, splits = _own_keys(start_ptr, end_ptr, row, KEYS, SPLIT, WINDOW, PRIOR)
     if (splits == 1) | (splits > max_splits):
         return
-    g = tl.arange(0, ROWS)
+    group_head = tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
-    head_row = row * (KV_HEADS * GROUP) + kv_head * GROUP + g
+    head_row = row * (KV_HEADS * GROUP) + kv_head * GROUP + group_head
     state_stride = rows.to(tl.int64) * (KV_HEADS * GROUP)
-    present = g < GROUP
+    present = group_head < GROUP
     row_max, row_sum, acc = empty_state(ROWS, PADDED)
     if PRIOR:
-        grouped = present & (tl.load(start_ptr + row) > 0)
+        has_prior = present & (tl.load(start_ptr + row) > 0)
         row_max, row_sum, acc = load_state(
-            prior_acc_ptr, prior_max_ptr, prior_sum_ptr, head_row, grouped, d, HEAD, False
+            prior_acc_ptr, prior_max_ptr, prior_sum_ptr, head_row, has_prior, d, HEAD, False
         )
-    for nth in range(splits):
+    for split in range(splits):
         next_max, next_sum, next_acc = load_state(
-            acc_ptr, row_max_ptr, row_sum_ptr, nth * state_stride + head_row, present, d, HEAD, True
+            acc_ptr, row_max_ptr, row_sum_ptr, split * state_stride + head_row, present, d, HEAD, True
         )
         row_max, row_sum, acc = merge_split_states(row_max, row_sum, acc, next_max, next_sum, next_acc)
     write_result(out_ptr, head_row, present, d, row_sum, acc, v_scale_ptr, kv_head, HEAD)

@@ -1,6 +1,7 @@
-"""Define the states of batch-invariant attention, and its kernel of tiles of query rows.
+"""Define the kernel of batch-invariant attention for tiles of query rows, and functions over online-softmax states.
 
-`tok_kernels.attention.triton.invariant` launches it. A state is that of `tok_kernels.attention.triton.online_softmax`.
+`tok_kernels.attention.triton.invariant` describes the algorithm and launches the kernel. The state (row_max, row_sum,
+acc) of a row is that of `tok_kernels.attention.triton.online_softmax`.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -19,11 +20,11 @@ def attend_blocks(
     row_max: tl.tensor,
     row_sum: tl.tensor,
     acc: tl.tensor,
-    first: tl.tensor,
+    window_start: tl.tensor,
     limit: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    lowest: tl.tensor,
+    first_key: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     pages_ptr: tl.tensor,
@@ -37,11 +38,11 @@ def attend_blocks(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the state of every row after the blocks from `begin`, a multiple of KEYS, to `end`.
+    """Return the state of every row after the positions [begin, end); `begin` is a multiple of KEYS.
 
-    With MASKED, a row sees the positions below its `limit`, with WINDOWED only those from its `first` on, and positions
-    outside of `lowest` to `end` are not read. Without, every row sees all positions, and `end` is a multiple of KEYS,
-    too.
+    With MASKED, a row sees the positions below its `limit`. With WINDOWED as well, it sees only those from its
+    `window_start` on, and positions below `first_key` are not read. Without MASKED, every row sees all positions, and
+    `end` is a multiple of KEYS, too.
     """
     d = tl.arange(0, PADDED)
     for block in range(begin, end, KEYS):
@@ -50,27 +51,27 @@ def attend_blocks(
         if MASKED:
             inside = position < end
             if WINDOWED:
-                inside &= position >= lowest
+                inside &= position >= first_key
             page = tl.load(pages_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
         else:
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
-        at = (page * kv_page_stride + position % PAGE * kv_row_stride)[:, None] + d[None, :]
+        kv_offset = (page * kv_page_stride + position % PAGE * kv_row_stride)[:, None] + d[None, :]
         if MASKED or HEAD != PADDED:
             present = inside[:, None] & (d < HEAD)[None, :]
-            k = tl.load(k_ptr + at, mask=present, other=0.0)
-            v = tl.load(v_ptr + at, mask=present, other=0.0)
+            k = tl.load(k_ptr + kv_offset, mask=present, other=0.0)
+            v = tl.load(v_ptr + kv_offset, mask=present, other=0.0)
         else:
-            k = tl.load(k_ptr + at)
-            v = tl.load(v_ptr + at)
+            k = tl.load(k_ptr + kv_offset)
+            v = tl.load(v_ptr + kv_offset)
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if MASKED:
             seen = (position[None, :] < limit[:, None]) & inside[None, :]
             if WINDOWED:
-                seen &= position[None, :] >= first[:, None]
+                seen &= position[None, :] >= window_start[:, None]
             score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(row_max, tl.max(score, 1) * scale)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
-        # Products and sums are fused by name, so that every compilation rounds alike.
+        # Explicit FMAs: whether the compiler fuses a product and a sum depends on the kernel.
         weight = tl.exp2(tl.fma(score, scale, -shift[:, None]))
         rescale = tl.exp2(row_max - shift)
         row_sum = tl.fma(row_sum, rescale, tl.sum(weight, 1))
@@ -88,7 +89,7 @@ def merge_split_states(
     next_sum: tl.tensor,
     next_acc: tl.tensor,
 ) -> tuple[tl.tensor, ...]:
-    """Return the state over the splits of the first state and the split after them."""
+    """Merge the state of all earlier splits with the state of the next split."""
     peak = tl.maximum(row_max, next_max)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     rescale = tl.exp2(row_max - shift)
@@ -109,9 +110,10 @@ def load_state(
     HEAD: tl.constexpr,
     EAGER: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return the states at `head_row`. The sums of an empty state, whose largest score is −inf, were never written.
+    """Load the states at `head_row`; the empty state without `present`.
 
-    EAGER  load the sums without waiting for the largest scores
+    `store_state` writes only the `row_max` of an empty state, −inf. With EAGER, sums are loaded without waiting for
+    `row_max`, and replaced afterwards if the state is empty.
     """
     row_max = tl.load(row_max_ptr + head_row, mask=present, other=float("-inf"))
     written = row_max != float("-inf")  # NaN counts as written
@@ -136,6 +138,7 @@ def store_state(
     acc: tl.tensor,
     HEAD: tl.constexpr,
 ) -> None:
+    """Store states at `head_row`; of an empty state, only `row_max`."""
     tl.store(row_max_ptr + head_row, row_max, mask=present)
     present &= row_max != float("-inf")
     tl.store(row_sum_ptr + head_row, row_sum, mask=present)
@@ -154,7 +157,7 @@ def write_result(
     kv_head: tl.tensor,
     HEAD: tl.constexpr,
 ) -> None:
-    """Write the results of states; zeros for states without keys."""
+    """Write the attention outputs of states; zeros for states without keys."""
     out = acc / tl.where(row_sum != 0, row_sum, 1.0)[:, None]
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr + kv_head)
@@ -210,16 +213,32 @@ def invariant_attention_kernel(
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
     PRIOR: tl.constexpr,
-    LARGE: tl.constexpr,
+    UNMASKED: tl.constexpr,
 ) -> None:
-    """Attend from one tile of query rows to the keys of its item; store the result if CAUSAL, and two states if not.
+    """Attend from one tile of query rows to all keys of its item, split by split in order of position.
 
-    Without PRIOR, the keys of a CAUSAL item begin at position 0, whatever its start says.
+    Grid: `(tiles × KV_HEADS,)`, with the key/value head changing fastest. Rows, tiles and items are those of
+    `tok_kernels.attention.triton.varlen_attention`.
 
-    min_splits  skip a CAUSAL item that has fewer splits
-    PRIOR       continue from the states
-    LARGE       a tile of that many rows or more computes blocks without masks where it can
+    1. Find the program's tile and the range of keys that its rows see; the range begins at a block boundary.
+    2. Load the queries. With PRIOR, continue from the states of the rows' prefix groups.
+    3. For each split, run online softmax over its blocks, then merge the split's state with that of earlier splits.
+    4. CAUSAL: store the outputs. Otherwise store two states per row: that of all complete splits (state 0), and that of
+       the incomplete last split (state 1), which the row's own keys continue.
+
+    q_ptr, out_ptr           [T, H, HEAD]; out_ptr is contiguous
+    acc_ptr                  float32 [2, rows, H, HEAD], weighted sums of values
+    row_max_ptr, row_sum_ptr float32 [2, rows, H], largest scores and sums of weights
+    first_ptr to length_ptr  int32, the fields of `VarlenItems`
+    tiles_per_item           tiles of every item; 0: each program searches for its tile
+    rows                     rows of a state
+    min_splits               skip a CAUSAL item that has fewer splits
+    CAUSAL                   items are sequences, not prefix groups; without PRIOR, their keys begin at position 0
+    UNMASKED                 compute blocks without a mask where every row sees all keys
+
+    `Operands` describes the other arguments.
     """
+    # Find the tile.
     kv_head, item, first_row, _, _ = find_tile(
         first_ptr, count_ptr, offset, items, tiles_per_item, 1, 1, KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL
     )
@@ -227,13 +246,13 @@ def invariant_attention_kernel(
         return
     item += offset
     first_token = tl.load(first_ptr + item)
-    count = token_count(first_ptr, count_ptr, item, True, CAUSAL)
-    if first_row >= count * GROUP:
+    tokens = token_count(first_ptr, count_ptr, item, True, CAUSAL)
+    if first_row >= tokens * GROUP:
         return
     slot = tl.load(slots_ptr + item).to(tl.int64)
     end = tl.load(end_ptr + item)
     start = tl.load(start_ptr + item)
-    grouped = start > 0  # an item that starts at position 0 continues from no state
+    has_prior = start > 0  # an item that starts at position 0 is in no group
     start = start // KEYS * KEYS
     if CAUSAL:
         if not PRIOR:
@@ -243,58 +262,68 @@ def invariant_attention_kernel(
     row = first_row + tl.arange(0, ROWS)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    present = query < count
+    present = query < tokens
     token = (first_token + query).to(tl.int64)
-    limit, window, start, end_here, seen_by_all, _ = visible_keys(
-        start, end, count, first_row, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
+
+    # Compute the keys that the rows see.
+    limit, window_start, start, end, causal_begin, _ = visible_keys(
+        start, end, tokens, first_row, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
     )
     seen_from = tl.zeros([ROWS], tl.int32)
     if WINDOW:
-        seen_from = window
+        seen_from = window_start
     start = tl.maximum(start, 0)
-    if CAUSAL and tl.cdiv(end_here, SPLIT) - start // SPLIT < min_splits:
+    if CAUSAL and tl.cdiv(end, SPLIT) - start // SPLIT < min_splits:
         return
+
+    # Load the queries and the prior states.
     d = tl.arange(0, PADDED)
     mask = present[:, None] & (d < HEAD)[None, :]
     q = tl.load(q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
     head_row = token * (KV_HEADS * GROUP) + head
     state_stride = rows.to(tl.int64) * (KV_HEADS * GROUP)
+    merged_max, merged_sum, merged_acc = empty_state(ROWS, PADDED)
+    row_max, row_sum, acc = empty_state(ROWS, PADDED)
+    if PRIOR:
+        merged_max, merged_sum, merged_acc = load_state(
+            acc_ptr, row_max_ptr, row_sum_ptr, head_row, present & has_prior, d, HEAD, False
+        )
+        row_max, row_sum, acc = load_state(
+            acc_ptr, row_max_ptr, row_sum_ptr, state_stride + head_row, present & has_prior, d, HEAD, True
+        )
+
+    # Read the keys and values of each split, and merge its state.
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
     page_table_ptr += slot * page_table_stride
-    joined_max, joined_sum, joined_acc = empty_state(ROWS, PADDED)
-    row_max, row_sum, acc = empty_state(ROWS, PADDED)
-    if PRIOR:
-        joined_max, joined_sum, joined_acc = load_state(
-            acc_ptr, row_max_ptr, row_sum_ptr, head_row, present & grouped, d, HEAD, False
-        )
-        row_max, row_sum, acc = load_state(
-            acc_ptr, row_max_ptr, row_sum_ptr, state_stride + head_row, present & grouped, d, HEAD, True
-        )
-    for split in range(start // SPLIT * SPLIT, end_here, SPLIT):
-        stop = tl.minimum(split + SPLIT, end_here)
-        begin = tl.maximum(start // KEYS * KEYS, split)
-        whole = begin
-        if WINDOW == 0 and ROWS >= LARGE:
-            whole = tl.minimum(tl.maximum(seen_by_all // KEYS * KEYS, begin), stop)
+    for split_begin in range(start // SPLIT * SPLIT, end, SPLIT):
+        split_end = tl.minimum(split_begin + SPLIT, end)
+        begin = tl.maximum(start // KEYS * KEYS, split_begin)
+        masked_begin = begin
+        if UNMASKED and WINDOW == 0:
+            masked_begin = tl.minimum(tl.maximum(causal_begin // KEYS * KEYS, begin), split_end)
             row_max, row_sum, acc = attend_blocks(
-                *(q, row_max, row_sum, acc, seen_from, limit, begin, whole, start, k_ptr, v_ptr, page_table_ptr),
-                *(kv_page_stride, kv_row_stride, scale, PAGE, KEYS, HEAD, PADDED, False, False),
+                *(q, row_max, row_sum, acc, seen_from, limit, begin, masked_begin, start),
+                *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
+                *(PAGE, KEYS, HEAD, PADDED, False, False),
             )
         row_max, row_sum, acc = attend_blocks(
-            *(q, row_max, row_sum, acc, seen_from, limit, whole, stop, start, k_ptr, v_ptr, page_table_ptr),
-            *(kv_page_stride, kv_row_stride, scale, PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
+            *(q, row_max, row_sum, acc, seen_from, limit, masked_begin, split_end, start),
+            *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
+            *(PAGE, KEYS, HEAD, PADDED, True, WINDOW > 0),
         )
-        if CAUSAL or stop == split + SPLIT:
-            joined_max, joined_sum, joined_acc = merge_split_states(
-                joined_max, joined_sum, joined_acc, row_max, row_sum, acc
+        if CAUSAL or split_end == split_begin + SPLIT:
+            merged_max, merged_sum, merged_acc = merge_split_states(
+                merged_max, merged_sum, merged_acc, row_max, row_sum, acc
             )
             row_max, row_sum, acc = empty_state(ROWS, PADDED)
+
+    # Store the outputs or the states.
     if CAUSAL:
-        # Only a row whose group holds all of its keys has a split left.
-        _, row_sum, acc = merge_split_states(joined_max, joined_sum, joined_acc, row_max, row_sum, acc)
+        # Without own keys the loop does not run, and the incomplete split of the row's group is still to be merged.
+        _, row_sum, acc = merge_split_states(merged_max, merged_sum, merged_acc, row_max, row_sum, acc)
         write_result(out_ptr, head_row, present, d, row_sum, acc, v_scale_ptr, kv_head, HEAD)
     else:
-        store_state(acc_ptr, row_max_ptr, row_sum_ptr, head_row, present, d, joined_max, joined_sum, joined_acc, HEAD)
+        store_state(acc_ptr, row_max_ptr, row_sum_ptr, head_row, present, d, merged_max, merged_sum, merged_acc, HEAD)
         store_state(acc_ptr, row_max_ptr, row_sum_ptr, state_stride + head_row, present, d, row_max, row_sum, acc, HEAD)

@@ -17,7 +17,7 @@ def attend(
     row_max: tl.tensor,
     row_sum: tl.tensor,
     acc: tl.tensor,
-    first: tl.tensor,
+    window_start: tl.tensor,
     limit: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
@@ -39,9 +39,9 @@ def attend(
 ) -> tuple[tl.tensor, ...]:
     """Return the state of every row after the positions [begin, end).
 
-    With MASKED, a row sees only positions below its `limit`; with WINDOWED as well, only those from its `first` on.
-    Without MASKED, the number of positions is a multiple of KEYS. Positions from `end` on are not read from the cache.
-    Pointers to scales of positions, if any, are those of the head in page 0.
+    With MASKED, a row sees only positions below its `limit`; with WINDOWED as well, only those from its `window_start`
+    on. Without MASKED, the number of positions is a multiple of KEYS. Positions from `end` on are not read from the
+    cache. Pointers to per-token scales, if any, are those of the head in page 0.
     """
     d = tl.arange(0, PADDED)
     for block in range(begin, end, KEYS):
@@ -52,33 +52,33 @@ def attend(
         else:
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
         offset = position % PAGE
-        at = (page * kv_page_stride + offset * kv_row_stride)[:, None] + d[None, :]
+        kv_offset = (page * kv_page_stride + offset * kv_row_stride)[:, None] + d[None, :]
         # Rows of the cache that were never written may hold NaN, and NaN times a weight of 0 is NaN.
         if MASKED:
             present = inside[:, None] & (d < HEAD)[None, :]
-            k = tl.load(k_ptr + at, mask=present, other=0.0)
-            v = tl.load(v_ptr + at, mask=present, other=0.0)
+            k = tl.load(k_ptr + kv_offset, mask=present, other=0.0)
+            v = tl.load(v_ptr + kv_offset, mask=present, other=0.0)
         elif HEAD == PADDED:
-            k = tl.load(k_ptr + at)
-            v = tl.load(v_ptr + at)
+            k = tl.load(k_ptr + kv_offset)
+            v = tl.load(v_ptr + kv_offset)
         else:
-            k = tl.load(k_ptr + at, mask=(d < HEAD)[None, :], other=0.0)
-            v = tl.load(v_ptr + at, mask=(d < HEAD)[None, :], other=0.0)
+            k = tl.load(k_ptr + kv_offset, mask=(d < HEAD)[None, :], other=0.0)
+            v = tl.load(v_ptr + kv_offset, mask=(d < HEAD)[None, :], other=0.0)
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if k_token_scale_ptr is not None:
-            scale_at = page * (KV_HEADS * PAGE) + offset
+            scale_offset = page * (KV_HEADS * PAGE) + offset
             if MASKED:
-                k_scale = tl.load(k_token_scale_ptr + scale_at, mask=inside, other=0.0)
-                v_scale = tl.load(v_token_scale_ptr + scale_at, mask=inside, other=0.0)
+                k_scale = tl.load(k_token_scale_ptr + scale_offset, mask=inside, other=0.0)
+                v_scale = tl.load(v_token_scale_ptr + scale_offset, mask=inside, other=0.0)
             else:
-                k_scale = tl.load(k_token_scale_ptr + scale_at)
-                v_scale = tl.load(v_token_scale_ptr + scale_at)
+                k_scale = tl.load(k_token_scale_ptr + scale_offset)
+                v_scale = tl.load(v_token_scale_ptr + scale_offset)
             score *= k_scale[None, :]
         if MASKED:
             score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
             if WINDOWED:
                 # `limit` may lie beyond `end`: rows see those positions in a later call.
-                seen = inside[None, :] & (position[None, :] >= first[:, None])
+                seen = inside[None, :] & (position[None, :] >= window_start[:, None])
                 score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(row_max, tl.max(score, 1) * scale)
         shift = tl.where(peak == float("-inf"), 0.0, peak)

@@ -27,6 +27,19 @@ class Operands:
     page_table  int32 [S, P]  page ids of every slot
     scale       factor of the scores
     window      positions that a query sees, its own included; None: all up to its own
+
+    The kernels receive them as these arguments:
+      q_token_stride, q_head_stride         strides of q in elements; its last stride is 1
+      k_ptr, v_ptr                          [pages, PAGE, KV_HEADS, HEAD]
+      kv_page_stride to kv_head_stride      strides of k and of v; their last stride is 1
+      page_table_ptr                        int32 [S, P], whose row stride is page_table_stride
+      scale                                 factor of the scores, times log2(e)
+      v_scale_ptr                           float32 [KV_HEADS], or None
+      k_token_scale_ptr, v_token_scale_ptr  float32 [pages, KV_HEADS, PAGE], or None
+      HEAD, PADDED                          head size; the power of two to which blocks pad it
+      GROUP                                 query heads per key/value head
+      FP16                                  compute in float16 (`fp16`)
+      WINDOW                                `window`; 0: none
     """
 
     q: Tensor
@@ -100,7 +113,7 @@ class Operands:
         _require(strides[3] == 1, "the cache's last stride of k", strides[3], "1")
         _require(self.cache.v.stride() == strides, "the cache's strides of v", self.cache.v.stride(), f"k's, {strides}")
         for scale in self.token_scales():
-            _require(scale is None or scale.is_contiguous(), "a scale of positions", "strided", "contiguous tensors")
+            _require(scale is None or scale.is_contiguous(), "a per-token scale", "strided", "contiguous tensors")
         _require(page_size == power_of_two(page_size), "page_size", page_size, "a power of two")
         _require(heads % kv_heads == 0, "the number of query heads", heads, f"a multiple of {kv_heads}")
         _require(size <= MAX_HEAD_DIM, "head_dim", size, f"at most {MAX_HEAD_DIM}")

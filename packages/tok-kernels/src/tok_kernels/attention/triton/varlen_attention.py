@@ -1,8 +1,8 @@
 """Attend from ragged queries to paged keys: one program for each tile of query rows, key/value head and split of keys.
 
-An item is a prefill chunk or a group of decode rows. Its rows in the matmul are its query tokens times the query heads
-of a key/value head. The GPU cuts items into tiles of rows, because only the GPU knows their lengths. If there may be
-few tiles, the programs of a launch are divided evenly among the tiles, and the programs of one tile split its keys.
+An item is a prefill chunk or a group of decode rows. Its query rows are its query tokens times the query heads of a
+key/value head. Each program finds its tile of rows on the GPU, because the host does not know the lengths of items. If
+tiles may be few, their keys are split (split-KV): the programs of a launch are divided evenly among the tiles.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -21,8 +21,8 @@ from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
 from tok_kernels.attention.triton.varlen_tiles import find_tile, token_count, visible_keys
 
-_ITEMS = 256  # items counted at a time by a program that searches for its item
-_LONG_TILE_KEYS = 4096  # an unsplit tile of this many keys or more may keep the others waiting
+_ITEMS = 256  # items that a program counts at a time while it searches for its tile
+_LONG_TILE_KEYS = 4096  # keys from which on a single unsplit tile may outlast all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class VarlenItems:
         "offset",
         "items",
         "tiles_per_item",
-        "base",
+        "base_token",
         "rows",
         "splits",
         "target_programs",
         "min_keys",
         "prior",
-        "part",
+        "first_partial",
     ],
     do_not_specialize_on_alignment=[
         *("first_ptr", "count_ptr", "slots_ptr", "start_ptr", "end_ptr", "length_ptr", "page_table_ptr")
@@ -86,13 +86,13 @@ def _varlen_attention_kernel(
     offset: tl.tensor,
     items: tl.tensor,
     tiles_per_item: tl.tensor,
-    base: tl.tensor,
+    base_token: tl.tensor,
     rows: tl.tensor,
     splits: tl.tensor,
     target_programs: tl.tensor,
     min_keys: tl.tensor,
     prior: tl.tensor,
-    part: tl.tensor,
+    first_partial: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
     k_ptr: tl.tensor,
@@ -121,71 +121,83 @@ def _varlen_attention_kernel(
 ) -> None:
     """Attend from one tile of query rows to the keys of its item, or to one split of them.
 
-    tiles_per_item   tiles of every item; 0: each program searches for its tile
-    base             token that is row 0 of a partial result
-    splits           maximum number of ranges into which a tile's keys are split; empty ranges are not written
-    target_programs  number of programs per key/value head that the ranges of all tiles should fill
-    min_keys         minimum keys of a range
-    prior            start from partial result 0
-    part             partial result that split 0 writes; −1: the result is final
-    WINDOW           positions that a query sees; 0: all
-    TRIGGER_PDL      the kernel launched next may start once all programs of this one have started
+    A query row is one query token with one query head; a tile has the rows `query × GROUP + head` of one key/value
+    head. Grid: `(tiles × splits × KV_HEADS,)`, with the key/value head changing fastest.
+
+    1. Find the program's tile and split; a program without keys returns.
+    2. Compute which keys each row sees, and the program's part of them.
+    3. Load the queries, and partial result 0 if `prior`.
+    4. Run online softmax over up to three ranges of keys: window mask, no mask, causal mask.
+    5. Store the output, or the split's partial result.
+
+    q_ptr, out_ptr           [T, H, HEAD]; out_ptr is contiguous
+    part_out_ptr             float32 [splits, rows, H, HEAD], partial outputs
+    part_lse_ptr             float32 [splits, rows, H], base-2 log-sum-exps
+    first_ptr to length_ptr  int32, the fields of `VarlenItems`
+    tiles_per_item           tiles of every item; 0: each program searches for its tile
+    base_token               token that is row 0 of a partial result
+    rows                     rows of a partial result
+    splits                   maximum number of ranges into which a tile's keys are split; empty ranges are not written
+    target_programs          programs per key/value head that the ranges of all tiles should fill
+    min_keys                 minimum keys of a range
+    prior                    start from partial result 0
+    first_partial            partial result that split 0 writes; −1: write the output
+    WINDOW                   positions that a query sees; 0: all
+    TRIGGER_PDL              the kernel launched next may start once all programs of this one have started
+
+    `Operands` describes the other arguments.
     """
     if TRIGGER_PDL:
         gdc_launch_dependents()
+
+    # Find the tile.
     kv_head, item, first_row, split, splits_used = find_tile(
-        first_ptr,
-        count_ptr,
-        offset,
-        items,
-        tiles_per_item,
-        splits,
-        target_programs,
-        KV_HEADS,
-        GROUP,
-        ROWS,
-        ITEMS,
-        CAUSAL,
+        *(first_ptr, count_ptr, offset, items, tiles_per_item, splits, target_programs),
+        *(KV_HEADS, GROUP, ROWS, ITEMS, CAUSAL),
     )
     if item >= items:
         return
     item += offset
-    first = tl.load(first_ptr + item)
-    count = token_count(first_ptr, count_ptr, item, True, CAUSAL)
+    first_token = tl.load(first_ptr + item)
+    tokens = token_count(first_ptr, count_ptr, item, True, CAUSAL)
     slot = tl.load(slots_ptr + item).to(tl.int64)
     start = tl.load(start_ptr + item)
-    end = tl.load(end_ptr + item)
-    if first_row >= count * GROUP:
+    item_end = tl.load(end_ptr + item)
+    if first_row >= tokens * GROUP:
         return
     row = first_row + tl.arange(0, ROWS)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    present = query < count
-    token = (first + query).to(tl.int64)
+    present = query < tokens
+    token = (first_token + query).to(tl.int64)
 
-    limit, window, start, end_here, seen_by_all, last_window = visible_keys(
-        start, end, count, first_row, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
+    # Compute the keys that the rows see, the split of them, and the range in which no row needs a mask.
+    limit, window_start, start, end, causal_begin, window_end = visible_keys(
+        start, item_end, tokens, first_row, query, token, present, length_ptr, GROUP, ROWS, WINDOW, CAUSAL
     )
-    keys_per_split = tl.maximum(tl.cdiv(tl.cdiv(end - start, KEYS), splits_used), tl.cdiv(min_keys, KEYS)) * KEYS
+    keys_per_split = tl.maximum(tl.cdiv(tl.cdiv(item_end - start, KEYS), splits_used), tl.cdiv(min_keys, KEYS)) * KEYS
     begin = start + split * keys_per_split
-    end_here = tl.minimum(end_here, begin + keys_per_split)
-    if (split > 0) & (begin >= end_here):
+    end = tl.minimum(end, begin + keys_per_split)
+    if (split > 0) & (begin >= end):
         return
     unmasked_begin = begin
     if WINDOW:
-        unmasked_begin = tl.minimum(tl.maximum(begin, last_window), tl.maximum(begin, end_here))
-    unmasked_end = unmasked_begin + tl.maximum(tl.minimum(end_here, seen_by_all) - unmasked_begin, 0) // KEYS * KEYS
+        unmasked_begin = tl.minimum(tl.maximum(begin, window_end), tl.maximum(begin, end))
+    unmasked_end = unmasked_begin + tl.maximum(tl.minimum(end, causal_begin) - unmasked_begin, 0) // KEYS * KEYS
 
+    # Load the queries and the prior state.
     d = tl.arange(0, PADDED)
     d_mask = d < HEAD
     mask = present[:, None] & d_mask[None, :]
     q = tl.load(q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
-    head_row = (token - base) * (KV_HEADS * GROUP) + head
+    head_row = (token - base_token) * (KV_HEADS * GROUP) + head
     part_offset = head_row[:, None] * HEAD + d[None, :]
     row_max, row_sum, acc = load_partial(
         part_lse_ptr + head_row, part_out_ptr + part_offset, present & (prior != 0), d_mask
     )
+
+    # Read the keys and values.
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
     page_table_ptr += slot * page_table_stride
@@ -194,70 +206,30 @@ def _varlen_attention_kernel(
         v_token_scale_ptr += kv_head * PAGE
     if WINDOW:
         row_max, row_sum, acc = attend(
-            *(
-                q,
-                row_max,
-                row_sum,
-                acc,
-                window,
-                limit,
-                begin,
-                unmasked_begin,
-                k_ptr,
-                v_ptr,
-                page_table_ptr,
-                kv_page_stride,
-                kv_row_stride,
-                scale,
-            ),
+            *(q, row_max, row_sum, acc, window_start, limit, begin, unmasked_begin),
+            *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
             *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, True),
         )
     row_max, row_sum, acc = attend(
-        *(
-            q,
-            row_max,
-            row_sum,
-            acc,
-            window,
-            limit,
-            unmasked_begin,
-            unmasked_end,
-            k_ptr,
-            v_ptr,
-            page_table_ptr,
-            kv_page_stride,
-            kv_row_stride,
-            scale,
-        ),
+        *(q, row_max, row_sum, acc, window_start, limit, unmasked_begin, unmasked_end),
+        *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
         *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, False, False),
     )
     row_max, row_sum, acc = attend(
-        *(
-            q,
-            row_max,
-            row_sum,
-            acc,
-            window,
-            limit,
-            unmasked_end,
-            end_here,
-            k_ptr,
-            v_ptr,
-            page_table_ptr,
-            kv_page_stride,
-            kv_row_stride,
-            scale,
-        ),
+        *(q, row_max, row_sum, acc, window_start, limit, unmasked_end, end),
+        *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
         *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, WINDOW > 0),
     )
+
+    # Store the output or the partial result.
     out, lse = finish(row_max, row_sum, acc)
-    if part < 0:
+    if first_partial < 0:
         if v_scale_ptr is not None:
             out *= tl.load(v_scale_ptr + kv_head)
         out_offset = (token * (KV_HEADS * GROUP) + head)[:, None] * HEAD + d[None, :]
         tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        partial_offset = (part + split).to(tl.int64) * rows * (KV_HEADS * GROUP)
+        partial_offset = (first_partial + split).to(tl.int64) * rows * (KV_HEADS * GROUP)
         tl.store(part_lse_ptr + partial_offset + head_row, lse, mask=present)
         tl.store(part_out_ptr + partial_offset * HEAD + part_offset, out, mask=mask)
 
@@ -302,12 +274,12 @@ def run_varlen_attention(
     out_THD: Tensor,
     parts: SplitKVPartials,
     *,
-    base: int,
+    base_token: int,
     splits: int,
     prior: bool,
-    part: int,
+    first_partial: int,
 ) -> None:
-    """Attend from the items' query tokens to their keys; `base`, `splits`, `prior` and `part` as in the kernel."""
+    """Attend from the items' query tokens to their keys; the arguments after `parts` are those of the kernel."""
     launch = _launch(operands)
     count = items.first if items.count is None else items.count
     tiles, tiles_per_item = _tile_counts(operands, items)
@@ -317,8 +289,8 @@ def run_varlen_attention(
     _varlen_attention_kernel[(tiles * operands.kv_heads,)](
         *(operands.q, out_THD, parts.out, parts.lse, items.first, count, items.slot, items.start, items.end),
         items.length,
-        *(items.offset, items.num_items, tiles_per_item, base, parts.rows),
-        *(splits, target_programs, config.MIN_TILE_SPLIT_KEYS, int(prior), part),
+        *(items.offset, items.num_items, tiles_per_item, base_token, parts.rows),
+        *(splits, target_programs, config.MIN_TILE_SPLIT_KEYS, int(prior), first_partial),
         *operands.runtime(),
         *operands.token_scales(),
         ROWS=launch.rows,

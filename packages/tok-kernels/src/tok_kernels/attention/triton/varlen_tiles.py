@@ -95,9 +95,10 @@ def find_tile(
     ITEMS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return this program's key/value head, item, first row within the item, split, and the splits of a tile's keys.
+    """Return this program's key/value head, item, first row within the item, split, and number of splits of a tile.
 
-    The item is `items` or more if this program has none.
+    The item is `items` or more if this program has no tile. For example, 2 items of 3 and 1 tiles with 2 splits: the
+    programs of a key/value head compute (item, tile, split) = 000, 001, 010, 011, 020, 021, 100, 101.
     """
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
@@ -119,7 +120,7 @@ def find_tile(
 def visible_keys(
     start: tl.tensor,
     end: tl.tensor,
-    count: tl.tensor,
+    tokens: tl.tensor,
     first_row: tl.tensor,
     query: tl.tensor,
     token: tl.tensor,
@@ -130,33 +131,35 @@ def visible_keys(
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return which keys of the positions [start, end) the rows of a tile see.
+    """Return which of the positions [start, end) the rows of a tile see.
 
-    limit        [ROWS]  first position after those that the row sees
-    window       [ROWS]  first position of the row's window; `limit` without WINDOW
-    start        first position that any row sees
-    end_here     first position after those that any row sees
-    seen_by_all  every row sees the positions of its window below this one
-    last_window  first position from which on no row needs a window mask
+    limit         [ROWS]  end of the positions that the row sees
+    window_start  [ROWS]  first position of the row's window; `limit` without WINDOW
+    start, end    range of the positions that at least one row sees
+    causal_begin  position below which no row needs a causal mask
+    window_end    position from which on no row needs a window mask
+
+    For example, 3 causal tokens over the positions [0, 8) with WINDOW 4 and GROUP 1 stand at positions 5 to 7:
+    limit [6, 7, 8], window_start [2, 3, 4], start 2, end 8, causal_begin 6, window_end 4.
     """
     if CAUSAL:
-        limit = end - count + query + 1
-        seen_by_all = end - count + first_row // GROUP + 1
-        last = tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
-        end_here = end - count + last + 1
+        first_position = end - tokens
+        limit = first_position + query + 1
+        causal_begin = first_position + first_row // GROUP + 1
+        last_query = tl.minimum((first_row + ROWS - 1) // GROUP, tokens - 1)
+        end = first_position + last_query + 1
     else:
         limit = tl.full([ROWS], 0, tl.int32) + end
-        seen_by_all = end
-        end_here = end
-    window = limit
-    last_window = start
+        causal_begin = end
+    window_start = limit
+    window_end = start
     if WINDOW:
         if CAUSAL:
-            window = limit - WINDOW
-            start = tl.maximum(start, seen_by_all - WINDOW)
-            last_window = end_here - WINDOW
+            window_start = limit - WINDOW
+            start = tl.maximum(start, causal_begin - WINDOW)
+            window_end = end - WINDOW
         else:
-            window = tl.load(length_ptr + token, mask=present, other=0) - WINDOW
-            start = tl.maximum(start, tl.min(tl.where(present, window, end), 0))
-            last_window = tl.max(tl.where(present, window, start), 0)
-    return limit, window, start, end_here, seen_by_all, last_window
+            window_start = tl.load(length_ptr + token, mask=present, other=0) - WINDOW
+            start = tl.maximum(start, tl.min(tl.where(present, window_start, end), 0))
+            window_end = tl.max(tl.where(present, window_start, start), 0)
+    return limit, window_start, start, end, causal_begin, window_end
