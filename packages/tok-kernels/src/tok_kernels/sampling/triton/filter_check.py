@@ -1,7 +1,7 @@
-"""Check whether a row's filters keep the token sampled from the whole row.
+"""Check whether top-k, top-p and min-p keep the token that was sampled from the whole row.
 
-Only entries that rank above the token matter. A block is read only if its peak is not below the token's logit; for a
-likely token, few blocks are read.
+Only entries that rank above the token matter. A block is read only if its peak is not below the token's logit, so few
+blocks are read for a likely token.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -16,7 +16,7 @@ from tok_kernels.sampling.triton.block_sampling import TINY, finite_peak, invers
 #   KEPT        the filters keep the token
 #   REMOVED     top-k or top-p removes the token; all kept tokens rank above it
 #   MIN_P_ONLY  min-p alone removes the token, so min-p alone decides which tokens are kept
-#   UNDECIDED   the row has top-k and top-p, and top-p depends on the mass of the top k, which is not known here
+#   UNDECIDED   the row has top-k and top-p, and top-p depends on the mass of the top k, which this kernel does not sum
 KEPT: tl.constexpr = tl.constexpr(0)
 REMOVED: tl.constexpr = tl.constexpr(1)
 MIN_P_ONLY: tl.constexpr = tl.constexpr(2)
@@ -87,10 +87,23 @@ def check_filters_kernel(
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """Check one row with filters per program, and read GROUP blocks at a time until the verdict is certain.
+    """Store the verdict on the sampled token of one row with filters. Grid: `(r,)`.
 
-    For UNDECIDED rows, `masses_above` is the float64 mass of the entries that rank above the token, relative to the
-    row's peak. It is incomplete if a part of it already removes the token from the top-p of all entries.
+    1. Combine the sums of the row's blocks into its peak and its mass at the row's temperature.
+    2. Read the blocks whose peak is not below the token's logit, GROUP at a time. Count the entries that rank above the
+       token, and sum their mass. Entries of equal logit rank by id.
+    3. Stop as soon as the count or the mass removes the token from the top-k, or from the top-p of all entries.
+    4. Derive the verdict from count, mass and the threshold of min-p.
+
+    logits                     [R, vocabulary], with `stride` between rows
+    rows, top_k, top_p, min_p  [r], the columns of `Filters`
+    temperature                float32 [R]
+    peaks, masses              float32 [R, blocks], of `BlockSums`
+    token                      int64 [R], the sampled tokens
+    verdicts                   int32 [r], result
+    masses_above               float64 [r], result for UNDECIDED rows: mass of the entries that rank above the token,
+                               relative to the row's peak; incomplete if step 3 stopped the count
+    BLOCK, BLOCKS              entries of a block; `blocks` rounded up to a power of two
     """
     filtered_row = tl.program_id(0)
     row = tl.load(rows + filtered_row).to(tl.int64)
@@ -104,6 +117,8 @@ def check_filters_kernel(
         token_id = tl.load(token + row)
         token_logit = tl.load(row_logits + token_id).to(tl.float32)
         token_mass = tl.exp2((token_logit - peak) * inv_temperature).to(tl.float64)
+
+        # Count the entries above the token, and sum their mass.
         block_index, lane = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
         count_above = tl.full((), 0, tl.int32)
         mass_above = tl.full((), 0.0, tl.float64)
@@ -123,7 +138,8 @@ def check_filters_kernel(
             removed = ((k > 0) & (count_above >= k)) | ((p < 1) & (mass_above > 0) & (mass_above >= p * total))
             is_next = (block_peaks >= token_logit) & (block_index >= first + GROUP)
             first = tl.min(tl.where(is_next, block_index, BLOCKS))
-        # The top k includes the token and the entries above it, so its mass is at least theirs.
+
+        # Derive the verdict. The top k includes the token and the entries above it, so its mass is at least theirs.
         min_top_k_mass = tl.where(k > 0, mass_above + token_mass, total)
         if removed:
             verdict = tl.where((k > 0) & (count_above < k), UNDECIDED, REMOVED)

@@ -1,10 +1,11 @@
 """Find a filter's threshold in a row: the largest value such that the entries at or above it reach a count or a mass.
 
-The search needs no sort. It narrows bounds on integer keys, which have the order of the floats, so the number of passes
-is bounded. Each pass over the row's relevant blocks tests three keys between the bounds. The search ends when no value
-of the logits' dtype, or none that occurs in the row, is left between the bounds.
+A search by pivots replaces the sort. It narrows two bounds on integer keys, which have the order of the floats, so the
+number of passes is bounded. Each pass over the row's relevant blocks tests three pivots between the bounds. The search
+ends when no value of the logits' dtype, or none that occurs in the row, is left between the bounds.
 
-SHIFT is the number of low bits that the logits' dtype lacks compared to float32: bfloat16 has keys of 16 bits.
+SHIFT is the number of low bits that the logits' dtype lacks compared to float32: 16 for bfloat16, whose keys have 16
+bits.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ALL: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+_INT32_MAX: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -28,14 +29,14 @@ def shift_of(dtype: torch.dtype) -> int:
 def ordered_key(value: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """Return the key of a float32 value, int64: keys have the order of values, and both zeros have one key."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True) >> SHIFT
-    return (bits ^ ((bits >> 31) & (_ALL >> SHIFT))).to(tl.int64)
+    return (bits ^ ((bits >> 31) & (_INT32_MAX >> SHIFT))).to(tl.int64)
 
 
 @triton.jit
 def key_value(key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """Return the float32 value of a key; the inverse of `ordered_key`."""
     bits = key.to(tl.int32)
-    return ((bits ^ ((bits >> 31) & (_ALL >> SHIFT))) << SHIFT).to(tl.float32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & (_INT32_MAX >> SHIFT))) << SHIFT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def find_threshold(
     """Return the largest value from `low` to `peak` such that the entries at or above it reach the target.
 
     With COUNTING, the target is a number of entries. Otherwise it is a sum of exponentials relative to the peak. Return
-    `low` if no value reaches the target.
+    `low` if no value reaches the target. `values` to `vocabulary` and LISTED are those of `load_blocks`.
     """
     low_key, high_key = ordered_key(low, SHIFT), ordered_key(peak, SHIFT) + 1
     round_index = 0

@@ -1,8 +1,7 @@
-"""Resample rows whose token the filters removed, from the tokens that the filters keep.
+"""Resample rows whose token is removed by top-k, top-p or min-p, from the tokens that these filters keep.
 
-One program per row finds the threshold of the kept entries, and then the mass of each block's kept entries. It selects
-the token at the row's second uniform number, as `sample_blocks` does. Entries above the threshold are kept. Of the
-entries equal to it (ties), as many are kept as top-p needs, lower ids first.
+Entries above the row's threshold are kept. Of the entries equal to it (ties), as many are kept as top-p needs, lower
+ids first. The token is selected by inverting the CDF of the kept entries, as `sample_blocks` does for whole rows.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -30,7 +29,7 @@ from tok_kernels.sampling.triton.filter_threshold import (
     mass_at_or_above,
 )
 
-# Distance from the peak, in temperatures, at which exponentials are 0 in float32.
+# Distance from the peak, in temperatures, from which on exponentials are 0 in float32: exp(−104) < 2⁻¹⁵⁰.
 _MAX_DISTANCE: tl.constexpr = tl.constexpr(104.0)
 
 
@@ -63,15 +62,30 @@ def resample_kernel(
     MAX_COLLECTED: tl.constexpr,
     PROCESSED: tl.constexpr,
 ) -> None:
-    """Resample one row with filters, unless its verdict is KEPT.
+    """Resample the token of one row with filters, unless its verdict is KEPT. Grid: `(r,)`.
 
-    With PROCESSED, also store the token's log-probability among the kept tokens, and the logarithm of their mass.
+    1. Bound the threshold from below by `low`, and list the relevant blocks: those whose peak reaches `low`.
+    2. Find the threshold of top-k and top-p in the relevant blocks. Entries are first copied to `scratch`, if they fit.
+    3. Raise the threshold to that of min-p, and sum the mass of each block's kept entries.
+    4. If the token is removed, select a block and then an entry at the row's second uniform number.
+    5. With PROCESSED, also for rows of verdict KEPT: store the token's log-probability among the kept tokens, and the
+       logarithm of their mass.
 
-    `scratch`, float32 `[r, MAX_COLLECTED + 3 · blocks]`, holds for each row:
-      MAX_COLLECTED  the relevant entries, if they fit
-      blocks         numbers of the relevant blocks
-      blocks         mass of each block's entries above the threshold
-      blocks         number of each block's entries equal to the threshold
+    logits                         [R, vocabulary], with `stride` between rows
+    rows, top_k, top_p, min_p      [r], the columns of `Filters`
+    temperature to position        [R], the columns of `RandomKeys`
+    peaks, masses                  float32 [R, blocks], of `BlockSums`
+    token                          int64 [R], updated in place
+    verdicts, masses_above         int32 and float64 [r], of `check_filters_kernel`
+    scratch                        float32 [r, MAX_COLLECTED + 3 × blocks], for each row:
+      MAX_COLLECTED                  the relevant entries, if they fit
+      blocks                         numbers of the relevant blocks
+      blocks                         mass of each block's entries above the threshold
+      blocks                         number of each block's entries equal to the threshold
+    logprob, log_sum               float32 [R], updated in place with PROCESSED
+    BLOCK, BLOCKS                  entries of a block; `blocks` rounded up to a power of two
+    GROUP                          blocks read at a time
+    SHIFT                          see `tok_kernels.sampling.triton.filter_threshold`
     """
     filtered_row = tl.program_id(0)
     verdict = tl.load(verdicts + filtered_row)
@@ -90,6 +104,7 @@ def resample_kernel(
         token_id = tl.load(token + row)
         token_logit = tl.load(row_logits + token_id).to(tl.float32)
 
+        # Bound the threshold from below, and list the relevant blocks.
         low = peak - _MAX_DISTANCE * safe_temperature
         low = tl.maximum(low, tl.where(verdict == REMOVED, token_logit, -float("inf")))
         if (k > 0) & (k <= blocks):
@@ -104,6 +119,7 @@ def resample_kernel(
         tl.store(block_list + tl.cumsum(is_relevant.to(tl.int32)) - 1, block_index.to(tl.float32), mask=is_relevant)
         tl.debug_barrier()
 
+        # Find the threshold of top-k and top-p.
         threshold, target = low, tl.full((), 0.0, tl.float64)
         is_kept = False
         if verdict != MIN_P_ONLY:
@@ -126,11 +142,13 @@ def resample_kernel(
                     *(row_logits, block_list, block_count, vocabulary, low, k, p, mass_above_token, total),
                     *(peak, inv_temperature, SHIFT, BLOCK, GROUP, True),
                 )
-        # If top-k and top-p keep the token but min-p removes it, the threshold of min-p lies above the token's logit
-        # and alone decides which entries are kept.
+
+        # Raise the threshold to that of min-p. If top-k and top-p keep the token but min-p removes it, the threshold of
+        # min-p lies above the token's logit and alone decides which entries are kept.
         top_p_decides = (p < 1) & (is_kept == 0) & (verdict != MIN_P_ONLY) & (threshold >= min_p_threshold)
         threshold = tl.maximum(threshold, min_p_threshold)
         if (is_kept == 0) | (token_logit < min_p_threshold):
+            # Sum the mass of each block's kept entries, and test whether the token is one of them.
             block_mass, ties, ties_before = _kept_masses(
                 *(row_logits, block_list, mass_list, tie_list, block_count, is_relevant, threshold, target),
                 *(top_p_decides, peak, inv_temperature, vocabulary, BLOCK, BLOCKS, GROUP),
@@ -139,6 +157,8 @@ def resample_kernel(
                 *(row_logits, token_id // BLOCK, threshold, ties, ties_before, vocabulary, BLOCK, BLOCKS)
             )
             token_is_kept = tl.sum((keep & (tl.arange(0, BLOCK) == token_id % BLOCK)).to(tl.int32))
+
+            # Select a block and an entry.
             if token_is_kept == 0:
                 running = tl.cumsum(block_mass)
                 cdf_target = second_uniform(seed + row, sample + row, position + row) * tl.max(running)
@@ -176,14 +196,15 @@ def _top_k_top_p(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Search the threshold of top-k and top-p among `values`.
+    """Find the threshold of top-k and top-p among the relevant entries of `values`.
 
     `mass_above_token` is the mass of the entries above the sampled token; infinity if the token is known to be removed.
+    Arguments of the same names are those of `find_threshold`; `total` is the mass of all entries.
 
     Return three values:
-      threshold  smallest logit that top-k and top-p keep; that top-k keeps, if `is_kept`
+      threshold  smallest logit that top-k and top-p keep; if `is_kept`, the smallest that top-k keeps
       target     mass of the kept entries that top-p requires
-      is_kept    whether the filters keep the sampled token; then the search ends early
+      is_kept    whether top-k and top-p keep the sampled token; the search then ends before the threshold of top-p
     """
     threshold, target = low, tl.full((), 0.0, tl.float64)
     is_kept = False
@@ -225,11 +246,11 @@ def _kept_masses(
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Sum the exponentials of each block's kept entries, relative to the peak: float64 `[BLOCKS]`.
+    """Return the mass of each block's kept entries, the number of kept ties, and the ties in the blocks before each.
 
-    Also return the number of kept ties, which are entries equal to `threshold`, and the number of ties in the blocks
-    before each block. All ties are kept, unless `top_p_decides`: then as many as the mass `target` needs. `mass_list`
-    and `tie_list` are scratch memory.
+    Masses are sums of exponentials relative to the peak, float64 `[BLOCKS]`. Ties are entries equal to `threshold`. All
+    ties are kept, unless `top_p_decides`: then as many as the mass `target` needs. `mass_list` and `tie_list` are
+    scratch memory, float32 `[blocks]`.
     """
     for first in range(0, block_count, GROUP):
         logit, block = load_blocks(row_logits, block_list, first, block_count, vocabulary, BLOCK, GROUP)
@@ -264,7 +285,7 @@ def _kept_entries(
 ) -> tuple[tl.tensor, ...]:
     """Return which entries of a block are kept, and the logits of the block: both `[BLOCK]`.
 
-    Of the row's ties with the threshold, the first `ties` are kept; `ties_before` counts those before each block.
+    Of the row's ties, the first `ties` are kept; `ties_before` counts the ties in the blocks before each block.
     """
     entries = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(row_logits + entries, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
