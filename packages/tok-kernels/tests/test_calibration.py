@@ -56,8 +56,8 @@ class Clock:
     asked: list[str] = field(default_factory=list)
 
     def __call__(self, work: TimedWork) -> Timing:
-        work.first()
-        work.again()
+        work.plan_and_run()
+        work.run()
         self.asked.append(work.name)
         return Timing(*next(times for name, times in self.times.items() if work.name.startswith(name)))
 

@@ -102,7 +102,7 @@ def test_every_measured_kernel_states_the_bytes_it_must_move() -> None:
     found = list(cases(choose(CPU), MODEL, CPU, tokens=8, attention=tuple(STEPS.values())))
     for case in found:
         case.run()
-        assert case.moved > 0
+        assert case.min_bytes > 0
     assert [case.kernel for case in found] == [
         "attention: prefill", "attention: prefill", "attention: decode", "attention: cascade",
         "sample: greedy", "sample: temperature 0.8", "sample: top-p 0.95", "sample: top-p 0.95, top-k 20",
@@ -115,8 +115,8 @@ def test_every_measured_kernel_states_the_bytes_it_must_move() -> None:
         ("64 rows", 64), ("1024 rows", 1024), ("8 rows", 8)
     ]  # fmt: skip
     by_name = {case.kernel: case for case in found}
-    assert by_name["sample: greedy"].moved == 8 * 300 * 4
-    assert by_name["silu_and_mul"].moved == 8 * 80 * 3 * 4
+    assert by_name["sample: greedy"].min_bytes == 8 * 300 * 4
+    assert by_name["silu_and_mul"].min_bytes == 8 * 80 * 3 * 4
     assert by_name["copy of pages"].size == "2 pages"
 
 
@@ -133,9 +133,9 @@ def test_models_with_experts_have_cases_of_experts_in_place_of_an_mlp() -> None:
     for case in found:
         with FlopCounterMode(display=False) as counter:
             case.run()
-        assert case.operations == counter.get_total_flops()
+        assert case.flops == counter.get_total_flops()
     expert = 3 * 48 * 40 * 4
-    assert [case.moved for case in found if "even" in case.kernel] == [
+    assert [case.min_bytes for case in found if "even" in case.kernel] == [
         2 * expert + 3 * 48 * 4,
         6 * expert + 90 * 48 * 4,
     ]
@@ -148,13 +148,13 @@ def test_layer_gemms_have_the_shapes_of_the_model() -> None:
 
 @pytest.mark.parametrize("distinct", [1, 1 << 30], ids=["one layer's weights for all", "each layer's own"])
 def test_forward_gemms_cover_all_layers_and_the_lm_head(distinct: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tok_kernels.measure.cases.DISTINCT_BYTES", distinct)
+    monkeypatch.setattr("tok_kernels.measure.cases.FORWARD_BYTES", distinct)
     case = forward_gemms(MODEL, CPU, rows=6)
     with FlopCounterMode(display=False) as counter:
         case.run()
     parameters = 10 * sum(inputs * outputs for inputs, outputs in layer_gemms(MODEL)) + 48 * 300
-    assert case.operations == 2 * 6 * parameters == counter.get_total_flops()
-    assert case.moved == parameters * 4
+    assert case.flops == 2 * 6 * parameters == counter.get_total_flops()
+    assert case.min_bytes == parameters * 4
 
 
 def test_kernel_time_converts_to_tokens_per_second() -> None:

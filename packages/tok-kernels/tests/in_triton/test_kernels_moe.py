@@ -427,12 +427,12 @@ def test_each_kernel_of_a_mixture_is_measured_beside_its_floor(held: int, device
     assert list(found) == ["linear, router", "select_experts", *laws, "GEMMs of a forward pass"]
     for case in found.values():
         case.run()
-        assert case.moved > 0
+        assert case.min_bytes > 0
     fused, _, gate_up, down, combine = (found[f"{name}, even"] for name in names)
-    assert gate_up.operations == 2 * down.operations
-    assert gate_up.operations + down.operations == fused.operations
-    pairs = fused.operations // (6 * 48 * 40)
+    assert gate_up.flops == 2 * down.flops
+    assert gate_up.flops + down.flops == fused.flops
+    pairs = fused.flops // (6 * 48 * 40)
     assert pairs == 60 if held == 6 else 15 < pairs < 45
-    assert combine.moved == 4 * (pairs * 48 + 30 * 2 + 30 * 48)
-    assert gate_up.moved == 4 * (min(pairs, 30) * 48 + pairs * 40 + held * 2 * 48 * 40)
-    assert down.moved == 4 * (pairs * 40 + pairs * 48 + held * 48 * 40)
+    assert combine.min_bytes == 4 * (pairs * 48 + 30 * 2 + 30 * 48)
+    assert gate_up.min_bytes == 4 * (min(pairs, 30) * 48 + pairs * 40 + held * 2 * 48 * 40)
+    assert down.min_bytes == 4 * (pairs * 40 + pairs * 48 + held * 48 * 40)

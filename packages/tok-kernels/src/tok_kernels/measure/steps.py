@@ -11,7 +11,7 @@ from torch import Tensor
 from tok_kernels.attention.interface import AttentionShape, Phase
 from tok_kernels.batch import AttentionBatch, CascadeLevel, HostLengths, HostLevel, LayerCache
 
-_INTEGERS_PER_ONE = 32.0  # of an int8 cache
+_INT8_PER_ONE = 32.0  # an int8 cache stores 1.0 as 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class AttentionStep:
     """Sizes of one step: decode rows, then prefill chunks.
 
     rows    number of decode rows
-    own     positions that each row reads alone
-    groups  number of groups of equal size into which the rows are divided; 0: none
-    prefix  positions that the rows of a group share
-    chunks  (new, cached) tokens of each prefill chunk
+    own     positions of each row that no other row reads (its suffix after the shared prefix)
+    groups  number of prefix groups of equal size that the rows form; 0: none
+    prefix  positions of the prefix that the rows of a group share
+    chunks  (new tokens, cached tokens) of each prefill chunk
     """
 
     rows: int = 0
@@ -40,7 +40,7 @@ class AttentionStep:
 
     @property
     def name(self) -> str:
-        """The sizes as text, such as "3 × 512 behind 4096" or "2048 × 112, 8 groups × 704"."""
+        """The sizes as text, such as "3 × 512 behind 4096" (cached tokens) or "2048 × 112, 8 groups × 704"."""
         if not self.rows:
             new, cached = self.chunks[0]
             return f"{len(self.chunks)} × {new}" + (f" behind {cached}" if cached else "")
@@ -49,14 +49,14 @@ class AttentionStep:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Number of query tokens of all sequences, and of positions of the longest sequence."""
+        """Number of query tokens of all sequences, and of the positions of the longest sequence."""
         longest = max((new + cached for new, cached in self.chunks), default=0)
         return self.rows + sum(new for new, _ in self.chunks), max(longest, self.prefix + self.own)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """A step with its tensors."""
+    """An attention step with its tensors; kernels write to `out`."""
 
     step: AttentionStep
     q: Tensor
@@ -69,14 +69,14 @@ class AttentionProblem:
 def new_problem(step: AttentionStep, shape: AttentionShape, device: torch.device, pool_bytes: int) -> AttentionProblem:
     """Return the step with random keys, values and queries, which are the same in every call.
 
-    Pages come from a pool of at most `pool_bytes`, so sequences may share some of them. The pool should far exceed the
-    device's caches, so that reads go to its memory. Raises ValueError if `rows` is no multiple of `groups`.
+    The KV cache has at most `pool_bytes`, so sequences may share pages. It should be far larger than the device's L2
+    cache, so that reads go to memory. Raises ValueError if `rows` is no multiple of `groups`.
     """
     if step.groups and step.rows % step.groups:
         raise ValueError(f"rows is {step.rows}; allowed: multiples of groups ({step.groups})")
     tokens, longest = step.lengths
-    source = torch.Generator(device).manual_seed(0)  # leaves the process's default generator unchanged
-    cache, table = _pool(step, shape, pool_bytes, source)
+    generator = torch.Generator(device).manual_seed(0)  # leaves the process's default generator unchanged
+    cache, table = _random_cache(step, shape, pool_bytes, generator)
     host = _host_lengths(step, shape.page_size)
     kv_len, q_len = host.kv_len, host.q_len
 
@@ -102,7 +102,7 @@ def new_problem(step: AttentionStep, shape: AttentionShape, device: torch.device
         ),
         host=host,
     )
-    q = torch.randn((tokens, shape.heads, shape.head_dim), generator=source, dtype=shape.dtype, device=device)
+    q = torch.randn((tokens, shape.heads, shape.head_dim), generator=generator, dtype=shape.dtype, device=device)
     return AttentionProblem(step, q, cache, batch, shape.scale, torch.zeros_like(q))
 
 
@@ -115,40 +115,46 @@ def _host_lengths(step: AttentionStep, page_size: int) -> HostLengths:
     kv_start = np.concatenate((rows * prefix, chunks[:, 0] * 0)).astype(np.int32)
     if not step.groups:
         return HostLengths(q_len, kv_len, kv_start)
-    each = step.rows // step.groups
-    first, none = np.arange(step.groups, dtype=np.int32) * each, np.zeros(step.groups, np.int32)
-    return HostLengths(q_len, kv_len, kv_start, (HostLevel(first, none + each, none, none + prefix),))
+    group_rows = step.rows // step.groups
+    zero = np.zeros(step.groups, np.int32)
+    level = HostLevel(
+        row_start=np.arange(step.groups, dtype=np.int32) * group_rows,
+        row_count=zero + group_rows,
+        kv_start=zero,
+        kv_end=zero + prefix,
+    )
+    return HostLengths(q_len, kv_len, kv_start, (level,))
 
 
 def _shared_pages(step: AttentionStep, page_size: int) -> int:
     return step.prefix // page_size if step.groups else 0
 
 
-def _pool(
-    step: AttentionStep, shape: AttentionShape, pool_bytes: int, source: torch.Generator
+def _random_cache(
+    step: AttentionStep, shape: AttentionShape, pool_bytes: int, generator: torch.Generator
 ) -> tuple[LayerCache, Tensor]:
-    """Return a cache, and a page table in which the rows of a group begin with the same pages."""
-    device = source.device
+    """Return a random cache, and a page table in which the rows of a group begin with the same pages."""
+    device = generator.device
     sequences, shared = step.rows + len(step.chunks), _shared_pages(step, shape.page_size)
     own = -(-step.lengths[1] // shape.page_size) - shared
     page_bytes = shape.page_size * shape.position_bytes
     used = step.groups * shared + sequences * own
     pages = max(min(pool_bytes // page_bytes, used), shared + own)
     size = (pages, shape.page_size, shape.kv_heads, shape.head_dim)
-    k, v = (torch.randn(size, generator=source, dtype=shape.dtype, device=device) for _ in range(2))
+    k, v = (torch.randn(size, generator=generator, dtype=shape.dtype, device=device) for _ in range(2))
     own_page = step.groups * shared + torch.arange(sequences * own, device=device).view(sequences, own)
     group = torch.arange(sequences, device=device) // max(step.rows // max(step.groups, 1), 1)
     shared_page = group.unsqueeze(1) * shared + torch.arange(shared, device=device)
-    order = torch.randperm(pages, generator=source, device=device, dtype=torch.int32)
+    order = torch.randperm(pages, generator=generator, device=device, dtype=torch.int32)
     return new_cache(k, v, shape.cache_dtype), order[torch.cat((shared_page, own_page), 1) % pages]
 
 
 def new_cache(k: Tensor, v: Tensor, dtype: torch.dtype) -> LayerCache:
-    """Return a cache of keys and values up to about 4 as kernels meet it: with scales if `dtype` has 8 bits."""
+    """Return a cache of `dtype` with keys and values up to about 4 in size, and with scales if `dtype` has 8 bits."""
     pages, page_size, heads, _ = k.shape
     if dtype == torch.int8:
-        k, v = ((x * _INTEGERS_PER_ONE).clamp_(-127, 127).to(dtype) for x in (k, v))
-        scale = torch.full((2, pages, heads, page_size), 1 / _INTEGERS_PER_ONE, device=k.device)
+        k, v = ((x * _INT8_PER_ONE).clamp_(-127, 127).to(dtype) for x in (k, v))
+        scale = torch.full((2, pages, heads, page_size), 1 / _INT8_PER_ONE, device=k.device)
         return LayerCache(k, v, k_token_scale=scale[0], v_token_scale=scale[1])
     ones = torch.ones(heads, dtype=torch.float32, device=k.device)
     return LayerCache(k.to(dtype), v.to(dtype), *(() if dtype.itemsize > 1 else (ones, ones)))
