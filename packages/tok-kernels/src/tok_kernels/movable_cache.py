@@ -1,4 +1,8 @@
-"""Triton's cache of compiled kernels in a directory that may be moved: Triton notes the absolute paths of its files."""
+"""Define `MovableCache`, a cache of compiled kernels whose directory may be moved.
+
+Triton's own cache stores absolute paths of its files, which become wrong when the directory is moved or mounted
+elsewhere. `TRITON_CACHE_MANAGER=tok_kernels.movable_cache:MovableCache` selects this one.
+"""
 # mypy: disable-error-code="import-untyped, misc"
 
 from __future__ import annotations
@@ -9,13 +13,13 @@ from triton.runtime.cache import FileCacheManager
 
 
 class MovableCache(FileCacheManager):
-    """Cache of one compiled kernel; its files are looked up where the cache is now. For TRITON_CACHE_MANAGER."""
+    """Files of one compiled kernel, looked up in the directory where the cache is now."""
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """Return the paths of the files stored as group `filename`, by name; None if there is no such group."""
-        group = self.get_file(f"__grp__{filename}")
-        if group is None:
+        group_file = self.get_file(f"__grp__{filename}")
+        if group_file is None:
             return None
-        with open(group, encoding="utf-8") as file:
+        with open(group_file, encoding="utf-8") as file:
             names = json.load(file)["child_paths"]
         return {name: path for name in names if (path := self.get_file(name)) is not None}
