@@ -58,11 +58,11 @@ def test_a_sliding_window_hides_earlier_keys_from_each_query(
     case = without_unseen(build(shape, device), window)
     expected = oracle(case, window)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_CPU_BUDGET", "_BUDGET"):
+        for name in ("_MAX_CPU_ELEMENTS", "_MAX_ELEMENTS"):
             patch.setattr(pieces, name, budget)
         compare(case, expected, window=window)
         compare(flat(case), expected, window=window)
-        patch.setattr(pieces, "_tight", lambda _name, _lengths, bound: bound)  # as on a GPU
+        patch.setattr(pieces, "_tight_bound", lambda _name, _lengths, bound: bound)  # as on a GPU
         compare(case, expected, window=window)
 
 
@@ -100,14 +100,14 @@ def test_float16_attention_is_computed_in_float32(device: torch.device) -> None:
 def test_attention_computed_in_smaller_pieces_is_unchanged(
     budget: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "_CPU_BUDGET", budget)
-    monkeypatch.setattr(pieces, "_BUDGET", budget)
+    monkeypatch.setattr(pieces, "_MAX_CPU_ELEMENTS", budget)
+    monkeypatch.setattr(pieces, "_MAX_ELEMENTS", budget)
     check(build(LARGE, device))
 
 
 def test_attention_is_exact_with_loose_host_bounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a GPU the host does not read lengths, and uses the bounds as they are.
-    monkeypatch.setattr(pieces, "_tight", lambda _name, _lengths, bound: bound)
+    monkeypatch.setattr(pieces, "_tight_bound", lambda _name, _lengths, bound: bound)
     case = build(LARGE, device)
     levels = tuple(replace(level, max_rows=level.max_rows + 3, max_kv=level.max_kv * 2) for level in case.batch.levels)
     batch = replace(case.batch, max_q=case.batch.max_q + 5, max_kv=case.batch.max_kv * 3, levels=levels)

@@ -1,6 +1,7 @@
-"""Compute paged attention in plain torch: gather the keys of each piece, and merge pieces of one row by log-sum-exp.
+"""Compute paged attention in plain torch: gather each piece's keys, attend, and merge the pieces of a query.
 
-Axes are those of `tok_kernels.batch`, and N items of a piece, Q queries of an item, L keys of an item.
+`tok_kernels.attention.reference_pieces` cuts the step into pieces. Partial results are merged by log-sum-exp. Axes are
+those of `tok_kernels.batch`, and N items of a piece, Q queries of an item, L keys of an item.
 """
 
 from __future__ import annotations
@@ -36,48 +37,45 @@ def attention_with_lse(
             _store(out, lse, piece, _attend_piece(q_THD, cache, batch.page_table, piece, scale))
         for level in batch.levels:
             for piece in cascade_pieces(level, batch, *sizes, window):
-                part = _attend_piece(q_THD, cache, batch.page_table, piece, scale)
-                before = out[piece.token_NQ], lse[piece.token_NQ]
-                _store(out, lse, piece, merge_states(*before, *part))
+                shared = _attend_piece(q_THD, cache, batch.page_table, piece, scale)
+                previous = out[piece.token_NQ], lse[piece.token_NQ]
+                _store(out, lse, piece, merge_states(*previous, *shared))
     if cache.v_scale is not None:
         out *= cache.v_scale.repeat_interleave(heads // cache.k.shape[2]).unsqueeze(-1)
     return out[:tokens].to(q_THD.dtype), lse[:tokens]
 
 
-def _store(out: Tensor, lse: Tensor, piece: Piece, part: tuple[Tensor, Tensor]) -> None:
+def _store(out: Tensor, lse: Tensor, piece: Piece, result: tuple[Tensor, Tensor]) -> None:
     token = piece.token_NQ.flatten()
-    out.index_copy_(0, token, part[0].flatten(0, 1))
-    lse.index_copy_(0, token, part[1].flatten(0, 1))
+    out.index_copy_(0, token, result[0].flatten(0, 1))
+    lse.index_copy_(0, token, result[1].flatten(0, 1))
 
 
 def _attend_piece(
     q_THD: Tensor, cache: LayerCache, page_table: Tensor, piece: Piece, scale: float
 ) -> tuple[Tensor, Tensor]:
-    position = piece.start_N.unsqueeze(-1) + torch.arange(piece.width, device=q_THD.device)
-    row = _cache_rows(page_table, piece, position, cache.page_size)
-    seen_NQL = position.unsqueeze(1) < piece.limit_NQ.unsqueeze(-1)
-    if piece.first_NQ is not None:
-        seen_NQL &= position.unsqueeze(1) >= piece.first_NQ.unsqueeze(-1)
-    q_NQHD = q_THD[piece.token_NQ.clamp(max=q_THD.shape[0] - 1)].float() * scale
-    return _dense(q_NQHD, *gather_kv(cache, row), seen_NQL)
-
-
-def _cache_rows(page_table: Tensor, piece: Piece, position_NL: Tensor, page_size: int) -> Tensor:
-    """Return the flat cache rows of the positions, int64 `[N, L]`.
-
-    A position past an item's last key gets the row of that key. The row has been written, so its values are finite and
-    a weight of zero removes them.
-    """
+    """Return the output and log-sum-exp of a piece's queries, float32 `[N, Q, H, D]` and `[N, Q, H]`."""
+    position_NL = piece.start_N.unsqueeze(-1) + torch.arange(piece.width, device=q_THD.device)
+    seen_NQL = position_NL.unsqueeze(1) < piece.limit_NQ.unsqueeze(-1)
+    if piece.window_start_NQ is not None:
+        seen_NQL &= position_NL.unsqueeze(1) >= piece.window_start_NQ.unsqueeze(-1)
+    # A position past an item's last key reads that key instead: it has been written, so its values are finite.
     last_N1 = (piece.limit_NQ.amax(-1, keepdim=True) - 1).clamp(min=0)
-    position = torch.minimum(position_NL, last_N1)
-    page = page_table[piece.slot_N.unsqueeze(-1), position // page_size].long()
-    return (page * page_size + position % page_size).clamp(min=0)
+    row_NL = cache_rows(page_table, piece.slot_N, torch.minimum(position_NL, last_N1), cache.page_size)
+    q_NQHD = q_THD[piece.token_NQ.clamp(max=q_THD.shape[0] - 1)].float() * scale
+    return _masked_attention(q_NQHD, *gather_kv(cache, row_NL), seen_NQL)
+
+
+def cache_rows(page_table: Tensor, slot_N: Tensor, position_NL: Tensor, page_size: int) -> Tensor:
+    """Return the flat cache rows of positions of the slots, int64 `[N, L]`; negative rows become 0."""
+    page_NL = page_table[slot_N.unsqueeze(-1), position_NL // page_size].long()
+    return (page_NL * page_size + position_NL % page_size).clamp(min=0)
 
 
 def gather_kv(cache: LayerCache, row_NL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the given cache rows, float32 `[N, K, L, D]`, times their scales of positions, if any.
+    """Return keys and values of the given cache rows, float32 `[N, K, L, D]`.
 
-    The scales of heads, if any, are not applied.
+    They are multiplied by their per-token scales, if any, but not by per-head scales.
     """
     k_NKLD, v_NKLD = (_gather_heads(pages, row_NL).float() for pages in (cache.k, cache.v))
     if cache.k_token_scale is None or cache.v_token_scale is None:
@@ -91,7 +89,7 @@ def gather_kv(cache: LayerCache, row_NL: Tensor) -> tuple[Tensor, Tensor]:
 def _gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
     """Return the given rows of one layer's keys or values, `[N, L] -> [N, K, L, D]`, contiguous.
 
-    The head is part of the index, so one gather yields the layout that the batched matmul needs. Rows of float8 are
+    The index includes the head, so one gather yields the layout that the batched matmul needs. Rows of float8 are
     gathered as bytes, because torch's `index_select` does not support float8.
     """
     heads, size = pages.shape[2:]
@@ -102,21 +100,21 @@ def _gather_heads(pages: Tensor, row_NL: Tensor) -> Tensor:
     return rows.index_select(0, row_NKL.flatten()).view(pages.dtype).view(*row_NKL.shape, size)
 
 
-def _dense(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masked attention of scaled queries and its log-sum-exp in float32, `[N, Q, H, D]` and `[N, Q, H]`."""
+def _masked_attention(q_NQHD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, seen_NQL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention output of scaled queries and its log-sum-exp, float32 `[N, Q, H, D]` and `[N, Q, H]`."""
     items, queries, heads, size = q_NQHD.shape
     kv_heads, keys = k_NKLD.shape[1:3]
     group = heads // kv_heads
     q = q_NQHD.view(items, queries, kv_heads, group, size).transpose(1, 2)
     score = q.reshape(items, kv_heads, queries * group, size) @ k_NKLD.transpose(-1, -2)
-    hidden = ~seen_NQL.view(items, 1, queries, 1, keys)
-    score.view(items, kv_heads, queries, group, keys).masked_fill_(hidden, -torch.inf)
+    unseen = ~seen_NQL.view(items, 1, queries, 1, keys)
+    score.view(items, kv_heads, queries, group, keys).masked_fill_(unseen, -torch.inf)
     peak = score.amax(-1, keepdim=True)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     weight = score.sub_(peak).exp_()
     total = weight.sum(-1, keepdim=True)
-    # A query without keys has a total of 0 and gets zeros, although the row read in place of its keys may hold NaN.
-    # NaN among the keys that a query sees stays NaN.
+    # A query without keys has a total of 0 and gets zeros, even if the row read in place of its keys holds NaN. NaN in
+    # a key or value that the query sees stays NaN.
     out = torch.where(total == 0, 0.0, (weight @ v_NKLD) / total)
     lse = peak + total.log()
     shape = (items, kv_heads, queries, group)
@@ -141,10 +139,9 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     divisor = torch.where(total == 0, 1.0, total)
     share_a = (weight_a / divisor).unsqueeze(-1)
     share_b = (weight_b / divisor).unsqueeze(-1)
-    out = _part(out_a, share_a) + _part(out_b, share_b)
-    return out, peak + torch.log(total)
+    return _weighted(out_a, share_a) + _weighted(out_b, share_b), peak + torch.log(total)
 
 
-def _part(out: Tensor, share: Tensor) -> Tensor:
+def _weighted(out: Tensor, share: Tensor) -> Tensor:
     # The output of a partial result without keys is undefined. A NaN log-sum-exp makes the share and the result NaN.
     return torch.where(share == 0, 0.0, out * share)

@@ -1,4 +1,4 @@
-"""Create FlashInfer's kernels of each phase for one shape, and check which shapes FlashInfer computes."""
+"""Create FlashInfer kernels for the phases of one attention shape, and check which shapes FlashInfer supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Adapters:
-    """Factory of the FlashInfer kernels of `shape` on `device`, which share one workspace and must share one stream."""
+    """Factory of the FlashInfer kernels of `shape` on `device`.
+
+    The kernels share one workspace, so they must run on one stream. A factory method builds or loads the kernel's code,
+    and raises FlashInfer's errors if that fails.
+    """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
@@ -29,18 +33,21 @@ class Adapters:
     def _workspace(self) -> Tensor:
         return new_workspace(self._shape, self._device)
 
-    def prefill(self, kernels: PrefillBackend) -> PhaseKernel:
-        return FlashInferPrefill(self._shape, self._device, self._workspace, kernels)
+    def prefill(self, backend: PrefillBackend) -> PhaseKernel:
+        """Return the kernel of the phase "prefill"."""
+        return FlashInferPrefill(self._shape, self._device, self._workspace, backend)
 
     def decode(self, *, tensor_cores: bool) -> PhaseKernel:
+        """Return the kernel of the phase "decode"."""
         return FlashInferDecode(self._shape, self._device, self._workspace, tensor_cores=tensor_cores)
 
-    def cascade(self, kernels: PrefillBackend) -> PhaseKernel:
-        return FlashInferCascade(self._shape, self._device, self._workspace, kernels)
+    def cascade(self, backend: PrefillBackend) -> PhaseKernel:
+        """Return the kernel of the phase "cascade"; `backend` computes the shared prefixes."""
+        return FlashInferCascade(self._shape, self._device, self._workspace, backend)
 
 
 def unsupported_reason(shape: AttentionShape, device: torch.device) -> str | None:
-    """Return why FlashInfer cannot compute this shape here, as far as known without a build; None if it can."""
+    """Return why FlashInfer does not support this shape here; None if it does, or if only a build of it can tell."""
     if device.type != "cuda":
         return f"FlashInfer does not run on {device.type}"
     if find_spec("flashinfer") is None:
@@ -57,5 +64,5 @@ def unsupported_reason(shape: AttentionShape, device: torch.device) -> str | Non
 
 
 def has_fa3(shape: AttentionShape, device: torch.device) -> bool:
-    """Return whether the Hopper kernels ("FlashAttention-3", Shah et al. 2024) compute this shape on this device."""
+    """Return whether FlashInfer's FlashAttention-3 kernels (Shah et al. 2024) support this shape on this device."""
     return torch.cuda.get_device_capability(device)[0] == 9 and shape.cache_dtype == shape.dtype

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int32]
+Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,19 @@ class PageLists:
     indices: Tensor
 
 
-def page_lists(page_table: Tensor, slot_I: Tensor, start: Ints, end: Ints, page_size: int) -> PageLists:
+def page_lists(page_table: Tensor, slot_I: Tensor, start: Int32Array, end: Int32Array, page_size: int) -> PageLists:
     """Return the pages of the positions `[start[i], end[i])` of slot `slot_I[i]`; none if `end[i] <= start[i]`.
 
     The host never waits for the device. Raises ValueError if a start is not a multiple of the page size.
     """
     if (start % page_size).any():
-        within = int(start[start % page_size != 0][0])
-        raise ValueError(f"kv_start is {within}; allowed: multiples of the page size ({page_size})")
+        unaligned = int(start[start % page_size != 0][0])
+        raise ValueError(f"kv_start is {unaligned}; allowed: multiples of the page size ({page_size})")
     length = np.maximum(end - start, 0)
     count = -(-length // page_size)
     indptr = np.concatenate(([0], np.cumsum(count)))
     last_page_len = np.where(count > 0, length - (count - 1) * page_size, 0)
-    # Entry n of `indices` is entry n − shift of the item's row of the page table.
+    # Entry n of `indices` is entry n − shift of the item's page table row.
     shift = indptr[:-1] - start // page_size
     device = page_table.device
     count_I, shift_I = on_device(np.stack((count, shift)), device)

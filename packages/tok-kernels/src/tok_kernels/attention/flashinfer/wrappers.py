@@ -1,7 +1,8 @@
-"""Use several FlashInfer wrappers in turn, so that planning never overwrites a plan that the device has yet to read.
+"""Plan FlashInfer's wrappers, several in turn, so that no plan overwrites one that the device has yet to read.
 
 A wrapper writes its plan to pinned memory, which is then copied to the device. If steps are launched ahead, the copy
-may still be queued when the next step is planned. So several wrappers take turns, and each waits for its own last copy.
+may still be queued when the next step is planned. So a ring of wrappers takes turns, and a wrapper is planned only
+after its last copy has ended.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.batch import AttentionBatch, LayerCache
 
 WRAPPERS_IN_RING = 3
-_MIN_WORKSPACE_BYTES = 128 << 20
-_SPARE_BYTES = 8 << 20
-_TILE_ROWS = 128
-_load_built = False
+_MIN_WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommended size
+_SPARE_BYTES = 8 << 20  # for what FlashInfer stores beside partial outputs, such as log-sum-exps
+_TILE_ROWS = 128  # query rows of FlashInfer's largest tile
+_load_built = False  # set by `load_built_modules`
 
 
 def flashinfer() -> ModuleType:
@@ -33,24 +34,24 @@ def flashinfer() -> ModuleType:
     module = import_module("flashinfer")
     if _load_built:
         environment: Any = import_module("flashinfer.jit.env")
-        if not environment.FLASHINFER_AOT_DIR.exists():  # else there are modules that were built ahead
+        if not environment.FLASHINFER_AOT_DIR.exists():  # an installation with ahead-of-time modules needs no others
             environment.FLASHINFER_AOT_DIR = environment.FLASHINFER_JIT_DIR
     return module
 
 
 def load_built_modules() -> None:
-    """Load the modules in FlashInfer's cache as they are, from now on.
+    """From now on, load the modules in FlashInfer's JIT cache without checking them.
 
-    FlashInfer would build them again, with the CUDA toolkit, after their directory was moved.
+    FlashInfer would otherwise build them again, with the CUDA toolkit, after their directory was moved.
     """
     global _load_built
     _load_built = True
 
 
 def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
-    """Return zeroed memory for the partial results of split keys; wrappers of one stream may share it.
+    """Return zeroed memory for split-KV partial results; wrappers of one stream may share it.
 
-    The memory holds two tiles of rows for each multiprocessor and query head of a group, which keep the GPU busy.
+    It holds two tiles of query rows for each multiprocessor and query head of a group, which keep the GPU busy.
     """
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     partial = programs * shape.group * _TILE_ROWS * shape.head_dim * 4
@@ -58,7 +59,7 @@ def new_workspace(shape: AttentionShape, device: torch.device) -> Tensor:
 
 
 PlannedFor = tuple[AttentionBatch, float]
-"""The batch of a plan, and the scale of its scores."""
+"""The batch and the scale of the scores for which a plan was made."""
 
 
 def is_plan_for(planned_for: PlannedFor | None, batch: AttentionBatch, scale: float) -> bool:
@@ -67,15 +68,15 @@ def is_plan_for(planned_for: PlannedFor | None, batch: AttentionBatch, scale: fl
 
 
 class WrapperRing:
-    """`WRAPPERS_IN_RING` wrappers created by `make`, planned in turn."""
+    """`WRAPPERS_IN_RING` FlashInfer wrappers, planned in turn."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._wrappers = [make() for _ in range(WRAPPERS_IN_RING)]
+    def __init__(self, new_wrapper: Callable[[], Any]) -> None:
+        self._wrappers = [new_wrapper() for _ in range(WRAPPERS_IN_RING)]
         self._copied: list[torch.cuda.Event | None] = [None] * WRAPPERS_IN_RING
         self._turn = 0
 
     def plan(self, plan: Callable[[Any], None]) -> Any:
-        """Plan the next wrapper with `plan` and return it; the plan lasts until each other wrapper was planned."""
+        """Plan the next wrapper with `plan` and return it; the next WRAPPERS_IN_RING − 1 plans leave this one valid."""
         turn = self._turn = (self._turn + 1) % len(self._wrappers)
         copied = self._copied[turn]
         if copied is not None:
@@ -113,20 +114,20 @@ def plan_decode(wrapper: Any, shape: AttentionShape, pages: PageLists, *, scale:
 
 
 def multiply_by_v_scale(out_RHD: Tensor, cache: LayerCache) -> None:
-    """Multiply finished rows by the scales of the cache's values in place, if it has any.
+    """Multiply output rows by the cache's per-head `v_scale` in place, if it has one.
 
-    FlashInfer 0.6's own `v_scale` is one number for all heads, and it multiplies in a launch of its own, too.
+    The `v_scale` of FlashInfer 0.6 is one number for all heads, and costs a launch as well.
     """
     if cache.v_scale is not None:
         torch.unflatten(out_RHD, 1, (len(cache.v_scale), -1)).mul_(cache.v_scale.view(-1, 1, 1))
 
 
 def one_page(device: torch.device) -> PageLists:
-    """Return the page list of the smallest step; its plan builds or loads the code that all plans and runs need."""
+    """Return the page list of one item with one page, whose plan makes FlashInfer build or load its modules."""
     one = torch.ones(1, dtype=torch.int32)
-    return PageLists(first_row(device), one, one, torch.zeros(1, dtype=torch.int32, device=device))
+    return PageLists(one_item_indptr(device), one, one, torch.zeros(1, dtype=torch.int32, device=device))
 
 
-def first_row(device: torch.device) -> Tensor:
-    """Return the `indptr` of one item with one row or page."""
+def one_item_indptr(device: torch.device) -> Tensor:
+    """Return the `indptr` of one item with one row or one page: [0, 1]."""
     return on_host(torch.arange(2).numpy(), device)
