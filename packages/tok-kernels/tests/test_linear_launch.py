@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tok_kernels.linear.triton_config import (
     MAX_SPLIT_PROGRAMS,
     FewRowsLaunch,
-    LinearLaunch,
+    GemvLaunch,
     few_rows_launch,
-    linear_launch,
+    gemv_launch,
     use_few_row_gemm,
     use_gemv,
 )
@@ -20,38 +20,36 @@ from tok_kernels.linear.triton_config import (
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs", "gated", "launch"),
     [
-        (1, 6144, 4096, False, LinearLaunch(4, 1024, 4)),  # Llama-3.1-8B: qkv, down, gate and up
-        (1, 4096, 14336, False, LinearLaunch(8, 2048, 8)),
-        (1, 14336, 4096, True, LinearLaunch(2, 2048, 8)),
-        (1, 2048, 8192, False, LinearLaunch(4, 2048, 8)),  # Llama-3.2-1B: down, gate and up, LM head
-        (1, 8192, 2048, True, LinearLaunch(2, 1024, 4)),
-        (1, 128256, 2048, False, LinearLaunch(4, 1024, 4)),
-        (1, 8192, 3072, True, LinearLaunch(2, 1024, 4)),  # Llama-3.2-3B
-        (1, 9728, 2560, True, LinearLaunch(2, 512, 2)),  # Qwen3-4B
-        (1, 18944, 3584, True, LinearLaunch(2, 512, 2)),  # Qwen2-7B
-        (1, 64, 80, False, LinearLaunch(4, 128, 4)),
-        (2, 4096, 14336, False, LinearLaunch(4, 1024, 4)),
-        (2, 14336, 4096, True, LinearLaunch(2, 1024, 4)),
+        (1, 6144, 4096, False, GemvLaunch(4, 1024, 4)),  # Llama-3.1-8B: qkv, down, gate and up
+        (1, 4096, 14336, False, GemvLaunch(8, 2048, 8)),
+        (1, 14336, 4096, True, GemvLaunch(2, 2048, 8)),
+        (1, 2048, 8192, False, GemvLaunch(4, 2048, 8)),  # Llama-3.2-1B: down, gate and up, LM head
+        (1, 8192, 2048, True, GemvLaunch(2, 1024, 4)),
+        (1, 128256, 2048, False, GemvLaunch(4, 1024, 4)),
+        (1, 8192, 3072, True, GemvLaunch(2, 1024, 4)),  # Llama-3.2-3B
+        (1, 9728, 2560, True, GemvLaunch(2, 512, 2)),  # Qwen3-4B
+        (1, 18944, 3584, True, GemvLaunch(2, 512, 2)),  # Qwen2-7B
+        (1, 64, 80, False, GemvLaunch(4, 128, 4)),
+        (2, 4096, 14336, False, GemvLaunch(4, 1024, 4)),
+        (2, 14336, 4096, True, GemvLaunch(2, 1024, 4)),
     ],
 )
-def test_linear_launch_of_known_model_shapes_comes_from_the_table(
-    tokens: int, outputs: int, inputs: int, gated: bool, launch: LinearLaunch
+def test_gemv_launch_of_known_model_shapes_comes_from_the_table(
+    tokens: int, outputs: int, inputs: int, gated: bool, launch: GemvLaunch
 ) -> None:
-    assert linear_launch(tokens, outputs, inputs, gated=gated) == launch
+    assert gemv_launch(tokens, outputs, inputs, gated=gated) == launch
 
 
 @given(st.integers(1, 2), st.integers(1, 1 << 18), st.integers(1, 1 << 12).map(lambda n: 8 * n), st.booleans())
-def test_linear_launch_of_any_shape_is_made_of_powers_of_two(
-    tokens: int, outputs: int, inputs: int, gated: bool
-) -> None:
-    launch = linear_launch(tokens, outputs, inputs, gated=gated)
-    for number in (launch.rows, launch.block, launch.warps):
+def test_gemv_launch_of_any_shape_is_made_of_powers_of_two(tokens: int, outputs: int, inputs: int, gated: bool) -> None:
+    launch = gemv_launch(tokens, outputs, inputs, gated=gated)
+    for number in (launch.block_n, launch.block_k, launch.warps):
         assert number > 0
         assert number & (number - 1) == 0
-    assert launch.block < 2 * max(inputs, 64)
+    assert launch.block_k < 2 * max(inputs, 64)
 
 
-def test_streaming_needs_two_tokens_at_most_and_inputs_in_multiples_of_8() -> None:
+def test_gemv_needs_two_tokens_at_most_and_inputs_in_multiples_of_8() -> None:
     assert use_gemv(1, 8)
     assert use_gemv(2, 8)
     assert not use_gemv(2, 8, bits=8)
@@ -62,7 +60,7 @@ def test_streaming_needs_two_tokens_at_most_and_inputs_in_multiples_of_8() -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lines", "inputs", "launch"),
+    ("tokens", "weight_rows", "inputs", "launch"),
     [
         (2, 3072, 2048, FewRowsLaunch(64, 128, 4, 6, 16, splits=2, prefetch=256)),  # Llama-3.2-1B: qkv, o, down
         (16, 2048, 2048, FewRowsLaunch(64, 128, 4, 6, 16, splits=4, prefetch=256)),
@@ -73,17 +71,17 @@ def test_streaming_needs_two_tokens_at_most_and_inputs_in_multiples_of_8() -> No
     ],
 )
 def test_few_rows_launch_of_known_shapes_comes_from_the_table(
-    tokens: int, lines: int, inputs: int, launch: FewRowsLaunch
+    tokens: int, weight_rows: int, inputs: int, launch: FewRowsLaunch
 ) -> None:
-    assert few_rows_launch(tokens, lines, inputs) == launch
+    assert few_rows_launch(tokens, weight_rows, inputs) == launch
 
 
 @given(st.integers(1, 64), st.integers(1, 1 << 18), st.integers(1, 1 << 15), st.sampled_from([8, 16]))
-def test_few_rows_launch_of_any_shape_covers_its_tokens(tokens: int, lines: int, inputs: int, bits: int) -> None:
-    launch = few_rows_launch(tokens, lines, inputs, bits=bits)
-    assert tokens <= launch.tokens
-    assert launch.splits == 1 or launch.splits * -(-lines // launch.lines) <= MAX_SPLIT_PROGRAMS
-    assert launch.splits <= -(-inputs // launch.block)
+def test_few_rows_launch_of_any_shape_covers_its_tokens(tokens: int, weight_rows: int, inputs: int, bits: int) -> None:
+    launch = few_rows_launch(tokens, weight_rows, inputs, bits=bits)
+    assert tokens <= launch.block_m
+    assert launch.splits == 1 or launch.splits * -(-weight_rows // launch.block_n) <= MAX_SPLIT_PROGRAMS
+    assert launch.splits <= -(-inputs // launch.block_k)
 
 
 def test_few_rows_need_up_to_64_tokens_or_32_of_narrow_weights() -> None:

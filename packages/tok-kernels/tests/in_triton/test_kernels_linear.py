@@ -14,8 +14,8 @@ from support.noise import noise
 from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.linear.reference import gated_linear as plain_gated_linear
 from tok_kernels.linear.reference import linear as plain_linear
-from tok_kernels.linear.triton import gated_linear, launch_stream, linear
-from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_GEMV_TOKENS, FewRowsLaunch, LinearLaunch
+from tok_kernels.linear.triton import gated_linear, launch_gemv, linear
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_GEMV_TOKENS, FewRowsLaunch, GemvLaunch
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 
 reference = ReferenceBackend()
@@ -25,9 +25,9 @@ DTYPES = [torch.float16] + [torch.bfloat16] * (not INTERPRETING)
 TOKENS = (1, MAX_GEMV_TOKENS, MAX_GEMV_TOKENS + 1, MAX_FEW_ROWS + 1)  # a kernel for two, one of few, and torch
 FEW_ROWS = [
     FewRowsLaunch(64, 64, 4, 3),
-    FewRowsLaunch(16, 128, 1, 2, tokens=32),
+    FewRowsLaunch(16, 128, 1, 2, block_m=32),
     FewRowsLaunch(32, 64, 2, 3, splits=3, prefetch=128),
-    FewRowsLaunch(64, 64, 4, 2, tokens=32, splits=7, prefetch=64),  # more splits than blocks of inputs
+    FewRowsLaunch(64, 64, 4, 2, block_m=32, splits=7, prefetch=64),  # more splits than blocks of inputs
 ]
 
 
@@ -110,13 +110,13 @@ def test_gated_linear_equals_a_matmul_and_its_activation(
     torch.testing.assert_close(result, plain, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("launch", [LinearLaunch(1, 64, 1), LinearLaunch(2, 128, 2), LinearLaunch(8, 256, 4)])
-def test_every_launch_config_equals_a_float64_matmul(launch: LinearLaunch, device: torch.device) -> None:
+@pytest.mark.parametrize("launch", [GemvLaunch(1, 64, 1), GemvLaunch(2, 128, 2), GemvLaunch(8, 256, 4)])
+def test_every_launch_config_equals_a_float64_matmul(launch: GemvLaunch, device: torch.device) -> None:
     x, weight = noise(3, 328, dtype=torch.float16, device=device), matrix(22, 328, torch.float16, device)
     norm = (noise(328, dtype=torch.float16, device=device), 1e-6)
-    plain = launch_stream(launch, x, weight, None, norm, None, gated=False)
+    plain = launch_gemv(launch, x, weight, None, norm, None, gated=False)
     assert_near(plain, exact(x, weight, None, norm), x)
-    gated = launch_stream(launch, x, weight, None, norm, None, gated=True)
+    gated = launch_gemv(launch, x, weight, None, norm, None, gated=True)
     assert_near(gated, exact_gated(x, weight, None, norm), x)
 
 

@@ -242,7 +242,7 @@ def test_fused_experts_take_weights_of_8_bits(
     weights = ExpertWeights(scaled(experts * 2 * columns, size), scaled(experts * size, columns))
     expected = exact(x_TN, routing, weights)
     held = ExpertWeights(scaled(2 * 2 * columns, size), scaled(2 * size, columns), range(1, 3))
-    some = torch.isin(routing.expert_TC, torch.tensor(held.held, device=device))
+    some = torch.isin(routing.expert_TC, torch.tensor(held.local_experts, device=device))
     whole = ExpertWeights(with_zeros(held.gate_up), with_zeros(held.down))
     expected_of_held = exact(x_TN, Routing(routing.expert_TC, routing.weight_TC * some, experts), whole)
     for backend in BACKENDS:
@@ -351,16 +351,16 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     x_TN, routing = noise(3, 16, device=device), routing_of(3, 4, 2, device)
     weights = dense_weights(4, 16, 8, torch.float32, device)
     triton = TritonBackend()
-    with pytest.raises(ValueError, match="chosen is 5; allowed: 1 to 4"):
+    with pytest.raises(ValueError, match="top_k is 5; allowed: 1 to 4"):
         triton.select_experts(noise(3, 4, device=device), 5, normalize=True)
     with pytest.raises(ValueError, match="gate_up and down have 64 and 63 rows; allowed for 4 experts"):
         triton.fused_experts(x_TN, routing, ExpertWeights(weights.gate_up, noise(63, 8, device=device)))
-    with pytest.raises(ValueError, match="experts are chosen for 3 tokens; allowed: 2"):
+    with pytest.raises(ValueError, match="routing has 3 tokens; allowed: 2"):
         triton.fused_experts(x_TN[:2], routing, weights)
     with pytest.raises(ValueError, match="residual has shape"):
         triton.fused_experts(x_TN, routing, weights, residual_TN=x_TN[:2])
     for held in (range(0), range(2, 5), range(0, 4, 2)):
-        with pytest.raises(ValueError, match=r"held is range.*consecutive experts below 4"):
+        with pytest.raises(ValueError, match=r"local_experts is range.*consecutive experts below 4"):
             triton.fused_experts(x_TN, routing, ExpertWeights(weights.gate_up, weights.down, held))
 
 

@@ -11,11 +11,11 @@ from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
 from tok_kernels import MAX_TILES, PackedWeight, pack_columns
 from tok_kernels.linear import triton_packed
-from tok_kernels.linear.triton_config import PackedDotLaunch, PackedStreamLaunch
+from tok_kernels.linear.triton_config import PackedGemmLaunch, PackedGemvLaunch
 from tok_kernels.linear.triton_packed import (
     dequantize,
-    launch_packed_dot,
-    launch_packed_stream,
+    launch_packed_gemm,
+    launch_packed_gemv,
     packed_gated_linear,
     packed_linear,
 )
@@ -149,15 +149,15 @@ def test_packed_gated_linear_equals_a_float64_matmul_and_its_activation(
     assert_near(found, expect(x, weight, bias, norm, gated=True), 12)
 
 
-@pytest.mark.parametrize("launch", [PackedStreamLaunch(1, 128, 1), PackedStreamLaunch(4, 512, 4)])
+@pytest.mark.parametrize("launch", [PackedGemvLaunch(1, 128, 1), PackedGemvLaunch(4, 512, 4)])
 @pytest.mark.parametrize(("bits", "group", "zeros"), [one for one in FORMATS if one[0] == 4])
 def test_every_launch_for_one_token_equals_a_float64_matmul(
-    launch: PackedStreamLaunch, bits: int, group: int | None, zeros: bool, device: torch.device
+    launch: PackedGemvLaunch, bits: int, group: int | None, zeros: bool, device: torch.device
 ) -> None:
     weight = packed_weight(22, 320, device, bits, group, zeros)
     x = noise(1, 320, dtype=torch.float16, device=device)
     for gated in (False, True):
-        found = launch_packed_stream(launch, x, weight, None, None, None, gated=gated)
+        found = launch_packed_gemv(launch, x, weight, None, None, None, gated=gated)
         assert_near(found, expect(x, weight, gated=gated), 4)
 
 
@@ -169,9 +169,9 @@ def test_every_launch_with_tensor_cores_equals_a_float64_matmul(
 ) -> None:
     weight = packed_weight(56, 416, device, bits, group, zeros)
     x = noise(18, 416, dtype=torch.float16, device=device)
-    launch = PackedDotLaunch(32, 16, group or 64, splits, 4, 2, scaled=scaled)
+    launch = PackedGemmLaunch(32, 16, group or 64, splits, 4, 2, scale_weights=scaled)
     for gated in (False, True):
-        found = launch_packed_dot(launch, x, weight, None, None, gated=gated)
+        found = launch_packed_gemm(launch, x, weight, None, None, gated=gated)
         assert_near(found, expect(x, weight, gated=gated), 8 if scaled else 4)
         assert not weight.arrived.any()
 
@@ -202,7 +202,7 @@ def test_strided_and_unaligned_operands_are_taken(device: torch.device) -> None:
 def test_operands_that_no_kernel_unpacks_are_dequantised(
     columns: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("launch_packed_stream", "launch_packed_dot"):
+    for name in ("launch_packed_gemv", "launch_packed_gemm"):
         monkeypatch.setattr(triton_packed, name, None)
     weight = packed_weight(6, columns, device, group=8, dtype=torch.float32)
     x = noise(2, columns, device=device)

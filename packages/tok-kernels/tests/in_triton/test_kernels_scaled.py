@@ -15,9 +15,9 @@ from support.interpreted import INTERPRETING, outside, rerun
 from support.noise import noise
 from tok_kernels import MAX_VALUES, QuantizedRows, ScaledWeight
 from tok_kernels.backends.reference import ReferenceBackend
-from tok_kernels.linear.triton import launch_stream
-from tok_kernels.linear.triton_config import LinearLaunch
-from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, quantize_rows
+from tok_kernels.linear.triton import launch_gemv
+from tok_kernels.linear.triton_config import GemvLaunch
+from tok_kernels.linear.triton_quantize import apply_scales, gate_and_quantize, quantize_rows
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 
 reference = ReferenceBackend()
@@ -128,7 +128,7 @@ def test_finish_rows_applies_scales_bias_and_the_values_before(add: bool, device
     bias, out = noise(48, dtype=SHORT, device=device), noise(3, 100, dtype=SHORT, device=device)[:, 10:58]
     expected = sums.double() * x_scale.double() * weight.scale_NG.double().t() + bias.double()
     expected = expected + out.double() if add else expected
-    assert finish_rows(sums, x_scale, weight, bias, out, add=add) is out
+    assert apply_scales(sums, x_scale, weight, bias, out, add=add) is out
     assert_near(out, expected)
 
 
@@ -172,15 +172,15 @@ def test_one_token_takes_scales_of_blocks(parts: str, device: torch.device) -> N
     bias = noise(rows, dtype=SHORT, device=device) if "bias" in parts else None
     norm = (noise(columns, dtype=SHORT, device=device), 1e-5) if "norm" in parts else None
     residual = noise(1, rows, dtype=SHORT, device=device) if "residual" in parts else None
-    launch = LinearLaunch(4, 256, 4, vector=16)
+    launch = GemvLaunch(4, 256, 4, vector=16)
     expected = functional.linear(
         normed(x, norm).double(), weight.dense(torch.float64), None if bias is None else bias.double()
     )
     expected = expected if residual is None else expected + residual.double()
-    found = launch_stream(launch, x, weight, bias, norm, residual, gated=False)
+    found = launch_gemv(launch, x, weight, bias, norm, residual, gated=False)
     assert_near(found, expected)
     gate, up = functional.linear(normed(x, norm).double(), weight.dense(torch.float64)).chunk(2, 1)
-    assert_near(launch_stream(launch, x, weight, None, norm, None, gated=True), functional.silu(gate) * up)
+    assert_near(launch_gemv(launch, x, weight, None, norm, None, gated=True), functional.silu(gate) * up)
 
 
 def test_shapes_that_no_kernel_multiplies_are_dequantised(dtype: torch.dtype, device: torch.device) -> None:

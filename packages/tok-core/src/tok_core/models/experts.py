@@ -73,7 +73,7 @@ class MixtureOfExperts(FeedForward):
         super().__init__()
         moe = config.moe
         assert moe is not None, "the model has no experts"
-        self.chosen, self.normalize = moe.experts_per_token, moe.normalize
+        self.top_k, self.normalize = moe.experts_per_token, moe.normalize
         self.backend = placement.backend
         self.count_S: Tensor | None = None  # tokens of each slot, while `ExpertLoad` counts
         hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.expert_columns
@@ -131,7 +131,7 @@ class MixtureOfExperts(FeedForward):
         normed_TN = norm(x_TN) if layout is None else layout.gather(x_TN, norm)
         logits_TE = self.gate(normed_TN)
         routing = self.backend.select_experts(
-            *(logits_TE, self.chosen),
+            *(logits_TE, self.top_k),
             normalize=self.normalize,
             copies=self.copies,
             length_D=None if batch is None else batch.kv_len[: batch.num_decode],

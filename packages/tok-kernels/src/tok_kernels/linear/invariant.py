@@ -1,7 +1,7 @@
-"""Compute linear layers on a CPU so that a row's bits do not depend on the other rows, nor on their number.
+"""Compute batch-invariant linear layers on a CPU: a row's bits do not depend on other rows, nor on their number.
 
-A CPU's BLAS chooses a kernel by the number of rows, and kernels accumulate in different orders. Here every GEMM of a
-weight has `TILE_ROWS` rows; the last tile is padded with zeros.
+A CPU's BLAS chooses a kernel by the number of rows, and kernels accumulate in different orders. Here every GEMM has
+`TILE_ROWS` rows; the last tile is padded with zeros.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def gated_linear(
 
 
 def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
-    """Compute `Backend.silu_and_mul`. torch's silu is less precise at a tensor's end than elsewhere; exp is not."""
-    gate, up = (part.float() for part in gate_up_TF.chunk(2, dim=-1))
+    """Compute `Backend.silu_and_mul` by exp, since torch's silu rounds the last elements of a tensor differently."""
+    gate, up = (half.float() for half in gate_up_TF.chunk(2, dim=-1))
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up_TF.dtype)
 
 
 def _tile(rows_XN: Tensor, size: int) -> Tensor:
-    """Return the rows in memory of their own, whose alignment is always the same, padded with zeros."""
+    """Copy the rows to new memory, which always has the same alignment, and pad them with zeros."""
     tile = rows_XN.new_zeros((size, rows_XN.shape[1]))
     tile[: len(rows_XN)] = rows_XN
     return tile
@@ -60,11 +60,13 @@ def _tile(rows_XN: Tensor, size: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _tile_rows(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
-    """Return TILE_ROWS if a row's result does not depend on its place in a tile on this CPU, as tested; else 1."""
-    source = torch.Generator().manual_seed(0)
-    weight_NK = torch.randn((outputs, inputs), generator=source).to(dtype)
-    x_TK = torch.randn((TILE_ROWS, inputs), generator=source).to(dtype)
+    """Return TILE_ROWS if a test shows that a row's bits do not depend on its index in a tile on this CPU; else 1."""
+    generator = torch.Generator().manual_seed(0)
+    weight_NK = torch.randn((outputs, inputs), generator=generator).to(dtype)
+    x_TK = torch.randn((TILE_ROWS, inputs), generator=generator).to(dtype)
     out_TN = matmul(x_TK, weight_NK, None, None)
-    turns = range(1, TILE_ROWS)
-    same = all(torch.equal(matmul(x_TK.roll(n, 0), weight_NK, None, None), out_TN.roll(n, 0)) for n in turns)
-    return TILE_ROWS if same else 1
+    is_invariant = all(
+        torch.equal(matmul(x_TK.roll(shift, 0), weight_NK, None, None), out_TN.roll(shift, 0))
+        for shift in range(1, TILE_ROWS)
+    )
+    return TILE_ROWS if is_invariant else 1

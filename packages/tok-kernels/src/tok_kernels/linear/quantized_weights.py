@@ -1,4 +1,4 @@
-"""Define quantised weights (8-bit numbers with scales, integers packed in words) and quantised activations.
+"""Define quantised weights (8-bit values with scales, integers packed in words) and quantised activations.
 
 Axes: N or F rows, K columns, G groups of columns, W words of a row, T tokens.
 """
@@ -13,19 +13,21 @@ from torch import Tensor
 from torch.nn import functional
 
 MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""Largest number of each dtype of 8 bits."""
+"""Largest value of each 8-bit dtype."""
 
 WORD_BITS = 32
-CHUNK_WORDS = 4  # words that hold consecutive columns together
+CHUNK_WORDS = 4  # words that together hold consecutive columns
 MAX_TILES = 1024  # entries of `PackedWeight.arrived`
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """A weight `values · scale`: float8_e4m3fn or int8 `[N, K]`, and float32 `[N, G]`.
+    """An 8-bit weight `values · scale`.
 
-    group       consecutive columns that share a scale; None: all columns of a row, so that G is 1
-    block_rows  consecutive rows, from the first on, whose scales are equal; 1: those of any two rows may differ
+    values_NK   float8_e4m3fn or int8 [N, K]
+    scale_NG    float32 [N, G]
+    group       consecutive columns that share a scale; None: all columns of a row, so that G is 1 (channel-wise)
+    block_rows  consecutive rows, counted from row 0, that have equal scales (block-wise); 1: all rows may differ
     """
 
     values_NK: Tensor
@@ -41,16 +43,18 @@ class ScaledWeight:
         return (self.values_NK.float() * scale).to(dtype)
 
     def rows(self, rows: slice) -> ScaledWeight:
-        """Return some rows of the weight; their scales may begin within a block of rows."""
+        """Return some rows of the weight, whose first row may lie within a block of rows."""
         return ScaledWeight(self.values_NK[rows], self.scale_NG[rows], self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations `values · scale`: float8_e4m3fn or int8 `[T, K]`, and float32 `[T, G]`, dense along T.
+    """Quantised activations `values · scale`.
 
-    The tensors may have more than `tokens` rows; the values of those are arbitrary. `dtype` is that of the activations
-    before they were rounded, and of results of linear layers.
+    values_TK  float8_e4m3fn or int8 [T, K]
+    scale_TG   float32 [T, G], contiguous along T
+    tokens     number of valid rows; the tensors may have further rows of arbitrary values
+    dtype      dtype of the activations before quantisation, and of the results of linear layers
     """
 
     values_TK: Tensor
@@ -61,16 +65,17 @@ class QuantizedRows:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Unsigned integers q of `bits` bits, packed in words, which stand for the weights `(q - zero) * scale`.
+    """A weight `(q - zero) * scale` of unsigned integers q of `bits` bits, packed in words (GPTQ, AWQ and others).
 
-    words            int32 `[F, W]`, made by `pack_columns`
-    scale_GF         float32, of each group and row
-    zero_GF          uint8; None: half of q's range
+    words            int32 [F, W], made by `pack_columns`
+    scale_GF         float32 [G, F]
+    zero_GF          uint8 [G, F]; None: half of q's range (symmetric)
     columns          K; the last words are padded with zeros
     group            number of consecutive columns that share a scale; None: all
     dtype            dtype of activations, to which dequantised weights are rounded
-    arrived          int32 zeros `[MAX_TILES]`: split-K arrival counters, which kernels leave as zeros
-    group_of_column  int32 `[parts, K]`: the group of each column of each stacked matrix, in place of `group`
+    arrived          int32 [MAX_TILES], split-K arrival counters, which kernels leave as zeros
+    group_of_column  int32 [parts, K], the group of each column of each stacked matrix (`g_idx` of GPTQ); None: `group`
+                     applies
     part_rows        number of rows of each stacked matrix
     """
 
@@ -98,24 +103,24 @@ class PackedWeight:
     def dense(self) -> Tensor:
         """Return W `[F, K]`, computed in float32 and rounded to the dtype of activations."""
         q_FK = unpack_columns(self.words, self.bits)[:, : self.columns]
-        zero = self.symmetric_zero_point if self.zero_GF is None else self._of_columns(self.zero_GF.int())
-        return ((q_FK - zero) * self._of_columns(self.scale_GF)).to(self.dtype)
+        zero = self.symmetric_zero_point if self.zero_GF is None else self._expand_groups(self.zero_GF.int())
+        return ((q_FK - zero) * self._expand_groups(self.scale_GF)).to(self.dtype)
 
     def rows(self, rows: slice) -> PackedWeight:
-        """Return some of the stacked matrices: the range of their rows."""
-        own = self
+        """Return the stacked matrices of a range of rows."""
+        selected = self
         if self.group_of_column is not None:
-            stops = list(accumulate(self.part_rows, initial=0))
-            parts = slice(stops.index(rows.start), stops.index(rows.stop))
-            own = replace(self, group_of_column=self.group_of_column[parts], part_rows=self.part_rows[parts])
+            bounds = list(accumulate(self.part_rows, initial=0))
+            parts = slice(bounds.index(rows.start), bounds.index(rows.stop))
+            selected = replace(self, group_of_column=self.group_of_column[parts], part_rows=self.part_rows[parts])
         zero_GF = None if self.zero_GF is None else self.zero_GF[:, rows]
-        return replace(own, words=self.words[rows], scale_GF=self.scale_GF[:, rows], zero_GF=zero_GF)
+        return replace(selected, words=self.words[rows], scale_GF=self.scale_GF[:, rows], zero_GF=zero_GF)
 
-    def _of_columns(self, values_GF: Tensor) -> Tensor:
+    def _expand_groups(self, values_GF: Tensor) -> Tensor:
         """Expand values of groups to columns, `[F, K]`, or `[F, 1]` if all columns share a group."""
         if self.group_of_column is not None:
             parts = torch.split(values_GF, list(self.part_rows), 1)
-            return torch.cat([part[of.long()].t() for part, of in zip(parts, self.group_of_column, strict=True)])
+            return torch.cat([part[group.long()].t() for part, group in zip(parts, self.group_of_column, strict=True)])
         if self.group is None:
             return values_GF.t()
         return values_GF.t().repeat_interleave(self.group, 1)[:, : self.columns]

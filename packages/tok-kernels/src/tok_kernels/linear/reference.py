@@ -1,4 +1,4 @@
-"""Compute linear layers with their norm, activation and residual addition, one operation after the other."""
+"""Compute linear layers in plain torch, with norm, activation and residual addition as separate operations."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def gated_linear(
 
 
 def matmul(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
-    """Compute `Backend.linear` without a norm by torch's GEMM."""
+    """Compute `Backend.linear` without a norm by torch's GEMM (cuBLAS on a GPU)."""
     if residual_TN is not None:
         if bias_N is not None:
             residual_TN += bias_N
         return residual_TN.addmm_(x_TK, weight_NK.t())
     if x_TK.dtype == weight_NK.dtype == torch.float16 and x_TK.device.type == "cpu":
         # CPUs multiply float32 several times as fast as float16.
-        wide_TN = functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
-        return wide_TN.half()
+        out_TN = functional.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
+        return out_TN.half()
     return functional.linear(x_TK, weight_NK, bias_N)
 
 
 class ReferenceLinear:
-    """The linear layers of a `tok_kernels.Backend` in plain torch: quantised weights are dequantised first.
+    """Linear layers of a `tok_kernels.Backend` in plain torch: quantised weights are dequantised first.
 
-    Subclasses may replace `linear` and `gated_linear`, which multiply.
+    Subclasses may replace `linear` and `gated_linear`, which all other methods call.
     """
 
     linear = staticmethod(linear)
@@ -61,8 +61,8 @@ class ReferenceLinear:
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
     ) -> Tensor:
-        """Compute `Backend.scaled_linear` without rounding x."""
-        assert isinstance(x_TK, Tensor), "rows are rounded by other backends only"
+        """Compute `Backend.scaled_linear` without quantising x."""
+        assert isinstance(x_TK, Tensor), "only other backends quantise activations"
         return self.linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
 
     def scaled_gated_linear(
@@ -74,7 +74,7 @@ class ReferenceLinear:
         norm: tuple[Tensor, float] | None = None,
         down: ScaledWeight | None = None,
     ) -> Tensor | QuantizedRows:
-        """Compute `Backend.scaled_gated_linear` without rounding x or the result."""
+        """Compute `Backend.scaled_gated_linear` without quantising x or the result."""
         return self.gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
 
     def packed_linear(

@@ -1,4 +1,4 @@
-"""Compute linear layers: a GEMV kernel for up to two tokens, a tensor-core kernel for few, and torch for more.
+"""Compute linear layers: a GEMV kernel for up to two tokens, the few-row GEMM for up to 64, and cuBLAS for more.
 
 Both kernels are fused with bias, gated activation and residual addition; the GEMV kernel also with the norm.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 from tok_kernels.launch_config import pdl_options, supports_pdl
 from tok_kernels.linear.quantized_weights import ScaledWeight
 from tok_kernels.linear.reference import matmul
-from tok_kernels.linear.triton_config import LinearLaunch, few_rows_launch, linear_launch, use_few_row_gemm, use_gemv
+from tok_kernels.linear.triton_config import GemvLaunch, few_rows_launch, gemv_launch, use_few_row_gemm, use_gemv
 from tok_kernels.linear.triton_few_rows import launch_few_rows
-from tok_kernels.linear.triton_stream import stream_linear_kernel
+from tok_kernels.linear.triton_gemv import gemv_kernel
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 
@@ -37,12 +37,12 @@ def linear(
     check_linear(x_TK, weight_NK.shape, bias_N, norm, weight_NK.dtype, residual_TN)
     outputs = weight_NK.shape[0]
     if _use_gemv(x_TK, weight_NK) and (residual_TN is None or residual_TN.stride(1) == 1):
-        launch = linear_launch(len(x_TK), outputs, x_TK.shape[1], gated=False)
-        return launch_stream(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
+        launch = gemv_launch(len(x_TK), outputs, x_TK.shape[1], gated=False)
+        return launch_gemv(launch, x_TK, weight_NK, bias_N, norm, residual_TN, gated=False)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
     if _use_few_row_gemm(x_TK, weight_NK):
-        few = few_rows_launch(len(x_TK), outputs, x_TK.shape[1])
-        return launch_few_rows(few, x_TK, weight_NK, bias_N, residual_TN, gated=False)
+        few_rows = few_rows_launch(len(x_TK), outputs, x_TK.shape[1])
+        return launch_few_rows(few_rows, x_TK, weight_NK, bias_N, residual_TN, gated=False)
     return matmul(x_TK, weight_NK, bias_N, residual_TN)
 
 
@@ -61,17 +61,17 @@ def gated_linear(
     if gate_up_FK.shape[0] % 2:
         raise ValueError(f"gate_up has {gate_up_FK.shape[0]} rows; allowed: even numbers, gate and up in equal parts")
     if _use_gemv(x_TK, gate_up_FK):
-        launch = linear_launch(len(x_TK), gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
-        return launch_stream(launch, x_TK, gate_up_FK, bias_F, norm, None, gated=True)
+        launch = gemv_launch(len(x_TK), gate_up_FK.shape[0] // 2, x_TK.shape[1], gated=True)
+        return launch_gemv(launch, x_TK, gate_up_FK, bias_F, norm, None, gated=True)
     x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, gate_up_FK.dtype)
     if _use_few_row_gemm(x_TK, gate_up_FK):
-        few = few_rows_launch(len(x_TK), *gate_up_FK.shape)
-        return launch_few_rows(few, x_TK, gate_up_FK, bias_F, None, gated=True)
+        few_rows = few_rows_launch(len(x_TK), *gate_up_FK.shape)
+        return launch_few_rows(few_rows, x_TK, gate_up_FK, bias_F, None, gated=True)
     return silu_and_mul(matmul(x_TK, gate_up_FK, bias_F, None))
 
 
-def launch_stream(
-    launch: LinearLaunch,
+def launch_gemv(
+    launch: GemvLaunch,
     x_TK: Tensor,
     weight: Tensor | ScaledWeight,
     bias: Tensor | None,
@@ -80,7 +80,7 @@ def launch_stream(
     *,
     gated: bool,
 ) -> Tensor:
-    """Launch the GEMV kernel with the given configuration; the other arguments are those of `linear`, checked.
+    """Launch the GEMV kernel; the arguments after `launch` are those of `linear`, already checked.
 
     The result has the dtype of the weight, or of x if the weight has 8 bits.
     """
@@ -94,20 +94,28 @@ def launch_stream(
     out_TN = residual_TN
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    gain, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
-    stream_linear_kernel[(triton.cdiv(outputs, launch.rows),)](
-        *(x_TK, x_TK.stride(0), gain, eps, values_NK, scale_NG, values_NK if bias is None else bias.contiguous()),
+    norm_weight, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
+    gemv_kernel[(triton.cdiv(outputs, launch.block_n),)](
+        *(
+            x_TK,
+            x_TK.stride(0),
+            norm_weight,
+            eps,
+            values_NK,
+            scale_NG,
+            values_NK if bias is None else bias.contiguous(),
+        ),
         *(out_TN, out_TN.stride(0), outputs),
-        T=tokens,
+        TOKENS=tokens,
         K=inputs,
-        ROWS=launch.rows,
-        BLOCK=launch.block,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
         VECTOR=launch.vector,
-        GROUP=group,
+        GROUP_SIZE=group,
         GATED=gated,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        ADD=residual_TN is not None,
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        ADD_RESIDUAL=residual_TN is not None,
         num_warps=launch.warps,
         **pdl_options(x_TK.device),
     )
@@ -115,17 +123,17 @@ def launch_stream(
 
 
 def _use_gemv(x_TK: Tensor, weight: Tensor) -> bool:
-    return _short(x_TK, weight) and use_gemv(*x_TK.shape)
+    return _have_16_bits(x_TK, weight) and use_gemv(*x_TK.shape)
 
 
 def _use_few_row_gemm(x_TK: Tensor, weight: Tensor) -> bool:
-    # The launches need the shared memory of Hopper GPUs; Triton's interpreter has no such limit.
-    runs = supports_pdl(x_TK.device) or x_TK.device.type == "cpu"
-    return runs and _short(x_TK, weight) and use_few_row_gemm(len(x_TK), *weight.shape)
+    # The launches need the shared memory of Hopper GPUs; Triton's interpreter has no limit.
+    fits_shared_memory = supports_pdl(x_TK.device) or x_TK.device.type == "cpu"
+    return fits_shared_memory and _have_16_bits(x_TK, weight) and use_few_row_gemm(len(x_TK), *weight.shape)
 
 
-def _short(x_TK: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernels of 16-bit numbers take these operands."""
+def _have_16_bits(x_TK: Tensor, weight: Tensor) -> bool:
+    """Return whether both operands have 16 bits and a layout that the kernels support."""
     return {x_TK.dtype, weight.dtype} <= {torch.float16, torch.bfloat16} and weight.is_contiguous()
 
 
@@ -137,9 +145,10 @@ def check_linear(
     dtype: torch.dtype | None,
     residual_TN: Tensor | None = None,
 ) -> None:
-    """Raise ValueError for shapes that do not fit and, without a norm, for x of another dtype than `dtype`, if any.
+    """Raise ValueError for operands of a linear layer whose shapes or dtypes do not fit.
 
-    shape  of the weight
+    shape  shape of the weight
+    dtype  required dtype of x without a norm; None: any
     """
     if x_TK.dim() != 2 or len(shape) != 2 or shape[1] != x_TK.shape[1]:
         raise ValueError(f"weight has shape {tuple(shape)}; allowed for x {tuple(x_TK.shape)}: (any, its last)")

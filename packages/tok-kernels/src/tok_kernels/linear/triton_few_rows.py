@@ -1,7 +1,7 @@
 """Multiply few rows of activations by a weight (skinny GEMM), which is read once, at the memory's bandwidth.
 
-Tensor cores compute `W xᵀ`: the weight fills their tiles of at least 64 rows, and the activations are the narrow second
-operand. Both have 16 bits, or both have 8.
+Tensor cores compute `W xᵀ` (swap AB): the weight fills their tiles of at least 64 rows, and the activations are the
+narrow second operand. Both operands have 16 bits, or both have 8.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -19,27 +19,29 @@ from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton_config import MAX_SPLIT_PROGRAMS, FewRowsLaunch
 
-_LINE_BYTES = tl.constexpr(128)  # of the L2 cache
+_CACHE_LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
 
 @triton.jit
-def _block(ptrs: tl.tensor, block: tl.tensor, K: tl.tensor, BLOCK: tl.constexpr, EVEN: tl.constexpr) -> tl.tensor:
-    """Load BLOCK columns of each row of a weight, which is read once; zeros past the end."""
-    if EVEN:
-        return tl.load(ptrs + block * BLOCK, eviction_policy="evict_first")
-    inside = tl.arange(0, BLOCK) < K - block * BLOCK
-    return tl.load(ptrs + block * BLOCK, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+def _load_weights(
+    weight_ptrs: tl.tensor, block: tl.tensor, K: tl.tensor, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
+) -> tl.tensor:
+    """Load BLOCK_K columns of each weight row, which are read only once; zeros past the end."""
+    if EVEN_K:
+        return tl.load(weight_ptrs + block * BLOCK_K, eviction_policy="evict_first")
+    inside = tl.arange(0, BLOCK_K) < K - block * BLOCK_K
+    return tl.load(weight_ptrs + block * BLOCK_K, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _prefetch(row_ptrs: tl.tensor, first: tl.tensor, end: tl.tensor, PREFETCH: tl.constexpr) -> None:
     """Prefetch up to PREFETCH columns of each row, from column `first` on and before `end`, into the L2 cache."""
-    size: tl.constexpr = _LINE_BYTES // (row_ptrs.dtype.element_ty.primitive_bitwidth // 8)
-    start = tl.minimum(first + tl.arange(0, PREFETCH // size) * size, end - 1)
+    line_columns: tl.constexpr = _CACHE_LINE_BYTES // (row_ptrs.dtype.element_ty.primitive_bitwidth // 8)
+    column = tl.minimum(first + tl.arange(0, PREFETCH // line_columns) * line_columns, end - 1)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // dummy $0",
         "=r,l",
-        [(row_ptrs[:, None] + start[None, :]).to(tl.int64)],
+        [(row_ptrs[:, None] + column[None, :]).to(tl.int64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -49,124 +51,144 @@ def _prefetch(row_ptrs: tl.tensor, first: tl.tensor, end: tl.tensor, PREFETCH: t
 @triton.jit(do_not_specialize=["tokens"])
 def few_rows_kernel(
     x_ptr: tl.tensor,
-    x_row: tl.tensor,
+    x_stride: tl.tensor,
     x_scale_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    out_row: tl.tensor,
-    out_column: tl.tensor,
+    out_token_stride: tl.tensor,
+    out_column_stride: tl.tensor,
     partial_ptr: tl.tensor,
     arrived_ptr: tl.tensor,
     tokens: tl.tensor,
     outputs: tl.tensor,
     K: tl.tensor,
-    T: tl.constexpr,
-    LINES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
     SCALED: tl.constexpr,
     ROUNDED: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute the outputs of LINES rows of the weight for T tokens, or their partial sums (split-K).
+    """Compute the outputs of BLOCK_N weight rows for BLOCK_M tokens, or their partial sums (split-K).
 
-    SPLITS    programs that divide the columns of each tile; the last to arrive adds their partial sums, in order
-    PREFETCH  columns of the weight that are read into the L2 cache before the predecessor ends; 0: none
-    EVEN      K is a multiple of BLOCK
-    SCALED    x and the weight have 8 bits, and each of their rows a scale
-    ROUNDED   the sums are rounded to the weight's dtype before bias, gate and residual follow
-    GATED     row `n` of the weight is a gate, and row `n + outputs` its up projection; the result is silu(gate) * up
-    BIAS      the bias is added to the result
-    ADD       the values at `out` are added to the result
-    PDL       this kernel may start before its predecessor ends
+    Grid: `(⌈weight rows / BLOCK_N⌉, SPLIT_K, ⌈tokens / BLOCK_M⌉)`.
+
+    1. Prefetch the first PREFETCH columns of the weight rows into the L2 cache, while the predecessor still runs.
+    2. Accumulate `W xᵀ` over the split's blocks of BLOCK_K columns.
+    3. With several splits, store the partial sums; the last program of a tile to arrive adds them in order.
+    4. Apply scales, bias, activation and residual, and store.
+
+    x_ptr              [tokens, K], with `x_stride` between tokens
+    weight_ptr         [rows, K]; GATED: row n is a gate and row n + outputs its up projection, and the result is
+                       silu(gate) * up
+    x_scale_ptr        SCALED: float32 [tokens], scales of an 8-bit x
+    scale_ptr          SCALED: float32 [rows], scales of an 8-bit weight
+    bias_ptr           [rows]
+    out_ptr            [tokens, outputs], with two strides; ADD_RESIDUAL adds to its values
+    partial_ptr        float32 [SPLIT_K, tiles, BLOCK_N, BLOCK_M], partial sums
+    arrived_ptr        int32 [tiles], counts of arrived programs, which are 0 before and after
+    EVEN_K             K is a multiple of BLOCK_K
+    ROUNDED            round the sums to the weight's dtype before bias, activation and residual
+    PDL                this kernel may start before its predecessor ends
     """
     if PDL:
         gdc_launch_dependents()
-    own: tl.constexpr = LINES // 2 if GATED else LINES
+
+    # Find the weight rows, and prefetch them.
+    tile_outputs: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    part = tl.arange(0, LINES)
-    # Lines past the last one read that line again, so that no load needs a mask.
+    lane = tl.arange(0, BLOCK_N)
+    # Outputs past the last one read its weights again, so that no load needs a mask.
     if GATED:
-        # Of 16 lines 8 are gates and 8 their up projections, since a thread's accumulator has lines i and i + 8.
-        line = tl.minimum(tile * own + part // 16 * 8 + part % 8, outputs - 1) + part // 8 % 2 * outputs
+        # Of 16 weight rows, 8 are gates and 8 their up projections, since a thread's accumulator has rows i and i + 8.
+        weight_row = tl.minimum(tile * tile_outputs + lane // 16 * 8 + lane % 8, outputs - 1) + lane // 8 % 2 * outputs
     else:
-        line = tl.minimum(tile * LINES + part, outputs - 1)
-    row_ptrs = weight_ptr + line.to(tl.int64) * K
-    blocks = tl.cdiv(K, BLOCK)
-    first = split * blocks // SPLITS
-    last = (split + 1) * blocks // SPLITS
+        weight_row = tl.minimum(tile * BLOCK_N + lane, outputs - 1)
+    row_ptrs = weight_ptr + weight_row.to(tl.int64) * K
+    blocks = tl.cdiv(K, BLOCK_K)
+    first_block = split * blocks // SPLIT_K
+    blocks_end = (split + 1) * blocks // SPLIT_K
     if PDL:
         if PREFETCH > 0:
-            _prefetch(row_ptrs, first * BLOCK, tl.minimum(last * BLOCK, K), PREFETCH)
+            _prefetch(row_ptrs, first_block * BLOCK_K, tl.minimum(blocks_end * BLOCK_K, K), PREFETCH)
         gdc_wait()
-    t = tl.program_id(2) * T + tl.arange(0, T)
-    present = t < tokens
-    column = tl.arange(0, BLOCK)
+
+    # Multiply.
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    present = token < tokens
+    column = tl.arange(0, BLOCK_K)
     weight_ptrs = row_ptrs[:, None] + column[None, :]
-    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * x_row + column[None, :]
-    whole: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
-    sums = tl.zeros((LINES, T), tl.int32 if whole else tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
+    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + column[None, :]
+    is_int8: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if is_int8 else tl.float32)
+    for block in tl.range(first_block, blocks_end, num_stages=NUM_STAGES):
         inside = present[:, None]
-        if not EVEN:
-            inside &= (column < K - block * BLOCK)[None, :]
-        x = tl.load(x_ptrs + block * BLOCK, mask=inside, other=0.0)
-        sums = tl.dot(_block(weight_ptrs, block, K, BLOCK, EVEN), tl.trans(x), sums, out_dtype=sums.dtype)
-    if SPLITS > 1:
+        if not EVEN_K:
+            inside &= (column < K - block * BLOCK_K)[None, :]
+        x = tl.load(x_ptrs + block * BLOCK_K, mask=inside, other=0.0)
+        weights = _load_weights(weight_ptrs, block, K, BLOCK_K, EVEN_K)
+        acc = tl.dot(weights, tl.trans(x), acc, out_dtype=acc.dtype)
+
+    # Add the partial sums of all splits.
+    if SPLIT_K > 1:
         tiles = tl.num_programs(0) * tl.num_programs(2)
-        tile_at = tl.program_id(2) * tl.num_programs(0) + tile
-        size: tl.constexpr = LINES * T
-        place = tile_at * size + part[:, None] * T + tl.arange(0, T)[None, :]
-        tl.store(partial_ptr + split * tiles * size + place, sums)
-        tl.debug_barrier()  # all threads of the program have stored their parts
-        if tl.atomic_add(arrived_ptr + tile_at, 1, sem="acq_rel") < SPLITS - 1:
+        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
+        tile_size: tl.constexpr = BLOCK_N * BLOCK_M
+        offset = tile_index * tile_size + lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(partial_ptr + split * tiles * tile_size + offset, acc)
+        tl.debug_barrier()  # all threads of the program have stored their partial sums
+        if tl.atomic_add(arrived_ptr + tile_index, 1, sem="acq_rel") < SPLIT_K - 1:
             return
-        sums = tl.zeros((LINES, T), sums.dtype)
-        for number in tl.static_range(SPLITS):
-            sums += tl.load(partial_ptr + number * tiles * size + place, cache_modifier=".cg")
-        tl.store(arrived_ptr + tile_at, 0)
-    y = sums.to(tl.float32)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), acc.dtype)
+        for other_split in tl.static_range(SPLIT_K):
+            acc += tl.load(partial_ptr + other_split * tiles * tile_size + offset, cache_modifier=".cg")
+        tl.store(arrived_ptr + tile_index, 0)
+
+    # Apply scales, bias, activation and residual.
+    y = acc.to(tl.float32)
     if SCALED:
-        x_scale = tl.load(x_scale_ptr + t, mask=present, other=0.0)
-        y *= tl.load(scale_ptr + line)[:, None] * x_scale[None, :]
-    rounded: tl.constexpr = weight_ptr.dtype.element_ty
+        x_scale = tl.load(x_scale_ptr + token, mask=present, other=0.0)
+        y *= tl.load(scale_ptr + weight_row)[:, None] * x_scale[None, :]
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
     if ROUNDED:
-        y = y.to(rounded).to(tl.float32)
-    if BIAS:
-        y += tl.load(bias_ptr + line).to(tl.float32)[:, None]
+        y = y.to(dtype).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
         if ROUNDED:
-            y = y.to(rounded).to(tl.float32)
-    n = tile * own + tl.arange(0, own)
+            y = y.to(dtype).to(tl.float32)
+    n = tile * tile_outputs + tl.arange(0, tile_outputs)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (LINES // 16, 2, 8, T)), (0, 2, 3, 1)))
-        y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (own, T))
-    out = out_ptr + t.to(tl.int64)[:, None] * out_row + n[None, :] * out_column
-    stored = present[:, None] & (n < outputs)[None, :]
+        gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+        y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (tile_outputs, BLOCK_M))
+    out_ptrs = out_ptr + token.to(tl.int64)[:, None] * out_token_stride + n[None, :] * out_column_stride
+    is_output = present[:, None] & (n < outputs)[None, :]
     y = tl.trans(y)
-    if ADD:
-        y += tl.load(out, mask=stored, other=0.0).to(tl.float32)
-    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=stored)
+    if ADD_RESIDUAL:
+        y += tl.load(out_ptrs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_output)
 
 
 class _Counters(threading.local):
-    """Split-K arrival counters by device, which kernels leave as zeros.
+    """Split-K arrival counters of each device, which kernels leave as zeros.
 
-    Each host thread has its own, since launches of different threads may overlap.
+    Each host thread has its own counters, since launches of different threads may overlap.
     """
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
+        """Return the counters on a device, int32 `[MAX_SPLIT_PROGRAMS]`."""
         if device not in self._counters:
             self._counters[device] = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
         return self._counters[device]
@@ -185,9 +207,9 @@ def launch_few_rows(
     gated: bool,
     rounded: bool = False,
 ) -> Tensor:
-    """Launch the kernel with the given configuration; the other arguments are those of `linear`, checked.
+    """Launch the few-row GEMM; the arguments after `launch` are those of `linear`, already checked.
 
-    x is quantised if the weight is. With `rounded`, the GEMM is rounded before bias, gate and residual follow.
+    x is quantised if the weight is. With `rounded`, the GEMM's result is rounded before bias, activation and residual.
     """
     if isinstance(x, QuantizedRows):
         x_TK, x_scale_T, tokens, dtype = x.values_TK, x.scale_TG, x.tokens, x.dtype
@@ -195,32 +217,33 @@ def launch_few_rows(
         x_TK = x if x.stride(1) == 1 else x.contiguous()
         x_scale_T, tokens, dtype = x_TK, len(x), x.dtype
     values_NK, scale_N = (weight, weight) if isinstance(weight, Tensor) else (weight.values_NK, weight.scale_NG)
-    lines, inputs = values_NK.shape
-    outputs = lines // 2 if gated else lines
+    weight_rows, inputs = values_NK.shape
+    outputs = weight_rows // 2 if gated else weight_rows
     out_TN = residual_TN
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    tiles = triton.cdiv(outputs, launch.lines // 2 if gated else launch.lines), triton.cdiv(tokens, launch.tokens)
+    tile_outputs = launch.block_n // 2 if gated else launch.block_n
+    tiles = triton.cdiv(outputs, tile_outputs), triton.cdiv(tokens, launch.block_m)
     partial = arrived = values_NK
     if launch.splits > 1:
-        size = launch.splits * tiles[0] * tiles[1] * launch.lines * launch.tokens
+        size = launch.splits * tiles[0] * tiles[1] * launch.block_n * launch.block_m
         partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
         arrived = _counters.on(x_TK.device)
     few_rows_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), x_scale_T, values_NK, scale_N, values_NK if bias is None else bias.contiguous()),
         *(out_TN, *out_TN.stride(), partial, arrived, tokens, outputs, inputs),
-        T=launch.tokens,
-        LINES=launch.lines,
-        BLOCK=launch.block,
-        STAGES=launch.stages,
-        SPLITS=launch.splits,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        NUM_STAGES=launch.stages,
+        SPLIT_K=launch.splits,
         PREFETCH=launch.prefetch,
-        EVEN=inputs % launch.block == 0,
+        EVEN_K=inputs % launch.block_k == 0,
         SCALED=not isinstance(weight, Tensor),
         ROUNDED=rounded,
         GATED=gated,
-        BIAS=bias is not None,
-        ADD=residual_TN is not None,
+        HAS_BIAS=bias is not None,
+        ADD_RESIDUAL=residual_TN is not None,
         num_warps=launch.warps,
         **pdl_options(x_TK.device),
     )

@@ -1,11 +1,11 @@
-"""Compute linear layers on a GPU so that a row's bits do not depend on the other rows, nor on their number.
+"""Compute batch-invariant linear layers on a GPU: a row's bits do not depend on other rows, nor on their number.
 
-Every kernel accumulates along the inputs in sequence: tensor cores add 16 products at a time to a float32 sum.
+Every kernel accumulates along the inputs in the same order: tensor cores add 16 products at a time to a float32 sum.
 cuBLASLt's kernels do so on Hopper unless they use split-K, which `forbid_split_k` excludes. Without split-K, cuBLASLt
 is slow for few rows, so the few-row GEMM (`triton_few_rows`) computes them.
 
-Every kernel rounds the GEMM to the weight's dtype before bias, gate and residual follow. The epilogues of cuBLASLt
-round differently for some numbers of rows, so they are not used.
+Every kernel rounds the GEMM's result to the weight's dtype before bias, activation and residual. The epilogues of
+cuBLASLt round differently for some numbers of rows, so they are not used.
 """
 # mypy: disable-error-code="import-untyped"
 

@@ -1,11 +1,11 @@
-"""Compute linear layers with 8-bit weights: W8A8 for two tokens or more, and unrounded activations for one token.
+"""Compute linear layers with 8-bit weights: W8A16 for one token, and W8A8 for more.
 
-The GEMV kernel of 16-bit weights computes one token, the Triton kernel of few rows up to 64, and cuBLAS more. A Triton
-kernel that adds the residual or applies the gate after cuBLAS also applies the scales, since cuBLAS is faster without
-them. Weights with block-wise scales are multiplied by cuBLAS from two tokens on.
+The GEMV kernel computes one token, the few-row GEMM up to 64 tokens, and cuBLAS more. If a Triton kernel adds the
+residual or applies the gated activation after cuBLAS, this kernel also applies the scales, since cuBLAS is faster
+without them. cuBLAS multiplies weights with block-wise scales from two tokens on.
 
-Tensor cores accumulate float8 with 14 bits (`use_fast_accum`). Accumulation in float32 takes cuBLAS 6 to 10 % longer,
-and the Triton kernel 18 to 40 %.
+Tensor cores accumulate float8 products with 14 bits (`use_fast_accum`). With accumulation in float32, cuBLAS takes 6 to
+10 % longer, and the few-row GEMM 18 to 40 %.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -19,17 +19,17 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
-from tok_kernels.linear.triton import check_linear, gated_linear, launch_stream, linear
-from tok_kernels.linear.triton_config import MAX_FEW_ROWS, few_rows_launch, scaled_stream_launch, use_gemv
+from tok_kernels.linear.triton import check_linear, gated_linear, launch_gemv, linear
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, few_rows_launch, scaled_gemv_launch, use_gemv
 from tok_kernels.linear.triton_few_rows import launch_few_rows
-from tok_kernels.linear.triton_quantize import finish_rows, gate_and_quantize, quantize_rows
+from tok_kernels.linear.triton_quantize import apply_scales, gate_and_quantize, quantize_rows
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 
 MIN_CAPABILITY = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
 """Minimum compute capability of GPUs whose tensor cores multiply a dtype."""
 
-_BLOCK = 128  # rows and columns that share a block-wise scale of cuBLAS
-_MULTIPLE = 16  # cuBLAS requires that rows and columns of 8-bit matrices are multiples of it
+_SCALE_BLOCK = 128  # rows and columns that share a block-wise scale in cuBLAS
+_SIZE_MULTIPLE = 16  # rows and columns of 8-bit matrices must be multiples of it in cuBLAS
 
 
 def scaled_linear(
@@ -47,12 +47,12 @@ def scaled_linear(
     if not _is_supported(x_TK, weight):
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
     if use_gemv(*x_TK.shape, bits=8):
-        launch = scaled_stream_launch(x_TK.shape[1])
-        return launch_stream(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
+        launch = scaled_gemv_launch(x_TK.shape[1])
+        return launch_gemv(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
     rows = quantize_rows(x_TK, weight, norm)
     if len(x_TK) <= MAX_FEW_ROWS and weight.group is None:
-        few = few_rows_launch(len(x_TK), *weight.values_NK.shape, bits=8)
-        return launch_few_rows(few, rows, weight, bias_N, residual_TN, gated=False)
+        few_rows = few_rows_launch(len(x_TK), *weight.values_NK.shape, bits=8)
+        return launch_few_rows(few_rows, rows, weight, bias_N, residual_TN, gated=False)
     return _cublas(rows, weight, bias_N, residual_TN)
 
 
@@ -69,12 +69,12 @@ def scaled_gated_linear(
     if not _is_supported(x_TK, gate_up):
         return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
     if use_gemv(*x_TK.shape, bits=8):
-        launch = scaled_stream_launch(x_TK.shape[1])
-        return launch_stream(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
+        launch = scaled_gemv_launch(x_TK.shape[1])
+        return launch_gemv(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
     rows = quantize_rows(x_TK, gate_up, norm)
     if len(x_TK) <= MAX_FEW_ROWS and gate_up.group is None:
-        few = few_rows_launch(len(x_TK), *gate_up.values_NK.shape, bits=8)
-        return launch_few_rows(few, rows, gate_up, bias_F, None, gated=True)
+        few_rows = few_rows_launch(len(x_TK), *gate_up.values_NK.shape, bits=8)
+        return launch_few_rows(few_rows, rows, gate_up, bias_F, None, gated=True)
     if down is None or not _is_supported(x_TK, down):
         return silu_and_mul(_cublas(rows, gate_up, bias_F, None))
     if gate_up.group is not None:
@@ -100,11 +100,11 @@ def _cublas(rows: QuantizedRows, weight: ScaledWeight, bias_N: Tensor | None, re
     out_TN = residual_TN
     if out_TN is None:
         out_TN = torch.empty(sums_TN.shape, dtype=rows.dtype, device=sums_TN.device)
-    return finish_rows(sums_TN, rows.scale_TG, weight, bias_N, out_TN, add=residual_TN is not None)
+    return apply_scales(sums_TN, rows.scale_TG, weight, bias_N, out_TN, add=residual_TN is not None)
 
 
 def _cublas_unscaled(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
-    """Return the GEMM of the values without their scales: bfloat16 of float8, int32 of int8."""
+    """Return the product of the values without their scales: bfloat16 for float8, int32 for int8."""
     if weight.values_NK.dtype == torch.int8:
         return torch._int_mm(rows.values_TK, weight.values_NK.t())
     one = _one(rows.values_TK.device)
@@ -114,8 +114,8 @@ def _cublas_unscaled(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
 
 
 def _cublas_blockwise(rows: QuantizedRows, weight: ScaledWeight) -> Tensor:
-    """Return the GEMM with scales of 128 columns (activations) and of 128 × 128 entries (weight)."""
-    scale_BG = weight.scale_NG[::_BLOCK]
+    """Return the GEMM with scales of 128 columns (activations) and of 128 × 128 blocks (weight)."""
+    scale_BG = weight.scale_NG[::_SCALE_BLOCK]
     # cuBLAS requires that the scales of each block of rows begin at a multiple of 16 bytes.
     scale_BG = functional.pad(scale_BG, (0, -scale_BG.shape[1] % 4)).contiguous()
     y_PN: Tensor = functional.scaled_mm(
@@ -132,12 +132,12 @@ def _one(device: torch.device) -> Tensor:
 
 
 def _is_supported(x_TK: Tensor, weight: ScaledWeight) -> bool:
-    """Return whether W8A8 kernels take these operands; otherwise the weight is dequantised."""
+    """Return whether the 8-bit kernels support these operands; otherwise the weight is dequantised."""
     values = weight.values_NK
     capability = torch.cuda.get_device_capability(x_TK.device) if x_TK.device.type == "cuda" else (9, 0)
     if not len(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or capability < MIN_CAPABILITY[values.dtype]:
         return False
     if weight.group is None:
-        return not any(size % _MULTIPLE for size in values.shape)
-    fits = not any(size % _BLOCK for size in (*values.shape, weight.block_rows)) and weight.group == _BLOCK
+        return not any(size % _SIZE_MULTIPLE for size in values.shape)
+    fits = not any(size % _SCALE_BLOCK for size in (*values.shape, weight.block_rows)) and weight.group == _SCALE_BLOCK
     return fits and capability == (9, 0) and values.dtype == torch.float8_e4m3fn

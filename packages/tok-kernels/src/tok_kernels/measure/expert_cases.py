@@ -108,13 +108,13 @@ class _ExpertStep:
         x_TN, routing, local = self.x_TN, self.routing, range(self.shape.local_experts)
         (tokens, size), top_k, inner = x_TN.shape, self.shape.top_k, self.shape.intermediate_size
         gate_up, down = (grouped_launch(tokens, routing, x_TN.dtype, gated=gated) for gated in (True, False))
-        order = sort_pairs(routing, gate_up.rows, local)
+        order = sort_pairs(routing, gate_up.block_m, local)
         out_TN = torch.empty_like(x_TN)
         h_RF, y_PN = (x_TN.new_zeros((tokens * top_k, width)) for width in (inner, size))
         h_bytes = self.pairs * inner * x_TN.itemsize
         yield self._case(
             "sort_pairs",
-            lambda: sort_pairs(routing, gate_up.rows, local),
+            lambda: sort_pairs(routing, gate_up.block_m, local),
             routing.expert_TC.nbytes + 4 * self.pairs + order.tile_3S.nbytes,
         )
         yield self._case(

@@ -1,7 +1,7 @@
-"""Inputs of a mixture of experts: each token's experts, and the experts' stacked matrices.
+"""Define the inputs of a mixture of experts: each token's experts, and the experts' stacked weights.
 
-Axes: T tokens, E experts, C experts of a token, N hidden size, F intermediate size of an expert, K most copies of an
-expert.
+Axes: T tokens, E experts, C experts of a token (top-k), N hidden size, F intermediate size of an expert, K maximum
+copies of an expert.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from tok_kernels.linear.quantized_weights import PackedWeight, ScaledWeight
 
 Weight: TypeAlias = Tensor | ScaledWeight | PackedWeight
-"""A matrix, dense or quantised."""
-COPY_TOKENS = 16  # consecutive tokens that use one copy of an expert, so that small steps read no second copy
+"""A weight matrix, dense or quantised."""
+COPY_TOKENS = 16  # consecutive tokens that use the same copy of an expert, so that small steps read only one copy
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Each token's experts, the most likely first: int32 `[T, C]`, and their weights, float32 `[T, C]`.
+    """Each token's experts and their weights (`topk_ids` and `topk_weights` of vLLM and SGLang).
 
-    Expert −1 marks rows of no sequence, such as padding rows; no matrix is read for them.
-
-    experts  E
+    expert_TC  int32 [T, C], the most likely expert first; −1 for padding rows, for which no weights are read
+    weight_TC  float32 [T, C]
+    experts    E
     """
 
     expert_TC: Tensor
@@ -35,16 +35,16 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCopies:
-    """Slots of experts; some experts have copies in several slots (redundant experts).
+    """Slots of experts (physical experts); an expert may have copies in several slots (redundant experts).
 
-    slot_EK  int32 `[E, 1 + K]`: the number of copies of each expert, and then the slots that hold them
+    slot_EK  int32 [E, 1 + K], the number of copies of each expert, followed by the slots that hold them
     slots    number of slots
     """
 
     slot_EK: Tensor
     slots: int
 
-    def of(self, expert_TC: Tensor) -> Tensor:
+    def slots_of(self, expert_TC: Tensor) -> Tensor:
         """Return the slots that compute each token's experts, int32 `[T, C]`: blocks of tokens use copies in turn."""
         block_T1 = torch.arange(len(expert_TC), device=expert_TC.device).unsqueeze(1) // COPY_TOKENS
         expert_TC = expert_TC.long()
@@ -53,40 +53,41 @@ class ExpertCopies:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of E experts, stacked by rows, or of those that one rank holds.
+    """The weights of all experts, or of one rank's local experts, stacked by rows (`w13_weight` and `w2_weight`).
 
-    gate_up  `[E × 2F, N]`: rows of expert 0's gate projection, of its up projection, then those of expert 1, …
-    down     `[E × N, F]`
-    held     consecutive experts whose matrices these are; None: all. With experts 4 to 7, the first rows are those of
-             expert 4. Experts that are not held add nothing to a token's result
+    gate_up        [E × 2F, N]: rows of expert 0's gate projection, of its up projection, then those of expert 1, …
+    down           [E × N, F]
+    local_experts  consecutive experts whose weights these are; None: all. With experts 4 to 7, the first rows are those
+                   of expert 4. Other experts add nothing to a token's result
     """
 
     gate_up: Weight
     down: Weight
-    held: range | None = None
+    local_experts: range | None = None
 
-    def held_of(self, experts: int) -> range:
-        """Return the held experts of `experts` in all."""
-        return range(experts) if self.held is None else self.held
+    def local_range(self, experts: int) -> range:
+        """Return the local experts among `experts`."""
+        return range(experts) if self.local_experts is None else self.local_experts
 
     def dense(self, expert: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the matrices of one held expert of `experts` in all, `[2F, N]` and `[N, F]`."""
-        held = self.held_of(experts)
-        place = expert - held.start
-        gate_up, down = (_dense_rows(weight, place, len(held), dtype) for weight in (self.gate_up, self.down))
+        """Return the weights of one local expert among `experts`, dense, `[2F, N]` and `[N, F]`."""
+        local = self.local_range(experts)
+        index = expert - local.start
+        gate_up, down = (_dense_rows(weight, index, len(local), dtype) for weight in (self.gate_up, self.down))
         return gate_up, down
 
 
 def rows_of(weight: Weight) -> int:
-    """Return the number of rows of a matrix."""
+    """Return the number of rows of a weight matrix."""
     if isinstance(weight, ScaledWeight):
         return len(weight.values_NK)
     return weight.shape[0]
 
 
-def _dense_rows(weight: Weight, place: int, experts: int, dtype: torch.dtype) -> Tensor:
+def _dense_rows(weight: Weight, index: int, experts: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows of one of `experts` stacked matrices, dense."""
     count = rows_of(weight) // experts
-    rows = slice(place * count, (place + 1) * count)
+    rows = slice(index * count, (index + 1) * count)
     if isinstance(weight, Tensor):
         return weight[rows]
     if isinstance(weight, ScaledWeight):

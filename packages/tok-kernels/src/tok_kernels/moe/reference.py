@@ -15,12 +15,12 @@ from tok_kernels.linear.reference import gated_linear, linear
 from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""Multiplies rows by a dense matrix."""
+"""Function that multiplies rows by a dense weight."""
 
 
 def select_experts(
     logits_TE: Tensor,
-    chosen: int,
+    top_k: int,
     *,
     normalize: bool,
     copies: ExpertCopies | None = None,
@@ -28,11 +28,11 @@ def select_experts(
 ) -> Routing:
     """Compute `Backend.select_experts`."""
     logits_TE = logits_TE.float()
-    expert_TC = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    expert_TC = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weight_TC = logits_TE.softmax(-1).gather(1, expert_TC)
     if normalize:
         weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
-    expert_TC = expert_TC.int() if copies is None else copies.of(expert_TC)
+    expert_TC = expert_TC.int() if copies is None else copies.slots_of(expert_TC)
     if length_D is not None:
         expert_TC[: len(length_D)].masked_fill_(length_D.unsqueeze(1) == 0, -1)
     return Routing(expert_TC, weight_TC, logits_TE.shape[1] if copies is None else copies.slots)
@@ -42,17 +42,17 @@ def fused_experts(
     x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
 ) -> Tensor:
     """Compute `Backend.fused_experts`. On a GPU the host waits for the token counts of the experts."""
-    return _one_by_one(x_TN, routing, weights, residual_TN, gated_linear, linear)
+    return _expert_by_expert(x_TN, routing, weights, residual_TN, gated_linear, linear)
 
 
 def invariant_fused_experts(
     x_TN: Tensor, routing: Routing, weights: ExpertWeights, *, residual_TN: Tensor | None = None
 ) -> Tensor:
-    """Compute `Backend.fused_experts` so that a token's bits do not depend on other tokens, on a CPU."""
-    return _one_by_one(x_TN, routing, weights, residual_TN, invariant.gated_linear, invariant.linear)
+    """Compute `Backend.fused_experts` batch-invariantly on a CPU: a token's bits do not depend on other tokens."""
+    return _expert_by_expert(x_TN, routing, weights, residual_TN, invariant.gated_linear, invariant.linear)
 
 
-def _one_by_one(
+def _expert_by_expert(
     x_TN: Tensor,
     routing: Routing,
     weights: ExpertWeights,
@@ -60,19 +60,19 @@ def _one_by_one(
     gated: Multiply,
     multiply: Multiply,
 ) -> Tensor:
-    """Compute `Backend.fused_experts` by `gated`, for gate and up projection and activation, and `multiply`."""
+    """Compute `Backend.fused_experts`; `gated` multiplies by gate_up weights, and `multiply` by down weights."""
     expert_P = routing.expert_TC.flatten().long()
     pair_P = expert_P.argsort(stable=True)
-    none, *counts = torch.bincount(expert_P + 1, minlength=routing.experts + 1).tolist()
-    chosen, held = routing.expert_TC.shape[1], weights.held_of(routing.experts)
+    padding, *counts = torch.bincount(expert_P + 1, minlength=routing.experts + 1).tolist()
+    top_k, local = routing.expert_TC.shape[1], weights.local_range(routing.experts)
     y_PN = x_TN.new_zeros((len(expert_P), x_TN.shape[1]))
-    for expert, pairs in enumerate(torch.split(pair_P[none:], counts)):
-        if len(pairs) and expert in held:
+    for expert, pairs in enumerate(torch.split(pair_P[padding:], counts)):
+        if len(pairs) and expert in local:
             gate_up, down = weights.dense(expert, routing.experts, x_TN.dtype)
-            y_PN[pairs] = multiply(gated(x_TN[pairs // chosen], gate_up), down)
+            y_PN[pairs] = multiply(gated(x_TN[pairs // top_k], gate_up), down)
     sum_TN = torch.zeros_like(x_TN, dtype=torch.float32)
     for y_TN, weight_T in zip(
-        torch.unflatten(y_PN, 0, (-1, chosen)).unbind(1), routing.weight_TC.unbind(1), strict=True
+        torch.unflatten(y_PN, 0, (-1, top_k)).unbind(1), routing.weight_TC.unbind(1), strict=True
     ):
         sum_TN += weight_T.unsqueeze(1) * y_TN
     if residual_TN is None:

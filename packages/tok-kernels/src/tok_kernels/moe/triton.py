@@ -1,4 +1,4 @@
-"""Compute a mixture of experts in Triton: sort pairs by expert, two grouped GEMMs, and the weighted sum."""
+"""Compute a mixture of experts in Triton: sort token-expert pairs, two grouped GEMMs, and the weighted sum."""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
@@ -30,63 +30,63 @@ __all__ = [
 ]
 
 _COMBINE_BLOCK = 1024  # columns that a program of the weighted sum computes
-_MAX_QUANTIZED_ROWS = 32  # rows of a tile; for larger tiles, weights are dequantised before the grouped GEMM
-_DEQUANTIZED_ROWS = 1 << 14  # rows of a weight that are dequantised at once
-_MIN_GROUP = 16  # columns that tensor cores multiply at once
-_W8A8_GROUP = 128  # columns that share a block-wise scale; W8A8 takes no other group
-_MIN_ROWS, _MAX_ROWS = 16, 128  # rows of a tile
-# By rows of a tile: (lines, block, stages) of plain and of gated GEMMs with 4 warps.
+_MAX_QUANTIZED_BLOCK_M = 32  # for larger tiles, weights are dequantised before the grouped GEMM
+_DEQUANTIZED_ROWS = 1 << 14  # weight rows that are dequantised at once
+_MIN_GROUP = 16  # columns; tensor cores multiply so many at once
+_W8A8_GROUP = 128  # columns that share a block-wise scale; W8A8 supports no other group
+_MIN_BLOCK_M, _MAX_BLOCK_M = 16, 128
+# By block_m: (block_n, block_k, stages) of plain and of gated GEMMs with 4 warps.
 _LAUNCHES = {
     16: ((64, 128, 3), (64, 128, 3)),
     32: ((64, 128, 3), (64, 64, 4)),
     64: ((128, 64, 3), (128, 64, 3)),
 }
-_W8A8_LINES, _W8A8_BLOCK, _W8A8_STAGES = 128, 128, 3
+_W8A8_BLOCK_N, _W8A8_BLOCK_K, _W8A8_STAGES = 128, 128, 3
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedLaunch:
     """Launch configuration of a grouped GEMM.
 
-    rows    rows of a tile, or of a program where a tile has several
-    lines   outputs of a program; of a gated GEMM, as many gates and up projections
-    block   inputs that it reads at a time
-    warps   Triton's num_warps
-    stages  Triton's num_stages
+    block_m  rows (token-expert pairs) of a program; tiles of `SortedPairs` have a multiple of it
+    block_n  output features of a program; a gated GEMM computes as many gates and up projections
+    block_k  input features that a program reads at a time
+    warps    Triton's num_warps
+    stages   Triton's num_stages
     """
 
-    rows: int
-    lines: int
-    block: int
+    block_m: int
+    block_n: int
+    block_k: int
     warps: int
     stages: int
 
 
 def grouped_launch(tokens: int, routing: Routing, dtype: torch.dtype, *, gated: bool) -> GroupedLaunch:
-    """Return the launch for `tokens` of `dtype`: tiles have room for twice the mean tokens of an expert.
+    """Return the launch for `tokens` of `dtype`: a tile has room for twice the mean number of tokens of an expert.
 
-    Measured on an H200 with the experts of Qwen3-30B-A3B at 1, 16, 64, 256 and 8,192 tokens; launches of 32-bit
-    activations are not measured.
+    Measured on an H200 with the experts of Qwen3-30B-A3B at 1, 16, 64, 256 and 8,192 tokens; launches for float32
+    are not measured.
     """
-    twice = -(-2 * tokens * routing.expert_TC.shape[1] // routing.experts)
-    rows = max(_MIN_ROWS, min(_MAX_ROWS, power_of_two(twice)))
+    twice_mean = -(-2 * tokens * routing.expert_TC.shape[1] // routing.experts)
+    block_m = max(_MIN_BLOCK_M, min(_MAX_BLOCK_M, power_of_two(twice_mean)))
     if dtype.itemsize > 2:
-        return GroupedLaunch(min(rows, 32), 32, 32, 4, 2)
-    if rows < _MAX_ROWS:
-        lines, block, stages = _LAUNCHES[rows][gated]
-        return GroupedLaunch(rows, lines, block, 4, stages)
-    return GroupedLaunch(rows, 128, 64, 8, 4 if gated else 3)
+        return GroupedLaunch(min(block_m, 32), 32, 32, 4, 2)
+    if block_m < _MAX_BLOCK_M:
+        block_n, block_k, stages = _LAUNCHES[block_m][gated]
+        return GroupedLaunch(block_m, block_n, block_k, 4, stages)
+    return GroupedLaunch(block_m, 128, 64, 8, 4 if gated else 3)
 
 
-def w8a8_launch(rows: int, *, gated: bool) -> GroupedLaunch:
-    """Return the W8A8 launch for tiles of `rows`.
+def w8a8_launch(tile_rows: int, *, gated: bool) -> GroupedLaunch:
+    """Return the W8A8 launch for tiles of `tile_rows`.
 
     Measured on an H200 with the experts of Qwen3-30B-A3B at 128, 512, 2,048 and 8,192 tokens. The second GEMM of the
-    largest step takes 0.32 ms by programs of 64 rows, and 0.43 ms by programs of 128.
+    largest step takes 0.32 ms with a block_m of 64, and 0.43 ms with 128.
     """
-    large = gated and rows == _MAX_ROWS
-    rows, warps = (rows, 8) if large else (min(rows, _MAX_ROWS // 2), 4)
-    return GroupedLaunch(rows, _W8A8_LINES, _W8A8_BLOCK, warps, _W8A8_STAGES)
+    large = gated and tile_rows == _MAX_BLOCK_M
+    block_m, warps = (tile_rows, 8) if large else (min(tile_rows, _MAX_BLOCK_M // 2), 4)
+    return GroupedLaunch(block_m, _W8A8_BLOCK_N, _W8A8_BLOCK_K, warps, _W8A8_STAGES)
 
 
 def fused_experts(
@@ -94,19 +94,21 @@ def fused_experts(
 ) -> Tensor:
     """Compute `Backend.fused_experts`. Raises ValueError for shapes that do not fit.
 
-    With tiles of more than 16 rows and weights of 8 bits, activations are quantised to the dtype of the weights.
+    With 8-bit weights and tiles of more than 16 rows, activations are quantised to the weights' dtype (W8A8).
     """
     gate_up, down = (grouped_launch(len(x_TN), routing, x_TN.dtype, gated=gated) for gated in (True, False))
     if not (isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)):
-        if gate_up.rows > _MIN_ROWS and all(_supports_w8a8(x_TN, weight) for weight in (weights.gate_up, weights.down)):
-            gate_up, down = (w8a8_launch(gate_up.rows, gated=gated) for gated in (True, False))
+        if gate_up.block_m > _MIN_BLOCK_M and all(
+            _supports_w8a8(x_TN, weight) for weight in (weights.gate_up, weights.down)
+        ):
+            gate_up, down = (w8a8_launch(gate_up.block_m, gated=gated) for gated in (True, False))
             return fused_experts_with(gate_up, down, x_TN, routing, weights, residual_TN, w8a8=True)
-        if gate_up.rows > _MAX_QUANTIZED_ROWS:
-            # On an H200, Triton 3.6 gave wrong sums of weights that tiles of 128 rows converted.
+        if gate_up.block_m > _MAX_QUANTIZED_BLOCK_M:
+            # With tiles of 128 rows, Triton 3.6 computed wrong sums of weights that it converts (on an H200).
             gate_up_weight, down_weight = (_dequantized(one, x_TN.dtype) for one in (weights.gate_up, weights.down))
-            weights = ExpertWeights(gate_up_weight, down_weight, weights.held)
+            weights = ExpertWeights(gate_up_weight, down_weight, weights.local_experts)
         else:
-            gate_up, down = (replace(launch, rows=_MIN_ROWS) for launch in (gate_up, down))
+            gate_up, down = (replace(launch, block_m=_MIN_BLOCK_M) for launch in (gate_up, down))
     return fused_experts_with(gate_up, down, x_TN, routing, weights, residual_TN)
 
 
@@ -120,24 +122,24 @@ def fused_experts_with(
     *,
     w8a8: bool = False,
 ) -> Tensor:
-    """Compute `Backend.fused_experts` with the given launches; rows of the second divide those of the first.
+    """Compute `Backend.fused_experts` with the given launches; block_m of `down` divides that of `gate_up`.
 
-    w8a8  quantise activations to the 8 bits of the weights
+    w8a8  quantise activations to the weights' dtype
     """
     _check(x_TN, routing, weights, residual_TN)
-    (tokens, size), chosen = x_TN.shape, routing.expert_TC.shape[1]
+    (tokens, size), top_k = x_TN.shape, routing.expert_TC.shape[1]
     out_TN = torch.empty_like(x_TN, memory_format=torch.contiguous_format) if residual_TN is None else residual_TN
     if not tokens:
         return out_TN
     x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
-    held = weights.held_of(routing.experts)
-    columns = rows_of(weights.gate_up) // len(held) // 2
-    order = sort_pairs(routing, gate_up.rows, held)
-    h_RF = torch.empty((tokens * chosen, columns), dtype=x_TN.dtype, device=x_TN.device)
-    y_PN = torch.empty((tokens * chosen, size), dtype=x_TN.dtype, device=x_TN.device)
-    grouped_gemm(gate_up, _activations(x_TN, weights.gate_up, w8a8), weights.gate_up, h_RF, order, chosen, gated=True)
-    grouped_gemm(down, _activations(h_RF, weights.down, w8a8), weights.down, y_PN, order, chosen, gated=False)
-    combine(y_PN, routing, held, out_TN, add=residual_TN is not None)
+    local = weights.local_range(routing.experts)
+    inner = rows_of(weights.gate_up) // len(local) // 2
+    order = sort_pairs(routing, gate_up.block_m, local)
+    h_RF = torch.empty((tokens * top_k, inner), dtype=x_TN.dtype, device=x_TN.device)
+    y_PN = torch.empty((tokens * top_k, size), dtype=x_TN.dtype, device=x_TN.device)
+    grouped_gemm(gate_up, _activations(x_TN, weights.gate_up, w8a8), weights.gate_up, h_RF, order, top_k, gated=True)
+    grouped_gemm(down, _activations(h_RF, weights.down, w8a8), weights.down, y_PN, order, top_k, gated=False)
+    combine(y_PN, routing, local, out_TN, add=residual_TN is not None)
     return out_TN
 
 
@@ -147,14 +149,14 @@ def grouped_gemm(
     weight: Weight,
     out: Tensor,
     order: SortedPairs,
-    chosen: int,
+    top_k: int,
     *,
     gated: bool,
 ) -> None:
-    """Multiply sorted rows by their experts' matrices: tokens by gate and up projections, or their results by down.
+    """Multiply sorted rows by their experts' weights.
 
-    gated  x has tokens, and `out` gets `silu(gate) * up` in the order of sorted rows; else x has sorted rows, and
-           `out` gets results in the order of pairs
+    gated  True: x has one row per token, the weight is gate_up, and `out` gets `silu(gate) * up` in sorted order.
+           False: x has the sorted rows, the weight is down, and `out` gets one row per pair in the order of pairs.
     """
     w8a8 = isinstance(x, QuantizedRows)
     x, x_scale, x_scale_group = (
@@ -164,25 +166,25 @@ def grouped_gemm(
     if not w8a8 and not _is_supported(weight, x):
         weight = _dequantized(weight, x.dtype)
     if isinstance(weight, PackedWeight):
-        _packed_grouped_gemm(launch, x, weight, out, order, chosen, gated=gated)
+        _packed_grouped_gemm(launch, x, weight, out, order, top_k, gated=gated)
         return
-    values, scale, group, block = weight, weight, 0, launch.block
+    values, scale, group, block_k = weight, weight, 0, launch.block_k
     if isinstance(weight, ScaledWeight):
         values, scale, group = weight.values_NK, weight.scale_NG, weight.group or 0
-        block = min(block, group & -group) if group else block  # the columns of a block share a scale
-    programs = order.tiles * (order.tile_rows // launch.rows) * triton.cdiv(outputs, launch.lines)
+        block_k = min(block_k, group & -group) if group else block_k  # the columns of a block share a scale
+    programs = order.tiles * (order.tile_rows // launch.block_m) * triton.cdiv(outputs, launch.block_n)
     grouped_gemm_kernel[(programs,)](
         *(x, x.stride(0), x_scale, x_scale_group, values, scale),
         *(out, order.pair_R, order.tile_3S, order.tiles, outputs, inputs),
-        C=chosen,
-        TILE=order.tile_rows,
-        ROWS=launch.rows,
-        LINES=launch.lines,
-        BLOCK=block,
-        STAGES=launch.stages,
-        EVEN=inputs % block == 0,
+        TOP_K=top_k,
+        TILE_ROWS=order.tile_rows,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=block_k,
+        NUM_STAGES=launch.stages,
+        EVEN_K=inputs % block_k == 0,
         GATED=gated,
-        GROUP=group,
+        GROUP_SIZE=group,
         SCALED=isinstance(weight, ScaledWeight),
         W8A8=w8a8,
         num_warps=launch.warps,
@@ -191,45 +193,45 @@ def grouped_gemm(
 
 
 def _packed_grouped_gemm(
-    launch: GroupedLaunch, x: Tensor, weight: PackedWeight, out: Tensor, order: SortedPairs, chosen: int, *, gated: bool
+    launch: GroupedLaunch, x: Tensor, weight: PackedWeight, out: Tensor, order: SortedPairs, top_k: int, *, gated: bool
 ) -> None:
-    (lines, columns), outputs = weight.shape, out.shape[1]
+    (weight_rows, columns), outputs = weight.shape, out.shape[1]
     group = weight.group or columns
-    packed_grouped_gemm_kernel[(order.tiles * triton.cdiv(outputs, launch.lines),)](
+    packed_grouped_gemm_kernel[(order.tiles * triton.cdiv(outputs, launch.block_n),)](
         *(x, x.stride(0), weight.words, weight.words.stride(0), weight.scale_GF),
-        *(weight.scale_GF if weight.zero_GF is None else weight.zero_GF, lines),
+        *(weight.scale_GF if weight.zero_GF is None else weight.zero_GF, weight_rows),
         *(out, order.pair_R, order.tile_3S, order.tiles, outputs),
         K=columns,
-        C=chosen,
-        ROWS=launch.rows,
-        LINES=launch.lines,
-        BLOCK=min(launch.block, group & -group) if group < columns else launch.block,
-        STAGES=launch.stages,
-        GROUP=group,
+        TOP_K=top_k,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=min(launch.block_k, group & -group) if group < columns else launch.block_k,
+        NUM_STAGES=launch.stages,
+        GROUP_SIZE=group,
         BITS=weight.bits,
         GATED=gated,
-        ZEROS=weight.zero_GF is not None,
+        HAS_ZEROS=weight.zero_GF is not None,
         ASM=x.device.type != "cpu",
         num_warps=launch.warps,
         **pdl_options(x.device),
     )
 
 
-def combine(y_PN: Tensor, routing: Routing, held: range, out_TN: Tensor, *, add: bool) -> None:
-    """Write the weighted sum of each token's results by the experts `held`, or `add` it to `out`."""
+def combine(y_PN: Tensor, routing: Routing, local: range, out_TN: Tensor, *, add: bool) -> None:
+    """Write the weighted sum of each token's results of the `local` experts to `out`, or `add` it to `out`."""
     tokens, size = out_TN.shape
     combine_kernel[(tokens, triton.cdiv(size, _COMBINE_BLOCK))](
-        *(y_PN, routing.weight_TC, routing.expert_TC, out_TN, out_TN.stride(0), size, held.start, len(held)),
-        C=routing.expert_TC.shape[1],
-        BLOCK=min(_COMBINE_BLOCK, power_of_two(size)),
-        ADD=add,
+        *(y_PN, routing.weight_TC, routing.expert_TC, out_TN, out_TN.stride(0), size, local.start, len(local)),
+        TOP_K=routing.expert_TC.shape[1],
+        BLOCK_N=min(_COMBINE_BLOCK, power_of_two(size)),
+        ADD_RESIDUAL=add,
         num_warps=4,
         **pdl_options(out_TN.device),
     )
 
 
 def _dequantized(weight: Weight, dtype: torch.dtype) -> Weight:
-    """Return the weight in `dtype`, converted in parts to bound the memory."""
+    """Return the dense weight in `dtype`, converted in chunks of rows to bound the memory."""
     if isinstance(weight, Tensor):
         return weight
     if isinstance(weight, PackedWeight):
@@ -246,7 +248,7 @@ def _activations(x: Tensor, weight: Weight, w8a8: bool) -> Tensor | QuantizedRow
 
 
 def _supports_w8a8(x: Tensor, weight: Weight) -> bool:
-    """Return whether W8A8 takes the weight: activations are quantised to its dtype."""
+    """Return whether the W8A8 GEMM supports the weight: activations are quantised to its dtype."""
     if not isinstance(weight, ScaledWeight) or x.dtype.itemsize > 2 or not _has_dtype(weight, x.device):
         return False
     groups = (None, _W8A8_GROUP) if weight.values_NK.dtype.is_floating_point else (None,)
@@ -259,7 +261,7 @@ def _has_dtype(weight: ScaledWeight, device: torch.device) -> bool:
 
 
 def _is_supported(weight: Weight, x: Tensor) -> bool:
-    """Return whether the grouped GEMM takes the weight; otherwise it is dequantised."""
+    """Return whether the grouped GEMM supports the weight; otherwise it is dequantised."""
     if isinstance(weight, Tensor):
         return True
     if isinstance(weight, PackedWeight):
@@ -268,15 +270,15 @@ def _is_supported(weight: Weight, x: Tensor) -> bool:
 
 
 def _check(x_TN: Tensor, routing: Routing, weights: ExpertWeights, residual_TN: Tensor | None) -> None:
-    held, size = weights.held_of(routing.experts), x_TN.shape[1]
-    if not held or held.step != 1 or held.start < 0 or held.stop > routing.experts:
-        raise ValueError(f"held is {held}; allowed: consecutive experts below {routing.experts}")
-    experts = len(held)
+    local, size = weights.local_range(routing.experts), x_TN.shape[1]
+    if not local or local.step != 1 or local.start < 0 or local.stop > routing.experts:
+        raise ValueError(f"local_experts is {local}; allowed: consecutive experts below {routing.experts}")
+    experts = len(local)
     if rows_of(weights.gate_up) % (2 * experts) or rows_of(weights.down) != experts * size:
-        found = f"{rows_of(weights.gate_up)} and {rows_of(weights.down)}"
+        given = f"{rows_of(weights.gate_up)} and {rows_of(weights.down)}"
         allowed = f"multiples of {2 * experts}, and {experts * size}"
-        raise ValueError(f"gate_up and down have {found} rows; allowed for {experts} experts: {allowed}")
+        raise ValueError(f"gate_up and down have {given} rows; allowed for {experts} experts: {allowed}")
     if len(routing.expert_TC) != len(x_TN):
-        raise ValueError(f"experts are chosen for {len(routing.expert_TC)} tokens; allowed: {len(x_TN)}, the rows of x")
+        raise ValueError(f"routing has {len(routing.expert_TC)} tokens; allowed: {len(x_TN)}, the rows of x")
     if residual_TN is not None and residual_TN.shape != x_TN.shape:
         raise ValueError(f"residual has shape {tuple(residual_TN.shape)}; allowed: {tuple(x_TN.shape)}")

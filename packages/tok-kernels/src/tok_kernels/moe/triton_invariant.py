@@ -1,7 +1,7 @@
-"""Compute a mixture of experts on a GPU so that a token's bits depend on no other token, nor on the number of tokens.
+"""Compute a batch-invariant mixture of experts on a GPU: a token's bits do not depend on other tokens.
 
-Every step has the same launch configuration. Tensor cores accumulate each row along the inputs in one chain, whatever
-the row's place in a tile. A token's results are added in the order of its experts.
+Every step has the same launch configuration. Tensor cores accumulate each row along the inputs in the same order,
+whatever its index within a tile. A token's results are added in the order of its experts.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
 from tok_kernels.moe.triton_route import SELECT_ELEMENTS, select_experts_with
 
-# Tiles for steps of several hundred tokens. Smaller steps take the time of reading the matrices, whatever the tile.
-LAUNCH = GroupedLaunch(rows=64, lines=128, block=64, warps=4, stages=3)
+# Tiles for steps of several hundred tokens. Smaller steps are bound by reading the weights, whatever the tile.
+LAUNCH = GroupedLaunch(block_m=64, block_n=128, block_k=64, warps=4, stages=3)
 
 
 def select_experts(
     logits_TE: Tensor,
-    chosen: int,
+    top_k: int,
     *,
     normalize: bool,
     copies: ExpertCopies | None = None,
     length_D: Tensor | None = None,
 ) -> Routing:
-    """Compute `Backend.select_experts`. Raises ValueError for more experts of a token than there are."""
-    return select_experts_with(SELECT_ELEMENTS, logits_TE, chosen, normalize, copies, length_D)
+    """Compute `Backend.select_experts`. Raises ValueError for a top_k of more than the number of experts."""
+    return select_experts_with(SELECT_ELEMENTS, logits_TE, top_k, normalize, copies, length_D)
 
 
 def fused_experts(

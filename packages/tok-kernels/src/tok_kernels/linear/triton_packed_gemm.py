@@ -1,0 +1,300 @@
+"""Multiply by packed integer weights on tensor cores (W4A16, W8A16), and dequantise such weights.
+
+Words are unpacked in registers, from which tensor cores read the weights as their first operand (swap AB). With
+split-K, the last program of a tile adds the partial sums in a fixed order, so equal inputs give equal bits.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_BOTH_HALVES = tl.constexpr(0x00010001)  # times a 16-bit number: that number in both halves of a word
+
+
+@triton.jit
+def _negative_offset(zero: tl.tensor, BITS: tl.constexpr, FP16: tl.constexpr) -> tl.tensor:
+    """Return the bits of `-(offset + zero)`; the offset is the power of two that `unpack_words` adds to q."""
+    if FP16:
+        return zero * _BOTH_HALVES + (-0x1BFF1C00)  # two float16 of -(1024 + zero)
+    if BITS == 4:
+        return zero * _BOTH_HALVES + (-0x3CFF3D00)  # two bfloat16 of -(128 + zero)
+    return zero + (-0x35000000)  # a float32 of -(2**23 + zero)
+
+
+@triton.jit
+def unpack_words(
+    words: tl.tensor, zero: tl.tensor, BITS: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr
+) -> tl.tensor:
+    """Return `q - zero` of int32 words `[R, W]`: float16 with FP16, otherwise bfloat16, `[R, W × 32 / BITS]`.
+
+    The bits of an unsigned q, inserted into the lowest mantissa bits of a power of two, make that power plus q. For
+    example, float16 0x6400 is 1024, and 0x6405 is 1029. One instruction extracts two values of a word.
+    """
+    if ASM:
+        if BITS == 4:
+            low: tl.constexpr = "0x64006400" if FP16 else "0x43004300"
+            add: tl.constexpr = "add.rn.f16x2 v, v, $9;" if FP16 else "fma.rn.bf16x2 v, v, one, $9;"
+            c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
+                "{ .reg .b32 v, w, one; mov.b32 one, 0x3f803f80;"
+                "lop3.b32 v, $8, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$0, $1}, v; shr.u32 w, $8, 4;"
+                "lop3.b32 v, w, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$2, $3}, v; shr.u32 w, $8, 8;"
+                "lop3.b32 v, w, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$4, $5}, v; shr.u32 w, $8, 12;"
+                "lop3.b32 v, w, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$6, $7}, v; }",
+                "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+                [words, _negative_offset(zero, BITS, FP16)],
+                dtype=(tl.float16,) * 8 if FP16 else (tl.bfloat16,) * 8,
+                is_pure=True,
+                pack=1,
+            )
+        elif FP16:
+            c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                "{ .reg .b32 v, w; lop3.b32 v, $4, 0x00ff00ff, 0x64006400, 0xea; add.rn.f16x2 v, v, $5;"
+                "mov.b32 {$0, $1}, v; shr.u32 w, $4, 8; lop3.b32 v, w, 0x00ff00ff, 0x64006400, 0xea;"
+                "add.rn.f16x2 v, v, $5; mov.b32 {$2, $3}, v; }",
+                "=h,=h,=h,=h,r,r",
+                [words, _negative_offset(zero, BITS, FP16)],
+                dtype=(tl.float16,) * 4,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                "{ .reg .b32 v, w; prmt.b32 v, $4, 0x4b000000, 0x7440; add.rn.f32 v, v, $5;"
+                "prmt.b32 w, $4, 0x4b000000, 0x7442; add.rn.f32 w, w, $5; cvt.rn.bf16x2.f32 v, w, v;"
+                "mov.b32 {$0, $1}, v; prmt.b32 v, $4, 0x4b000000, 0x7441; add.rn.f32 v, v, $5;"
+                "prmt.b32 w, $4, 0x4b000000, 0x7443; add.rn.f32 w, w, $5; cvt.rn.bf16x2.f32 v, w, v;"
+                "mov.b32 {$2, $3}, v; }",
+                "=h,=h,=h,=h,r,r",
+                [words, _negative_offset(zero, BITS, FP16)],
+                dtype=(tl.bfloat16,) * 4,
+                is_pure=True,
+                pack=1,
+            )
+    else:
+        mask: tl.constexpr = (1 << BITS) - 1
+        dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
+        c0 = ((words & mask) - zero).to(dtype)
+        c1 = (((words >> 16) & mask) - zero).to(dtype)
+        c2 = (((words >> BITS) & mask) - zero).to(dtype)
+        c3 = (((words >> (BITS + 16)) & mask) - zero).to(dtype)
+        if BITS == 4:
+            c4 = (((words >> 8) & mask) - zero).to(dtype)
+            c5 = (((words >> 24) & mask) - zero).to(dtype)
+            c6 = (((words >> 12) & mask) - zero).to(dtype)
+            c7 = (((words >> 28) & mask) - zero).to(dtype)
+    pairs: tl.constexpr = 16 // BITS
+    if BITS == 4:
+        even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
+        odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    else:
+        even, odd = tl.join(c0, c2), tl.join(c1, c3)
+    values = tl.join(even, odd)
+    rows: tl.constexpr = words.shape[0]
+    chunks: tl.constexpr = words.shape[1] // 4
+    values = tl.permute(tl.reshape(values, (rows, chunks, 4, pairs, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(values, (rows, chunks * 8 * pairs))
+
+
+@triton.jit
+def dequantize_kernel(
+    words_ptr: tl.tensor,
+    words_stride: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    group_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    first_row: tl.tensor,
+    rows_end: tl.tensor,
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    GROUP_INDEX: tl.constexpr,
+    ASM: tl.constexpr,
+) -> None:
+    """Dequantise BLOCK_N rows and BLOCK_K columns of the weight's rows from `first_row` to `rows_end`.
+
+    Grid: `(⌈(rows_end − first_row) / BLOCK_N⌉, ⌈K / BLOCK_K⌉)`.
+
+    words_ptr            int32 [rows, words_stride], `PackedWeight.words`
+    scale_ptr, zero_ptr  float32 and uint8 [groups, rows]; zero points only if HAS_ZEROS
+    group_ptr            int32 [K], group of each column (GROUP_INDEX); otherwise GROUP_SIZE consecutive columns are one
+    out_ptr              [rows, K], `(q − zero) · scale`
+    ASM                  compiled for a GPU; otherwise for Triton's interpreter
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    values_per_word: tl.constexpr = 32 // BITS
+    row = first_row + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (row < rows_end)[:, None]
+    word = tl.program_id(1) * (BLOCK_K // values_per_word) + tl.arange(0, BLOCK_K // values_per_word)
+    words = tl.load(
+        words_ptr + row.to(tl.int64)[:, None] * words_stride + word[None, :],
+        mask=inside & (word < words_stride)[None, :],
+        other=0,
+    )
+    column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside &= (column < K)[None, :]
+    q = unpack_words(words, tl.zeros((1, 1), tl.int32), BITS, dtype != tl.bfloat16, ASM).to(tl.float32)
+    if GROUP_INDEX:
+        group = tl.load(group_ptr + column, mask=column < K, other=0)
+    else:
+        group = column // GROUP_SIZE
+    offset = group[None, :] * rows + row[:, None]
+    if HAS_ZEROS:
+        q -= tl.load(zero_ptr + offset, mask=inside, other=0).to(tl.float32)
+    else:
+        q -= 1 << (BITS - 1)
+    weight = q * tl.load(scale_ptr + offset, mask=inside, other=0.0)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * K + column[None, :], weight.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def packed_gemm_kernel(
+    x_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    tokens: tl.tensor,
+    words_ptr: tl.tensor,
+    words_stride: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_stride: tl.tensor,
+    outputs: tl.tensor,
+    partial_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
+    splits: tl.tensor,
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Compute the outputs of BLOCK_N weight rows for BLOCK_M tokens, or their partial sums (split-K).
+
+    Grid: `(⌈weight rows / BLOCK_N⌉, splits, ⌈tokens / BLOCK_M⌉)`.
+
+    1. For each of the split's blocks of BLOCK_K columns: load words and x, unpack the words, and multiply.
+    2. SPLIT: store the partial sums; the last program of a tile to arrive adds them in order.
+    3. Apply bias, activation and residual, and store.
+
+    x_ptr                [tokens, K], with `x_stride` between tokens
+    words_ptr            int32 [rows, words_stride], `PackedWeight.words`; GATED: row n is a gate and row n + outputs
+                         its up projection, and the result is silu(gate) * up
+    scale_ptr, zero_ptr  float32 and uint8 [groups, rows]; zero points only if HAS_ZEROS
+    bias_ptr             [rows]
+    out_ptr              [tokens, outputs], with `out_stride` between tokens; ADD_RESIDUAL adds to its values
+    partial_ptr          float32 [splits, tiles, BLOCK_N, BLOCK_M], partial sums
+    arrived_ptr          int32 [tiles], counts of arrived programs, which are 0 before and after
+    BLOCK_K              columns of a `tl.dot`; they share a scale
+    SCALE_WEIGHTS        apply scales to the weights, which are then rounded; otherwise to the sums
+    ASM                  compiled for a GPU; otherwise for Triton's interpreter
+    PDL                  this kernel may start before its predecessor ends
+    """
+    if PDL:
+        gdc_launch_dependents()
+
+    # Find the weight rows, the tokens and the split's blocks.
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    fp16: tl.constexpr = dtype == tl.float16
+    values_per_word: tl.constexpr = 32 // BITS
+    block_words: tl.constexpr = BLOCK_K // values_per_word
+    tile_outputs: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    # Outputs past the last one read its weights again, so that no load needs a mask.
+    if GATED:
+        # Of 16 weight rows, 8 are gates and 8 their up projections, since a thread's accumulator has rows i and i + 8.
+        lane = tl.arange(0, BLOCK_N)
+        n = tile * tile_outputs + lane // 16 * 8 + lane % 8
+        weight_row = tl.minimum(n, outputs - 1) + lane // 8 % 2 * outputs
+        weight_rows = 2 * outputs
+    else:
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        weight_row = tl.minimum(n, outputs - 1)
+        weight_rows = outputs
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    present = token < tokens
+    blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    first_block = split * blocks // splits
+    blocks_end = (split + 1) * blocks // splits
+    word_ptrs = words_ptr + weight_row.to(tl.int64)[:, None] * words_stride + tl.arange(0, block_words)[None, :]
+    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    zero = tl.full((BLOCK_N,), 1 << (BITS - 1), tl.int32)
+    if HAS_ZEROS:
+        first_group = first_block * BLOCK_K // GROUP_SIZE if GROUP_SIZE < K else 0
+        zero = tl.load(zero_ptr + first_group * weight_rows + weight_row).to(tl.int32)
+    if PDL:
+        gdc_wait()
+
+    # Multiply.
+    for block in tl.range(first_block, blocks_end, num_stages=NUM_STAGES):
+        if K % BLOCK_K == 0:
+            words = tl.load(word_ptrs + block * block_words)
+            x = tl.load(x_ptrs + block * BLOCK_K, mask=present[:, None], other=0.0)
+        else:
+            is_word = (block * block_words + tl.arange(0, block_words) < words_stride)[None, :]
+            words = tl.load(word_ptrs + block * block_words, mask=is_word, other=0)
+            is_column = (block * BLOCK_K + tl.arange(0, BLOCK_K) < K)[None, :]
+            x = tl.load(x_ptrs + block * BLOCK_K, mask=present[:, None] & is_column, other=0.0)
+        weights = unpack_words(words, zero[:, None], BITS, fp16, ASM)
+        if GROUP_SIZE < K:
+            scale = tl.load(scale_ptr + block * BLOCK_K // GROUP_SIZE * weight_rows + weight_row)
+            if HAS_ZEROS:
+                # Read one block ahead, since Triton pipelines no loads of bytes.
+                next_group = tl.minimum((block + 1) * BLOCK_K, K - 1) // GROUP_SIZE
+                zero = tl.load(zero_ptr + next_group * weight_rows + weight_row).to(tl.int32)
+            if SCALE_WEIGHTS:
+                weights = (weights.to(tl.float32) * scale[:, None]).to(dtype)
+                acc = tl.dot(weights, tl.trans(x), acc)
+            else:
+                acc += tl.dot(weights, tl.trans(x)) * scale[:, None]
+        else:
+            acc = tl.dot(weights, tl.trans(x), acc)
+    if GROUP_SIZE >= K:
+        acc *= tl.load(scale_ptr + weight_row)[:, None]
+
+    # Add the partial sums of all splits.
+    if SPLIT:
+        tiles = tl.num_programs(0) * tl.num_programs(2)
+        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
+        tile_size: tl.constexpr = BLOCK_N * BLOCK_M
+        offset = tile_index * tile_size + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(partial_ptr + split * tiles * tile_size + offset, acc)
+        tl.debug_barrier()  # all threads of the program have stored their partial sums
+        if tl.atomic_add(arrived_ptr + tile_index, 1, sem="acq_rel") < splits - 1:
+            return
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for other_split in tl.range(0, splits, num_stages=1):
+            acc += tl.load(partial_ptr + other_split * tiles * tile_size + offset, cache_modifier=".cg")
+        tl.store(arrived_ptr + tile_index, 0)
+
+    # Apply bias, activation and residual.
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+        acc = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (tile_outputs, BLOCK_M))
+        n = tile * tile_outputs + tl.arange(0, tile_outputs)
+    is_output = (n < outputs)[:, None] & present[None, :]
+    out_ptrs = out_ptr + token.to(tl.int64)[None, :] * out_stride + n[:, None]
+    if ADD_RESIDUAL:
+        acc += tl.load(out_ptrs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc.to(dtype), mask=is_output)
