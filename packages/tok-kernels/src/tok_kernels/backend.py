@@ -20,7 +20,7 @@ class Backend(Protocol):
     All tensors live on that device. No operation synchronises the device or knows of requests.
 
     Suffixes of tensor names are axes, explained in `tok_kernels.batch`. In matmuls (`linear`, `gated_linear`) K is the
-    number of inputs, and N or F is the number of rows of the weight. L is the number of positions in the RoPE table.
+    number of input features, and N or F the number of output features. L is the number of positions in the RoPE table.
     """
 
     @property
@@ -30,7 +30,7 @@ class Backend(Protocol):
 
     @property
     def needs_host_lengths(self) -> frozenset[Phase]:
-        """The attention phases whose kernels are planned on the host.
+        """The attention phases whose kernels are planned on the host, such as FlashInfer's.
 
         A step with one of these phases must carry `AttentionBatch.host`.
         """
@@ -46,7 +46,7 @@ class Backend(Protocol):
         ...
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the root-mean-square norm of x over its last axis (Zhang & Sennrich 2019).
+        """Return the RMS norm of x over its last axis (Zhang & Sennrich 2019).
 
         The formula is `x / sqrt(mean(x²) + eps) * weight`, computed in float32. x may have any leading axes. The result
         has dtype `dtype`; None means x's dtype.
@@ -64,12 +64,13 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return `x Wᵀ + bias`, `[T, K] -> [T, N]`; x, W and bias share one dtype.
 
-        With `norm`, a weight `[K]` and eps, `rms_norm(x)` takes the place of x. x may then have any dtype. The
-        normalised x is rounded to W's dtype or kept in float32, and the result has W's dtype.
+        With `norm`, a weight `[K]` and eps, the input is `rms_norm(x)`. x may then have any dtype. The normalised x is
+        rounded to W's dtype or kept in float32, and the result has W's dtype.
 
         With `residual_TN`, the result is added to that tensor in place, and that tensor is returned.
 
-        The kernel launched just before this call must not write W, since the GEMM may read W before that kernel ends.
+        The kernel launched just before this call must not write W, since the GEMM may read W before that kernel ends
+        (programmatic dependent launch).
         """
         ...
 
@@ -97,10 +98,11 @@ class Backend(Protocol):
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
     ) -> Tensor:
-        """Compute `linear` with a weight of 8 bits. The result has x's dtype.
+        """Compute `linear` with an 8-bit weight (W8A8 or W8A16). The result has x's dtype.
 
-        A backend may round x, or the normalised x, to the weight's dtype, with a float32 scale for each token (and for
-        each group of columns, if the weight has groups), by which the token's largest value becomes the dtype's.
+        A backend may quantise x, or the normalised x, to the weight's dtype. Each token, or each token and group of
+        columns if the weight has groups, then has a float32 scale that maps its largest absolute value to the largest
+        value of the dtype.
         """
         ...
 
@@ -113,9 +115,10 @@ class Backend(Protocol):
         norm: tuple[Tensor, float] | None = None,
         down: ScaledWeight | None = None,
     ) -> Tensor | QuantizedRows:
-        """Compute `gated_linear` with a weight of 8 bits; x may be rounded as in `scaled_linear`.
+        """Compute `gated_linear` with an 8-bit weight; x may be quantised as in `scaled_linear`.
 
-        With `down`, the weight that the result will be multiplied by, the result may be rounded already.
+        `down` is the weight by which the result will be multiplied. If it is given, the result may already be quantised
+        for it.
         """
         ...
 
@@ -128,10 +131,10 @@ class Backend(Protocol):
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
     ) -> Tensor:
-        """Compute `linear` with a weight of packed integers.
+        """Compute `linear` with a weight of packed integers of 4 or 8 bits (W4A16, W8A16).
 
-        Whether W is rounded to the dtype of activations before it is multiplied depends on the backend and on T. At
-        most one call with a weight may run at a time, since calls count in `PackedWeight.arrived`.
+        Whether the dequantised W is rounded to the dtype of activations depends on the backend and on T. Calls with the
+        same weight must not run concurrently, since they count in `PackedWeight.arrived`.
         """
         ...
 
@@ -153,23 +156,23 @@ class Backend(Protocol):
     def select_experts(
         self,
         logits_TE: Tensor,
-        chosen: int,
+        top_k: int,
         *,
         normalize: bool,
         copies: ExpertCopies | None = None,
         length_D: Tensor | None = None,
     ) -> Routing:
-        """Choose the `chosen` experts with the largest router logits for each token, `[T, E] -> [T, chosen]`.
+        """Select for each token the `top_k` experts with the largest router logits, `[T, E] -> [T, top_k]`.
 
-        An expert's weight is the softmax of the token's logits, in float32. With `normalize` the weights of a token's
-        experts are divided by their sum; that equals a softmax of their logits alone. Of equal logits, the lower expert
-        comes first. A token with a logit that is NaN gets any experts.
+        An expert's weight is the softmax of the token's logits, in float32. With `normalize`, the weights of a token's
+        experts are divided by their sum, which equals a softmax over their logits alone. Of equal logits, the lower
+        expert comes first. The experts of a token with a NaN logit are undefined.
 
-        With `copies`, slots take the place of experts in the result. Blocks of `COPY_TOKENS` tokens use an expert's
-        copies in turn.
+        With `copies` (redundant experts), the result contains slots instead of experts. Blocks of `COPY_TOKENS` tokens
+        use an expert's copies in turn.
 
-        With `length_D`, int32, the context lengths of the first D ≤ T tokens, those of length 0 belong to no sequence,
-        as padding rows of a CUDA graph. They get the expert −1, so that no matrix is read for them.
+        `length_D`, int32, has the context lengths of the first D ≤ T tokens. Tokens of length 0 are padding of a CUDA
+        graph. They get the expert −1, so that no weights are read for them.
         """
         ...
 
@@ -178,7 +181,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return for each token the weighted sum of its experts' SwiGLU MLPs `down(silu(gate(x)) * up(x))`, `[T, N]`.
 
-        The sum is added up in float32, in the order of the token's experts, and rounded to x's dtype once. With
+        The sum is accumulated in float32, in the order of the token's experts, and rounded to x's dtype once. With
         `residual_TN`, it is added to that tensor in place, and that tensor is returned.
         """
         ...
@@ -227,14 +230,14 @@ class Backend(Protocol):
         """Return the attention output of one step, `[T, H, D]` of q's dtype: paged, causal and grouped-query.
 
         `batch` describes the queries, their keys and the cascade levels. `scale` multiplies the scores. `window` is the
-        number of positions that a query sees, its own included (sliding window, Beltagy et al. 2020); with None it sees
-        all positions up to its own. Keys outside of all windows are not read, so a window bounds the cost.
+        number of positions that a query sees, its own included (sliding window, Beltagy et al. 2020); None means all
+        positions up to its own. Keys outside all windows are not read, so a window bounds the cost.
 
         If the cache has scales, q must have been multiplied by k_scale, as `rope_and_write_kv` does; the result is
         multiplied by v_scale here.
 
-        Scores, softmax and sums are float32. Cache rows that no query may see can hold NaN. A token that sees no key,
-        and a row of q that belongs to no sequence, gets zeros.
+        Scores, softmax and sums are float32. Cache rows that no query sees may hold NaN. The output is 0 for a query
+        without keys, and for a row of q that belongs to no sequence.
         """
         ...
 
@@ -242,18 +245,18 @@ class Backend(Protocol):
         """Sample one token per row of logits (float32 or bfloat16, −inf allowed).
 
         The order is: masks, penalties, bias, temperature, filters. Only masks change `logits_RV` in place. A row's
-        token depends on the row's logits, parameters and key (seed, sample, position), and on no other row. A row in
-        which penalties and bias leave no possible token takes its largest raw logit. Raises ValueError if
-        `batch.top_logprobs` exceeds the vocabulary.
+        token depends on the row's logits, parameters and random key (seed, sample, position), and on no other row. If
+        penalties and bias leave a row without a possible token, the row takes the token with the largest raw logit.
+        Raises ValueError if `batch.top_logprobs` exceeds the vocabulary.
         """
         ...
 
     def decode_rows(self, slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
-        """Make one decode row per slot of `slot_B` (int32) and advance the slots' lengths by one.
+        """Return one decode row per slot of `slot_B` (int32), and advance the slots' lengths by one.
 
         A row's token is its slot's last token, and its position is the slot's length before the call. The token is also
-        recorded in `token_of`. A slot may occur only once, unless it has ended. The row of an ended slot has token 0 at
-        position 0, writes to the scratch row, and leaves the slot unchanged.
+        recorded in `SlotColumns.token_of`. A slot may occur only once, unless it has ended. The row of an ended slot
+        has token 0 at position 0, writes to the scratch row, and leaves the slot unchanged.
         """
         ...
 
@@ -261,7 +264,7 @@ class Backend(Protocol):
         """Store each row's sampled token (int64) as the last token of its slot (int32), and mark slots that end.
 
         A slot ends if its token is an end id and its length, which is the token's position, is at least
-        `eos_from_position`. Return int32 `[2, R]` for the host: the tokens, and the bits of their float32
+        `SlotColumns.eos_from_position`. Return int32 `[2, R]` for the host: the tokens, and the bits of their float32
         log-probabilities.
         """
         ...

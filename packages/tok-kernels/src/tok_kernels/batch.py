@@ -28,18 +28,20 @@ class LayerCache:
     The dtype is float32, bfloat16, float16, float8_e4m3fn or int8. Values written as float8_e4m3fn are clamped to ±448,
     its range, and rounded to nearest, ties to even; NaN stays NaN.
 
-    With `k_scale` and `v_scale`, float32 `[K]`, the cache holds quotients: each key divided by its head's k_scale, and
-    each value by its head's v_scale. `Backend.rope_and_write_kv` multiplies queries by k_scale, so that their products
-    with the quotients are the scores. `Backend.attention` multiplies its result by v_scale. From 2⁻⁶ to 448 the spacing
-    of float8_e4m3fn is 1/16 to 1/8 of the number itself; scales move the numbers of a head into that range.
+    `k_scale` and `v_scale`, float32 `[K]`, are static per-head scales. The cache then holds each key divided by its
+    head's k_scale, and each value divided by its head's v_scale. `Backend.rope_and_write_kv` multiplies queries by
+    k_scale, so that the scores are right without a dequantisation of keys. `Backend.attention` multiplies its result by
+    v_scale. float8_e4m3fn has its full precision of 1/16 to 1/8 of a number from 2⁻⁶ to 448; scales move the numbers of
+    a head into that range.
 
-    An int8 cache has `k_token_scale` and `v_token_scale` instead, float32 `[pages, K, page_size]` and contiguous: a
-    scale for each position and head, 1/127 of the largest number there. `Backend.rope_and_write_kv` writes them with
-    the quotients, rounded to nearest, ties to even. NaN or an infinity makes the scale NaN, and so the whole head. For
-    example, 0.5, -2 and 1.27 are stored as 32, -127 and 81 with the scale 2 / 127.
+    `k_token_scale` and `v_token_scale`, float32 `[pages, K, page_size]` and contiguous, are the dynamic per-token
+    scales of an int8 cache. The scale of a position and head is 1/127 of the largest absolute value there.
+    `Backend.rope_and_write_kv` writes the scales with the quotients, rounded to nearest, ties to even. NaN or an
+    infinity makes the scale NaN, and thereby the whole head. For example, 0.5, -2 and 1.27 are stored as 32, -127 and
+    81 with the scale 2 / 127.
 
     Raises ValueError for one scale without the other, for scales of another shape or dtype, and for an int8 cache
-    without scales of positions.
+    without per-token scales.
     """
 
     k: Tensor
@@ -58,12 +60,9 @@ class LayerCache:
             for name, scale in scales.items():
                 if scale is not None and (scale.shape != shape or scale.dtype != torch.float32):
                     raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; allowed: float32 {shape}")
-        integers, of_heads, of_tokens = (
-            self.k.dtype == torch.int8,
-            self.k_scale is not None,
-            self.k_token_scale is not None,
-        )
-        if of_tokens != integers or (integers and of_heads):
+        is_int8 = self.k.dtype == torch.int8
+        has_head_scales, has_token_scales = self.k_scale is not None, self.k_token_scale is not None
+        if has_token_scales != is_int8 or (is_int8 and has_head_scales):
             raise ValueError(
                 f"the cache is {self.k.dtype}; allowed: int8 with k_token_scale and v_token_scale only, other dtypes "
                 "without them"
@@ -149,7 +148,7 @@ class AttentionBatch:
     log-sum-exp (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade inference").
 
     A decode row whose `kv_len` is not above its `kv_start` sees only the keys of its levels, if any. Rows whose
-    `kv_len` and `kv_start` are 0, and empty groups, pad a captured step to its size.
+    `kv_len` and `kv_start` are 0, and empty groups, pad a captured step to the size of its CUDA graph.
 
     page_table  int32 [S, P]   page ids of every slot
     slots       int32 [B]      the slot of each sequence
@@ -159,7 +158,7 @@ class AttentionBatch:
     num_decode                 sequences that decode
     max_q, max_kv              host-side upper bounds of any sequence's query tokens and kv_len
     levels                     cascade levels, over disjoint position ranges
-    host                       the lengths on the host, if the backend needs them (`needs_host_lengths`)
+    host                       the lengths on the host, if the backend needs them (`Backend.needs_host_lengths`)
 
     A backend may cache its plan for a batch by object identity. Use one object for all layers of a step, and a new
     object for every step.
@@ -256,28 +255,28 @@ class Filters:
 class Masks:
     """Bitmasks of allowed tokens, for the rows that have one (guided decoding).
 
-    rows   int64 [r]          numbers of these rows
-    which  int64 [r]          index in `words` of each row's mask
-    words  int32 [u, ⌈V/32⌉]  the u distinct masks
+    rows        int64 [r]          numbers of these rows
+    mask_index  int64 [r]          index in `bitmask` of each row's mask
+    bitmask     int32 [u, ⌈V/32⌉]  the u distinct masks, in the format of xgrammar
 
     Token t is allowed if bit `t % 32` of word `t // 32` is set. The logits of all other tokens become −inf in place, so
     log-probabilities exclude these tokens, too.
     """
 
     rows: Tensor
-    which: Tensor
-    words: Tensor
+    mask_index: Tensor
+    bitmask: Tensor
 
 
 class Shards(Protocol):
-    """Split of the vocabulary over several ranks, for sampling.
+    """Vocabulary shards of several ranks, for sampling (vocab-parallel logits).
 
-    This rank's logits are the vocabulary's entries from `first` on; the next rank's entries follow them. All ranks
-    sample the same rows at the same time and obtain the same tokens.
+    Each rank has the logits of one range of the vocabulary; ranges follow each other in rank order. All ranks sample
+    the same rows at the same time and obtain the same tokens.
 
     rank      number of this rank
     ranks     number of ranks
-    first     first entry of the vocabulary on this rank
+    first     first vocabulary entry of this rank
     exchange  buffers through which kernels of the ranks communicate; None: ranks communicate by `gather` only
     """
 
@@ -303,11 +302,12 @@ class SamplingBatch:
     sample        int64   [R]  index of the sample among the n of its request
     position      int64   [R]  position that the sampled token takes in its sequence
     penalties, bias, filters, masks   those of the rows that have any; None: no row has any
-    top_logprobs               number of most likely tokens to return; 0: none
-    top_rows      int64   [r]  rows that get most likely tokens, each once; the others get zeros; None: every row
-    processed                  log-probabilities are those of the distribution that a token is sampled from
+    top_logprobs               number of most likely tokens (top logprobs) to return; 0: none
+    top_rows      int64   [r]  rows that get top logprobs, each once; the others get zeros; None: every row
+    processed                  return log-probabilities of the distribution that a token is sampled from ("processed
+                               logprobs" of vLLM), not of the model's own distribution
     all_greedy                 every temperature is 0, so no random number is needed
-    shards                     the part of the vocabulary that the logits cover; None: all of it
+    shards                     vocabulary shards of several ranks; None: the logits cover the whole vocabulary
 
     Raises ValueError if `shards` is combined with penalties, bias, filters, masks or top_logprobs, which need whole
     rows.
@@ -341,14 +341,13 @@ class Sampled:
 
     token        int64   [R]
     logprob      float32 [R]                log-probability of the token
-    top_token    int64   [R, top_logprobs]  the most likely tokens, the most likely first
+    top_token    int64   [R, top_logprobs]  most likely tokens, in descending order
     top_logprob  float32 [R, top_logprobs]  log-probabilities of `top_token`
 
     Log-probabilities are those of the model's own distribution: after masks, but before temperature, penalties, bias
-    and filters. With `SamplingBatch.processed` they are taken after these, with temperature 1 and without filters for
-    rows of temperature 0; tokens that a filter removes have −inf. `logprob` is not finite if a logit of the row is NaN
-    or +inf, or if all are −inf. Such a row has no distribution; its token is a valid id of the vocabulary but
-    meaningless.
+    and filters. With `SamplingBatch.processed`, they are those after all of these; tokens that a filter removes have
+    −inf, and greedy rows count as temperature 1 without filters. `logprob` is not finite if a logit of the row is NaN
+    or +inf, or if all are −inf. Such a row has no distribution; its token is a valid vocabulary id but meaningless.
     """
 
     token: Tensor

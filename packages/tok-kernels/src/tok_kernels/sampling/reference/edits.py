@@ -18,7 +18,7 @@ def apply_masks(logits_RV: Tensor, masks: Masks) -> None:
     bit = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
     for begin in range(0, len(masks.rows), _MAX_MASKED_ROWS):
         rows = masks.rows[begin : begin + _MAX_MASKED_ROWS]
-        mask_bytes = masks.words[masks.which[begin : begin + _MAX_MASKED_ROWS]].view(torch.uint8)
+        mask_bytes = masks.bitmask[masks.mask_index[begin : begin + _MAX_MASKED_ROWS]].view(torch.uint8)
         allowed = (mask_bytes.unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits_RV.shape[1]]
         logits_RV[rows] = logits_RV[rows].masked_fill_(allowed == 0, -torch.inf)
 

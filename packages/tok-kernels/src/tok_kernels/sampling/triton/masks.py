@@ -18,34 +18,34 @@ WORDS, MASK_WARPS = 128, 4  # mask words (32 tokens each) and warps of a program
 def apply_masks(logits_RV: Tensor, masks: Masks) -> None:
     """Set logits of tokens that their row's mask forbids to −inf, in place; rows must be contiguous."""
     vocabulary = logits_RV.shape[1]
-    words, count = masks.words.contiguous(), len(masks.rows)
+    bitmask, count = masks.bitmask.contiguous(), len(masks.rows)
     if count:
         _mask_kernel[(count, triton.cdiv(vocabulary, WORDS * 32))](
-            *(logits_RV, logits_RV.stride(0), masks.rows.contiguous(), masks.which.contiguous()),
-            *(words, words.shape[1], vocabulary),
+            *(logits_RV, logits_RV.stride(0), masks.rows.contiguous(), masks.mask_index.contiguous()),
+            *(bitmask, bitmask.shape[1], vocabulary),
             WORDS=WORDS,
             num_warps=MASK_WARPS,
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "which", "words"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "mask_index", "bitmask"])
 def _mask_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     rows: tl.tensor,
-    which: tl.tensor,
-    words: tl.tensor,
+    mask_index: tl.tensor,
+    bitmask: tl.tensor,
     width: tl.tensor,
     vocabulary: tl.tensor,
     WORDS: tl.constexpr,
 ) -> None:
     """Apply WORDS words, of 32 tokens each, of one row's mask."""
     mask_row = tl.program_id(0)
-    row, mask = tl.load(rows + mask_row).to(tl.int64), tl.load(which + mask_row).to(tl.int64)
+    row, mask = tl.load(rows + mask_row).to(tl.int64), tl.load(mask_index + mask_row).to(tl.int64)
     first = tl.program_id(1) * WORDS
     word_index, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)
     # Words past the mask load as 0, which forbids their tokens; nothing is written past the vocabulary.
-    word = tl.load(words + mask * width + word_index, mask=word_index < width, other=0)
+    word = tl.load(bitmask + mask * width + word_index, mask=word_index < width, other=0)
     entry = word_index[:, None] * 32 + bit[None, :]
     in_range = entry < vocabulary
     row_logits = logits + row * stride
