@@ -24,7 +24,7 @@ _UNIT_BYTES = 16
 
 
 def can_all_reduce(size: int, dtype: torch.dtype) -> bool:
-    """Return whether `one_shot_all_reduce` takes tensors of `size` bytes and this dtype."""
+    """Return whether `one_shot_all_reduce` supports tensors of `size` bytes and this dtype."""
     return dtype in _DTYPES and 0 < size <= MAX_ALL_REDUCE_BYTES and size % _UNIT_BYTES == 0
 
 
@@ -80,7 +80,16 @@ def _sum_over_ranks_kernel(
 ) -> None:
     """All-reduce WORDS words of `x` into `out`; each thread sums one unit of 16 bytes over all ranks.
 
-    With ADD, the values at `out` are the residual and are added.
+    Grid: `(⌈units / (WORDS / 4)⌉,)`.
+
+    1. Load this rank's units, and store them in the buffers of all other ranks.
+    2. For each rank in order, receive its units in this rank's buffer, and add them in float32.
+    3. ADD: add the residual, which is at `out`.
+    4. Store the sum, rounded once, and advance the epoch of this program's messages.
+
+    x, out                    contiguous, aligned to 16 bytes
+    units                     units of 16 bytes of x
+    buffers to timeout_ticks  fields of the `ExchangeChannel`
     """
     program = tl.program_id(0)
     unit = tl.arange(0, WORDS // 4)

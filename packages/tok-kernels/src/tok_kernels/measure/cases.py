@@ -22,7 +22,7 @@ ROTATED_BYTES = 1 << 28  # of the weights that the runs of a case read in turn; 
 FORWARD_BYTES = 1 << 30  # of distinct layer weights in a forward pass, if the model has as many
 INT4_GROUP = 128  # columns that share a scale
 
-# Steps of decode, cascade and prefill, from latency-bound to throughput-bound.
+# Representative steps of decode, cascade and prefill.
 ATTENTION_STEPS = (
     *(AttentionStep(rows=rows, own=own) for rows, own in ((1, 8192), (64, 2048), (1024, 640), (4096, 320))),
     *(AttentionStep(rows=8192, own=112, groups=groups, prefix=704) for groups in (8, 64, 256)),

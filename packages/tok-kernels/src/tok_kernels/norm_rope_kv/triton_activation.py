@@ -31,7 +31,11 @@ def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
 def _silu_and_mul_kernel(
     gate_up: tl.tensor, stride: tl.tensor, out: tl.tensor, size: tl.tensor, blocks: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Compute BLOCK of the `size` output columns of one row, which has `blocks` programs."""
+    """Compute BLOCK of the `size` output columns of one row. Grid: `(rows × blocks,)`, with blocks changing fastest.
+
+    gate_up  [rows, 2 × size], with `stride` between rows
+    out      [rows, size], contiguous, result
+    """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

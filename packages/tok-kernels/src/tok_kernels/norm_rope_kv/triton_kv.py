@@ -59,7 +59,7 @@ def copy_heads(
     """Copy one token's heads, `[heads, size]`, from `source` to `target`, and cast them by `cast_to_target`.
 
     scale        one float32 divisor per head; None: no division
-    token_scale  per-position scales of an int8 cache: each head is divided by its own scale, which is stored for cache
+    token_scale  per-token scales of an int8 cache: each head is divided by its own scale, which is stored for cache
                  row `row`; None: the cache has another dtype
     """
     head, entry = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]

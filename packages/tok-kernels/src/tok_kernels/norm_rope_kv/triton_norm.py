@@ -1,4 +1,4 @@
-"""Compute the root-mean-square norm, with one program per row."""
+"""Compute the RMS norm, with one program per row."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -47,16 +47,24 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Normalise one row of `size` entries; the weight is loaded before the previous kernel ends."""
+    """Normalise one row of `size` entries. Grid: `(rows,)`.
+
+    The weight is loaded while the predecessor still runs, since no kernel of the step writes it.
+
+    x       [rows, size], with `x_stride` between rows
+    weight  [size]
+    normed  [rows, size], contiguous, result
+    PDL     this kernel may start before its predecessor ends
+    """
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    norm_weight = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(value * value) / size + eps)
-    scaled = value * scale * gain
+    scaled = value * scale * norm_weight
     tl.store(normed + row * size + column, scaled.to(normed.dtype.element_ty), mask=inside)

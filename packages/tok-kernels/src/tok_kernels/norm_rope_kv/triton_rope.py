@@ -129,7 +129,24 @@ def _rope_and_write_kv_kernel(
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Rotate the queries and keys of one token, and write its key and value to the cache."""
+    """Rotate the queries and keys of one token, and write its key and value to the cache. Grid: `(tokens,)`.
+
+    1. Look up the token's cache row, and its row of the cosine and sine table.
+    2. Normalise (NORM) and rotate the query heads, multiply them by k_scale, and store them.
+    3. Normalise and rotate the key heads, divide them by k_scale or by their own scales, and store them in the cache.
+    4. Divide the value heads by v_scale or by their own scales, and store them in the cache.
+
+    q, rotated_q                  [tokens, q_heads, 2 × half], with strides between tokens and heads
+    k, v                          [tokens, k_heads, 2 × half], with strides between tokens and heads
+    k_rows, v_rows                [cache rows, k_heads, 2 × half], with strides between rows and heads
+    position, index               [tokens], position of the token, and its cache row
+    cos_sin_table                 float32 [positions, 2 × half], cosines and then sines
+    q_weight, k_weight            [2 × half], weights of the RMS norm of heads
+    k_scale, v_scale              float32 [k_heads], or None
+    k_token_scale, v_token_scale  float32 [pages, k_heads, PAGE] of an int8 cache, written here, or None
+    Q_HEADS, K_HEADS, HALF        q_heads, k_heads and half, rounded up to powers of two
+    PDL                           this kernel may start before its predecessor ends
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -180,7 +197,7 @@ def _rotate(
     cos_sin      points to the token's `half` cosines, followed by its `half` sines
     k_scale      one float32 scale per key head: the result is multiplied by `k_scale[head // group]`, or divided with
                  DIVIDE; None: neither
-    token_scale  per-position scales of an int8 cache: each head is divided by its own scale, which is stored for cache
+    token_scale  per-token scales of an int8 cache: each head is divided by its own scale, which is stored for cache
                  row `row`; None: the target has another dtype
     """
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]

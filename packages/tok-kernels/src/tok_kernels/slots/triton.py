@@ -69,7 +69,12 @@ def _decode_rows_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Make BLOCK decode rows, one per thread."""
+    """Make BLOCK decode rows, one per thread. Grid: `(⌈row_count / BLOCK⌉,)`.
+
+    slot_ptr                       int32 [row_count], slot of each row
+    token_ptr to kv_len_ptr        [row_count], results: the columns of `DecodeRows`
+    last_token_ptr to scratch_row  fields of `SlotColumns`
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = rows < row_count
     slot = tl.load(slot_ptr + rows, mask=in_range, other=0).to(tl.int64)
@@ -105,7 +110,13 @@ def _record_sampled_tokens_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Store the sampled tokens of BLOCK rows, one per thread."""
+    """Store the sampled tokens of BLOCK rows, one per thread. Grid: `(⌈row_count / BLOCK⌉,)`.
+
+    slot_ptr, token_ptr, logprob_ptr  int32, int64 and float32 [row_count]
+    out_ptr                           int32 [2, row_count], result: tokens, and bits of log-probabilities
+    last_token_ptr to end_ids_ptr     fields of `SlotColumns`
+    PDL                               this kernel may start before its predecessor ends
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -68,16 +68,30 @@ def _decode_attention_kernel(
     PRIOR: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Attend from one decode row to its own keys, for the query heads of one key/value head.
+    """Attend from one decode row to its own keys, or to one chunk of them, for the query heads of one key/value head.
 
-    CHUNKED  the program has one chunk, and chunk 0 is entry `base` of the partial results; otherwise the program has
-             all keys of the row, and its result is final
-    PRIOR    merge with partial result 0
-    PDL      this kernel may start before its predecessor ends
-    WINDOW   positions that a row sees; 0: all
+    Grid: `(rows × KV_HEADS,)`, or with CHUNKED `(chunks × KV_HEADS,)`; the key/value head changes fastest.
+
+    1. Find the row and its range of keys. CHUNKED: find the program's chunk; programs past the last chunk return.
+    2. Load the queries, and run online softmax over the keys.
+    3. PRIOR: merge the state with partial result 0 of the row, that of its prefix groups.
+    4. Store the output, or the chunk's partial result.
+
+    q_ptr, out_ptr                       [R, H, HEAD]; out_ptr is contiguous
+    part_out_ptr, part_lse_ptr           float32 [entries, H, HEAD] and [entries, H], as in `SplitKVPartials`
+    chunks_ptr                           int32 [R, 2], written if CHUNKED: first chunk and number of chunks of a row
+    slots_ptr, start_ptr, len_ptr        int32 [R], `AttentionBatch`'s slots, kv_start and kv_len
+    rows                                 R
+    base                                 entry of the partial results that chunk 0 writes
+    target_chunks, min_keys, max_chunks  as in `SplitKVPlan`
+    KEYS                                 keys of a block
+    GROUP_PADDED                         GROUP, padded to the rows of a block
+    PDL                                  this kernel may start before its predecessor ends
+
+    `Operands` describes the other arguments.
     """
-    # Lengths and slots are complete before the step's first kernel that may start early, so the search for the chunk
-    # need not wait.
+    # Find the row and its keys. The search for the chunk need not wait, since lengths and slots are complete before the
+    # step's first kernel that may start early.
     if PDL and CHUNKED:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -111,6 +125,7 @@ def _decode_attention_kernel(
             tl.store(chunks_ptr + 2 * row, first_chunk)
             tl.store(chunks_ptr + 2 * row + 1, chunk_count)
 
+    # Load the queries, and read the keys and values.
     group_head = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, PADDED)
     head = kv_head * GROUP + group_head
@@ -128,14 +143,13 @@ def _decode_attention_kernel(
         v_token_scale_ptr += kv_head * PAGE
     row_max, row_sum, acc = attend(
         *(q, row_max, row_sum, acc, limit, limit, begin, end),
-        *(
-            k_ptr + kv_head * kv_head_stride,
-            v_ptr + kv_head * kv_head_stride,
-            page_table_ptr + slot * page_table_stride,
-        ),
+        *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride),
+        page_table_ptr + slot * page_table_stride,
         *(kv_page_stride, kv_row_stride, scale, k_token_scale_ptr, v_token_scale_ptr),
         *(PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, False),
     )
+
+    # Merge with the prefix, and store the output or the partial result.
     if PRIOR:
         # The predecessor may compute the prefix until here, since the row's own keys do not depend on it.
         if PDL and not CHUNKED:

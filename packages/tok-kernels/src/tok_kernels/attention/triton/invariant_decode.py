@@ -102,6 +102,7 @@ def invariant_decode_kernel(
     prior_acc_ptr to prior_sum_ptr  states 0 and 1 that `invariant_attention_kernel` stored, in the same layout
     slots_ptr, start_ptr, end_ptr   int32 [R], `AttentionBatch`'s slots, kv_start and kv_len
     rows                     R
+    ROWS, KEYS, SPLIT        GROUP, padded to the rows of a block; keys of a block and of a split
 
     `Operands` describes the other arguments.
     """

@@ -234,6 +234,8 @@ def invariant_attention_kernel(
     rows                     rows of a state
     min_splits               skip a CAUSAL item that has fewer splits
     CAUSAL                   items are sequences, not prefix groups; without PRIOR, their keys begin at position 0
+    ROWS, KEYS, SPLIT        query rows of a tile; keys of a block and of a split
+    ITEMS                    items that the search for a tile counts at a time
     UNMASKED                 compute blocks without a mask where every row sees all keys
 
     `Operands` describes the other arguments.

@@ -81,19 +81,20 @@ def _merge_row(
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return a row's mean of `parts` partial results for one head, float32 `[PADDED]`; zeros without keys."""
+    """Return the weighted mean of a row's `parts` partial results for one head, float32 `[PADDED]`; 0 without keys.
+
+    `first` is the row's first chunk; BLOCK partial results are read at a time.
+    """
     row_max = float("-inf")
     row_sum = 0.0
     acc = tl.zeros([PADDED], tl.float32)
     for begin in range(0, parts, BLOCK):
         part = begin + tl.arange(0, BLOCK)
-        at = (
-            tl.where(part < splits, part * rows + row, splits * rows + first + part - splits).to(tl.int64) * HEADS
-            + head
-        )
-        lse = tl.load(part_lse_ptr + at, mask=part < parts, other=float("-inf"))
+        entry = tl.where(part < splits, part * rows + row, splits * rows + first + part - splits)
+        head_row = entry.to(tl.int64) * HEADS + head
+        lse = tl.load(part_lse_ptr + head_row, mask=part < parts, other=float("-inf"))
         seen = (lse > float("-inf"))[:, None] & (d < HEAD)[None, :]
-        out = tl.load(part_out_ptr + at[:, None] * HEAD + d[None, :], mask=seen, other=0.0)
+        out = tl.load(part_out_ptr + head_row[:, None] * HEAD + d[None, :], mask=seen, other=0.0)
         peak = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         weight = tl.exp2(lse - shift)
@@ -122,7 +123,19 @@ def _merge_partials_kernel(
     LARGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Merge the partial results of one row and head."""
+    """Merge the partial results of one row and head. Grid: `(rows × HEADS,)`.
+
+    1. Find the row's partial results: one for each of `splits`, and those of its chunks (CHUNKED).
+    2. Read SMALL or LARGE partial results at a time, and sum the outputs, weighted by the exponentials of their
+       log-sum-exps.
+    3. Divide by the sum of weights, multiply by `v_scale`, and store.
+
+    out_ptr                     [rows, HEADS, HEAD], contiguous
+    part_out_ptr, part_lse_ptr  float32 [entries, HEADS, HEAD] and [entries, HEADS], as in `SplitKVPartials`
+    chunks_ptr                  int32 [rows, 2], first chunk and number of chunks of each row
+    v_scale_ptr                 float32 [KV_HEADS], or None
+    PDL                         this kernel may start before its predecessor ends
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -142,7 +142,9 @@ def _varlen_attention_kernel(
     min_keys                 minimum keys of a range
     prior                    start from partial result 0
     first_partial            partial result that split 0 writes; −1: write the output
-    WINDOW                   positions that a query sees; 0: all
+    ROWS, KEYS               query rows of a tile; keys of a block
+    ITEMS                    items that the search for a tile counts at a time
+    CAUSAL                   `VarlenItems.count` is None
     TRIGGER_PDL              the kernel launched next may start once all programs of this one have started
 
     `Operands` describes the other arguments.

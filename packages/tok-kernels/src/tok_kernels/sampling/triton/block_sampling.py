@@ -175,7 +175,16 @@ def _sum_blocks_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute the `BlockSums` of `blocks_per_program` blocks of a row; masses only with SAMPLE."""
+    """Compute the `BlockSums` of `blocks_per_program` blocks of a row.
+
+    Grid: `(R × ⌈blocks / blocks_per_program⌉,)`, with the blocks of a row changing fastest. For each block: load BLOCK
+    logits, find the peak, and sum the exponentials at temperature 1 and, with SAMPLE, at the row's own temperature.
+
+    logits               [R, vocabulary], with `stride` between rows
+    temperature          float32 [R]
+    peaks, sums, masses  float32 [R, blocks], results
+    PDL                  this kernel may start before its predecessor ends
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -223,7 +232,21 @@ def _select_token_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Combine the sums of a row's blocks, select a block, and select an entry of that block."""
+    """Select the token of one row from the sums of its blocks. Grid: `(R,)`.
+
+    1. Combine the blocks' peaks and sums into the row's peak and sum of exponentials.
+    2. Select a block: the first with the peak (greedy), or by inverting the CDF of the blocks' masses (SAMPLE).
+    3. Load the block's logits, and select an entry in the same way.
+    4. Store the token, its log-probability and the row's log-sum-exp, as in `SampledRows`.
+
+    logits                      [R, vocabulary], with `stride` between rows
+    temperature to position     [R], the columns of `RandomKeys`
+    peaks, sums, masses         float32 [R, blocks], `BlockSums`
+    token, logprob, log_sum     int64, float32 and float32 [R], results
+    BLOCK, BLOCKS               entries of a block; `blocks` rounded up to a power of two
+    PROCESSED                   take the log-probability at the row's own temperature
+    PDL                         this kernel may start before its predecessor ends
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -39,7 +39,16 @@ def _mask_kernel(
     vocabulary: tl.tensor,
     WORDS: tl.constexpr,
 ) -> None:
-    """Apply WORDS words, of 32 tokens each, of one row's mask."""
+    """Apply WORDS words, of 32 tokens each, of one row's mask. Grid: `(r, ⌈vocabulary / (32 × WORDS)⌉)`.
+
+    1. Load the words; words past the mask's end forbid their tokens.
+    2. If they forbid all tokens, store −inf without reading the logits; if they allow all, do nothing.
+    3. Otherwise load the logits, and store them with −inf for the forbidden tokens.
+
+    logits            [R, vocabulary], with `stride` between rows, changed in place
+    rows, mask_index  int64 [r], row of the logits, and row of `bitmask`
+    bitmask           int32 [u, width]
+    """
     mask_row = tl.program_id(0)
     row, mask = tl.load(rows + mask_row).to(tl.int64), tl.load(mask_index + mask_row).to(tl.int64)
     first = tl.program_id(1) * WORDS

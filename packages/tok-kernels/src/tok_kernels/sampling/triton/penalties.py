@@ -72,10 +72,18 @@ def _apply_penalties_kernel(
     FIRST_PASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Apply one of the two passes to BLOCK positions of a row at a time.
+    """Apply one of the two passes to every `num_programs(1)`-th block of BLOCK positions of a row.
 
-    With FIRST_PASS, apply repetition and then presence to generated tokens. Otherwise apply repetition to tokens that
-    occur only in the prompt, and frequency to generated tokens.
+    Grid: `(R, programs per row)`. With FIRST_PASS, apply repetition and then presence to generated tokens. Otherwise
+    apply repetition to tokens that occur only in the prompt, and frequency to generated tokens.
+
+    logits                  float32 [R, vocabulary], with `stride` between rows, changed in place
+    seen                    int32 [R, words_per_row], bitmap of the tokens seen; zeros before the first pass
+    entries                 int64 [R], index of the row in the arrays of `Penalties`; −1: no penalties
+    page_table              int32 [slots, pages]
+    token_of                int64 [cache rows], token of each cache row
+    slots to prompt_lens    int64 [r], columns of `Contexts`
+    presence to repetition  float32 [r], columns of `Penalties`
     """
     row = tl.program_id(0).to(tl.int64)
     entry = tl.load(entries + row)

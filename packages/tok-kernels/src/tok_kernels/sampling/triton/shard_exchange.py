@@ -86,7 +86,21 @@ def _sample_exchange_kernel(
     WORDS: tl.constexpr,
     THREADS: tl.constexpr,
 ) -> None:
-    """Sample one row: exchange the ranks' four sums in one unit, and receive the token from its owner in another."""
+    """Sample one row of a sharded vocabulary. Grid: `(rows,)`.
+
+    1. Combine the row's block sums into this rank's four sums, and send them to all other ranks in one unit.
+    2. Receive the other ranks' sums, and choose the rank that owns the token: all ranks choose the same.
+    3. The owner selects the token and sends it in another unit; the other ranks receive it.
+    4. Store the token and its log-probability.
+
+    logits                     [rows, vocabulary], this rank's shard, with `stride` between rows
+    temperature to position    [rows], the columns of `RandomKeys`
+    peaks, sums, masses        float32 [rows, blocks], this rank's `BlockSums`
+    token, logprob             int64 and float32 [rows], results
+    first_entry                first vocabulary entry of this rank
+    buffers to timeout_ticks   fields of the `ExchangeChannel`
+    THREADS                    threads of the program; thread r receives the sums of rank r
+    """
     program = tl.program_id(0)
     row = program.to(tl.int64)
     epoch = tl.load(epochs + program)

@@ -82,7 +82,12 @@ def _store_rank_sums_kernel(
     SAMPLE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Store this rank's four sums of a row in `rank_sums`, `[4, rows]`."""
+    """Store this rank's four sums of a row. Grid: `(rows,)`.
+
+    peaks, sums, masses  float32 [rows, blocks], `BlockSums`
+    temperature          float32 [rows]
+    rank_sums            float32 [4, rows], result
+    """
     row = tl.program_id(0).to(tl.int64)
     peak, total, high, low = combine_blocks(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
     tl.store(rank_sums + row, peak)
@@ -118,7 +123,22 @@ def _sample_token_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Choose the owner of a row's token; the owner stores token and log-probability, other ranks store zeros."""
+    """Choose the owner of a row's token; the owner stores token and log-probability, other ranks store zeros.
+
+    Grid: `(rows,)`.
+
+    1. Load the four sums of all ranks, and choose the rank that owns the token: all ranks choose the same.
+    2. The owner selects a block and an entry of its shard.
+    3. Store token and log-probability, or zeros.
+
+    logits                   [rows, vocabulary], this rank's shard, with `stride` between rows
+    temperature to position  [rows], the columns of `RandomKeys`
+    peaks, masses            float32 [rows, blocks], of this rank's `BlockSums`
+    rank_sums                float32 [RANKS, 4, rows]
+    results                  float32 [2, rows], tokens and log-probabilities
+    first_entry              first vocabulary entry of this rank
+    SHARDS                   RANKS, rounded up to a power of two
+    """
     row = tl.program_id(0).to(tl.int64)
     shard = tl.arange(0, SHARDS)
     row_sums = rank_sums + shard * 4 * rows + row
