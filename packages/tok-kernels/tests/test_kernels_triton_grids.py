@@ -24,14 +24,14 @@ def groups(rows: int, number: int, max_rows: int, max_kv: int) -> varlen_attenti
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 8192])
 @pytest.mark.parametrize("number", [1, 8, 64, 256])
 def test_tile_count_grows_with_rows_and_not_with_rows_times_groups(rows: int, number: int) -> None:
-    launched, _ = varlen_attention._tile_counts(operands(rows), groups(rows, number, rows, 1000))
+    launched, _ = varlen_attention._item_tile_counts(operands(rows), groups(rows, number, rows, 1000))
     tile_rows = config.tile_launch(64, torch.bfloat16).rows
     needed = -(-rows * 4 // tile_rows)
     assert needed <= launched <= 2 * (needed + min(number, rows))
 
 
 def test_groups_of_known_size_get_their_tile_count_without_a_search() -> None:
-    assert varlen_attention._tile_counts(operands(8192), groups(8192, 8, 1024, 704)) == (512, 64)
+    assert varlen_attention._item_tile_counts(operands(8192), groups(8192, 8, 1024, 704)) == (512, 64)
 
 
 def test_a_full_batch_with_shared_pages_gets_no_split_kv() -> None:

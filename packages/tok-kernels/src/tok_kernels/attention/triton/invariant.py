@@ -24,6 +24,7 @@ from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.attention.triton.invariant_decode import invariant_decode_kernel, merge_splits_kernel
 from tok_kernels.attention.triton.invariant_kernels import invariant_attention_kernel
 from tok_kernels.attention.triton.operands import Operands
+from tok_kernels.attention.triton.varlen_attention import tile_counts
 from tok_kernels.batch import AttentionBatch, CascadeLevel, LayerCache
 
 SPLIT_KEYS = 512  # positions
@@ -85,7 +86,7 @@ def attention(
         _attend_decode(operands, batch, out)
     chunks = batch.slots.shape[0] - batch.num_decode
     if q_THD.shape[0] > batch.num_decode and chunks:
-        tiles = _tile_counts(operands, chunks, q_THD.shape[0] - batch.num_decode, batch.max_q)
+        tiles = tile_counts(_TILE_ROWS, operands.group, chunks, q_THD.shape[0] - batch.num_decode, batch.max_q)
         _launch_tiles(operands, batch, out, _States.empty(0, q_THD[:0]), tiles, offset=batch.num_decode, items=chunks)
     return out
 
@@ -101,7 +102,7 @@ def _attend_decode(operands: Operands, batch: AttentionBatch, out: Tensor) -> No
         prior.row_max.fill_(-torch.inf)  # the first level may not cover a row of a later one
     for i, level in enumerate(levels):
         groups, members = level.row_start.shape[0], min(level.max_rows, rows)
-        tiles = _tile_counts(operands, groups, rows, members)
+        tiles = tile_counts(_TILE_ROWS, operands.group, groups, rows, members)
         _launch_tiles(operands, batch, q, prior, tiles, offset=0, items=groups, prior=i > 0, level=level)
     max_splits = -(-batch.max_kv // SPLIT_KEYS)
     split_bytes = 4 * max(1, q.numel())
@@ -153,17 +154,6 @@ def _launch_decode(
             num_warps=1,
             **pdl_options,
         )
-
-
-def _tile_counts(operands: Operands, items: int, tokens: int, item_tokens: int) -> tuple[int, int]:
-    """Return the number of tiles to launch, and of tiles per item (0: programs search for their tile).
-
-    `tokens` and `item_tokens` bound the query tokens of all items and of one item.
-    """
-    tiles_per_item = -(-item_tokens * operands.group // _TILE_ROWS)
-    searched = -(-tokens * operands.group // _TILE_ROWS) + min(items, tokens)
-    tiles = items * tiles_per_item
-    return (tiles, tiles_per_item) if tiles <= 2 * searched else (searched, 0)
 
 
 def _launch_tiles(

@@ -243,7 +243,7 @@ def tile_splits(operands: Operands, items: VarlenItems) -> int:
 
 def splits_pay(operands: Operands, items: VarlenItems) -> bool:
     """Return whether a split pays for its merge: tiles are certainly few, or they may be few and have many keys."""
-    return _splits(operands, items, _tile_counts(operands, items)[0]) > 1 or (
+    return _splits(operands, items, _item_tile_counts(operands, items)[0]) > 1 or (
         items.max_keys >= _LONG_TILE_KEYS and tile_splits(operands, items) > 1
     )
 
@@ -253,21 +253,24 @@ def _splits(operands: Operands, items: VarlenItems, tiles: int) -> int:
     return config.splits(programs, _launch(operands), items.max_keys, config.MIN_TILE_SPLIT_KEYS, device)
 
 
-def _tile_counts(operands: Operands, items: VarlenItems) -> tuple[int, int]:
+def tile_counts(rows: int, group: int, num_items: int, max_tokens: int, max_item_tokens: int) -> tuple[int, int]:
     """Return the number of tiles to launch, and the tiles of every item (0: each program searches for its tile).
+
+    Tiles have `rows` query rows, and each token has `group` of them; the other arguments are those of `VarlenItems`.
 
     Without the search, every item gets as many tiles as its bound needs. With it, an item without tokens gets no tile,
     and any other item wastes less than one. A search costs a program more than a few empty programs do, but less than
     many: for 256 mostly empty groups over 8 rows, the search launches tiles by rows and not by groups.
     """
-    rows = _launch(operands).rows
-    tiles_per_item = _cdiv(items.max_item_tokens * operands.group, rows)
-    searched = _cdiv(items.max_tokens * operands.group, rows) + min(items.num_items, items.max_tokens)
-    return (
-        (items.num_items * tiles_per_item, tiles_per_item)
-        if items.num_items * tiles_per_item <= 2 * searched
-        else (searched, 0)
-    )
+    tiles_per_item = _cdiv(max_item_tokens * group, rows)
+    searched = _cdiv(max_tokens * group, rows) + min(num_items, max_tokens)
+    tiles = num_items * tiles_per_item
+    return (tiles, tiles_per_item) if tiles <= 2 * searched else (searched, 0)
+
+
+def _item_tile_counts(operands: Operands, items: VarlenItems) -> tuple[int, int]:
+    bounds = items.num_items, items.max_tokens, items.max_item_tokens
+    return tile_counts(_launch(operands).rows, operands.group, *bounds)
 
 
 def run_varlen_attention(
@@ -284,7 +287,7 @@ def run_varlen_attention(
     """Attend from the items' query tokens to their keys; the arguments after `parts` are those of the kernel."""
     launch = _launch(operands)
     count = items.first if items.count is None else items.count
-    tiles, tiles_per_item = _tile_counts(operands, items)
+    tiles, tiles_per_item = _item_tile_counts(operands, items)
     target_programs = max(1, launch.programs * config.multiprocessors(operands.q.device) // operands.kv_heads)
     if splits > 1:
         tiles, tiles_per_item = max(tiles, target_programs), 0
