@@ -18,7 +18,7 @@ from tok_core.manager.speculation.speculator import Drafts
 from tok_core.manager.speculation.step_costs import DraftCandidate
 from tok_core.messages import Int64, ModelDrafts
 from tok_core.sampling_params import Grammar
-from tok_core.worker.draft_graphs import Launch
+from tok_core.worker.draft_model import LaunchPass
 
 NEW = 40
 STEM, *PARTS = random_prompts((33, 1, 15, 40), seed=5)
@@ -83,7 +83,7 @@ def pad_passes(engine: object, sizes: Sequence[int]) -> Counter[int]:
     """Let passes run as they are captured on a GPU, without a graph; return how often each size will have run."""
     replays = Counter[int]()
 
-    def record(launch: Launch) -> Launch:
+    def record(launch: LaunchPass) -> LaunchPass:
         def replay() -> None:
             replays[len(launch.args[0])] += 1  # type: ignore[attr-defined]
             launch()

@@ -20,7 +20,7 @@ from tok_core.parallel.tensor import TensorParallel
 from tok_core.quantization import QuantizationConfig
 from tok_core.worker.sampling import MAX_GATHERED_ROWS, sample_tokens, sampling_arrays
 from tok_core.worker.startup.dummy_steps import dummy_step
-from tok_core.worker.startup.gemm_warmup import warm_up_gemms
+from tok_core.worker.startup.warmup import warm_up_gemms
 from tok_core.worker.state import WorkerState
 from tok_kernels import choose
 

@@ -12,7 +12,7 @@ import psutil
 from support.engines import manager_of
 from support.patience import PATIENCE
 from tok_core.messages import StepInput
-from tok_core.worker.runner import Launched
+from tok_core.worker.runner import LaunchedStep
 
 # Positions of a model and tokens of a request: enough that the request cannot end within a test.
 ENDLESS_POSITIONS, ENDLESS = 1 << 16, 60_000
@@ -46,9 +46,9 @@ def gated(engine: object, steps: int = 0, replica: int = 0) -> Iterator[Gate]:
     gate, runner = Gate(steps), manager_of(engine, replica).ports._runner  # type: ignore[attr-defined]
     launch = runner.launch
 
-    def launch_later(step: StepInput) -> Launched:
+    def launch_later(step: StepInput) -> LaunchedStep:
         gate._pass()
-        launched: Launched = launch(step)
+        launched: LaunchedStep = launch(step)
         return launched
 
     runner.launch = launch_later

@@ -16,7 +16,7 @@ from tok_core import Engine, EngineConfig, SamplingParams
 from tok_core.config import BackendName
 from tok_core.messages import StepInput
 from tok_core.worker import cuda_graphs
-from tok_core.worker.runner import Launched, Runner
+from tok_core.worker.runner import LaunchedStep, Runner
 
 
 class SetUpLate(NamedTuple):
@@ -64,7 +64,7 @@ def _watch_launches(runner: Runner) -> set[str]:
     """Return a set that collects the lines where a launch waits for the device, as far as torch detects it."""
     launch, waits = runner.launch, set[str]()
 
-    def watched(step: StepInput) -> Launched:
+    def watched(step: StepInput) -> LaunchedStep:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")

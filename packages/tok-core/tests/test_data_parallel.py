@@ -22,7 +22,7 @@ from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, RequestOutpu
 from tok_core.messages import StepInput
 from tok_core.replicas.replica import ProcessReplica
 from tok_core.replicas.replica_record import ReplicaRecord
-from tok_core.worker.runner import Launched, Runner
+from tok_core.worker.runner import LaunchedStep, Runner
 from tok_core.worker.startup import setup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -126,7 +126,7 @@ class Failing:
 def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
     one, launch = Failing(), Runner.launch
 
-    def launch_or_fail(runner: Runner, step: StepInput) -> Launched:
+    def launch_or_fail(runner: Runner, step: StepInput) -> LaunchedStep:
         if runner is one.runner:
             raise RuntimeError("the device is gone")
         return launch(runner, step)

@@ -297,7 +297,7 @@ def test_draft_model_that_is_no_directory_is_refused(path: Path, tmp_path: Path)
 
 def test_draft_model_that_does_not_fit_is_refused(path: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
-    monkeypatch.setattr("tok_core.worker.startup.memory_check.available_memory", lambda: int(weights * 1.7))
+    monkeypatch.setattr("tok_core.worker.startup.memory.available_memory", lambda: int(weights * 1.7))
     assert refused(path, noisy).startswith(f"{path} with the draft model {noisy} does not fit: it needs")
     monkeypatch.undo()
     with cpu_engine(path, speculate=2, draft=str(noisy)):

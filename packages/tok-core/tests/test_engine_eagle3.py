@@ -287,5 +287,5 @@ def test_head_that_does_not_fit_beside_the_model_is_refused(
     path: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
-    monkeypatch.setattr("tok_core.worker.startup.memory_check.available_memory", lambda: int(weights * 1.2))
+    monkeypatch.setattr("tok_core.worker.startup.memory.available_memory", lambda: int(weights * 1.2))
     assert refused(path, head).startswith(f"{path} with the draft model {head} does not fit: it needs")

@@ -15,7 +15,7 @@ from support.engines import assert_all_given_back, cpu_engine, manager_of, rando
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, SamplingParams
 from tok_core.sampling_params import Grammar
-from tok_core.worker import prompt_values, state
+from tok_core.worker import prompt_outputs, state
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def engines(path: Path) -> Iterator[tuple[Engine, Engine]]:
 def test_prompt_logprobs_and_embeddings_on_gpu_equal_the_cpu(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_values, "MAX_POOLED_ROWS", 7)  # rows are pooled in many portions
+    monkeypatch.setattr(prompt_outputs, "MAX_POOLED_ROWS", 7)  # rows are pooled in many portions
     here, there = engines
     scored = SamplingParams(max_tokens=0, prompt_logprobs=3)
     for one, other in zip(here.generate(PROMPTS, scored), there.generate(PROMPTS, scored), strict=True):

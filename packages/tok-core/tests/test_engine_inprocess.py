@@ -14,7 +14,7 @@ from support.tiny_models import make_model
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineDead, SamplingParams
 from tok_core.messages import Failed, StepInput, StepOutput, ToEngine
 from tok_core.replicas.replica import ThreadReplica
-from tok_core.worker.runner import Launched, Runner
+from tok_core.worker.runner import LaunchedStep, Runner
 
 LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -40,20 +40,20 @@ class Fault:
 @pytest.fixture(params=["launch", "output"])
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fault:
     """Fail the launch of a step, or the wait for its tokens: errors of a device surface in either."""
-    one, launch, output = Fault(), Runner.launch, Launched.output
+    one, launch, output = Fault(), Runner.launch, LaunchedStep.output
 
-    def launch_or_fail(runner: Runner, step: StepInput) -> Launched:
+    def launch_or_fail(runner: Runner, step: StepInput) -> LaunchedStep:
         one.strike()
         return launch(runner, step)
 
-    def output_or_fail(launched: Launched) -> StepOutput:
+    def output_or_fail(launched: LaunchedStep) -> StepOutput:
         one.strike()
         return output(launched)
 
     if request.param == "launch":
         monkeypatch.setattr(Runner, "launch", launch_or_fail)
     else:
-        monkeypatch.setattr(Launched, "output", output_or_fail)
+        monkeypatch.setattr(LaunchedStep, "output", output_or_fail)
     return one
 
 
@@ -131,7 +131,7 @@ async def test_requests_and_aborts_before_a_failure_report_are_answered(
         monkeypatch.setattr(replica, "_report", hear_late)
         launch = Runner.launch
 
-        def fail_once(runner: Runner, step: StepInput) -> Launched:
+        def fail_once(runner: Runner, step: StepInput) -> LaunchedStep:
             monkeypatch.setattr(Runner, "launch", launch)
             raise RuntimeError("the device is gone")
 

@@ -26,8 +26,8 @@ from tok_core import Engine, EngineConfig, InvalidField, RequestOutput, Sampling
 from tok_core.model_config import read_config
 from tok_core.models import build, fill_dummy_weights
 from tok_core.quantization import QuantizationConfig, ScaledMethod
-from tok_core.worker.startup import setup
 from tok_core.worker.startup.invariance_check import check_rows
+from tok_core.worker.startup.resolve import require_batch_invariance
 from tok_kernels import choose
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -219,13 +219,13 @@ def test_settings_that_are_not_invariant_are_refused_by_name() -> None:
 def test_settings_not_invariant_on_a_gpu_are_refused_by_name() -> None:
     cuda, dense = torch.device("cuda"), QuantizationConfig()
     config = EngineConfig(model="m", batch_invariant=True)
-    setup._require_invariant(config, dense, cuda)
+    require_batch_invariance(config, dense, cuda)
     with pytest.raises(InvalidField, match=r"batch_invariant is True.*quantised"):
-        setup._require_invariant(config, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
+        require_batch_invariance(config, QuantizationConfig(ScaledMethod(torch.int8)), cuda)
     for dtype, quantization in (("int8", dense), ("fp8", dense), ("auto", QuantizationConfig(kv_scales="head"))):
         narrow = msgspec.structs.replace(config, kv_cache_dtype=dtype)
         message = f"kv_cache_dtype is '{dtype}'; allowed: unquantized on cuda with batch_invariant"
         with pytest.raises(InvalidField, match=message):
-            setup._require_invariant(narrow, quantization, cuda)
+            require_batch_invariance(narrow, quantization, cuda)
     with pytest.raises(InvalidField, match=r"tp is 2; allowed: 1 on cuda with batch_invariant"):
-        setup._require_invariant(msgspec.structs.replace(config, tp=2), dense, cuda)
+        require_batch_invariance(msgspec.structs.replace(config, tp=2), dense, cuda)

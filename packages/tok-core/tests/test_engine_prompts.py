@@ -27,7 +27,7 @@ from tok_core import (
     SamplingParams,
     TokenLogprob,
 )
-from tok_core.worker import prompt_values
+from tok_core.worker import prompt_outputs
 
 LENGTHS = (1, 2, 16, 17, 65, 200)
 PROMPTS = random_prompts(LENGTHS)
@@ -108,7 +108,7 @@ def test_prompt_logprobs_and_embeddings_equal_transformers(path: Path, options: 
 def test_mean_pooling_runs_in_portions_of_few_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model(directory, "llama")
     pooled = Mock(wraps=torch.segment_reduce)
-    monkeypatch.setattr(prompt_values, "MAX_POOLED_ROWS", 7)
+    monkeypatch.setattr(prompt_outputs, "MAX_POOLED_ROWS", 7)
     monkeypatch.setattr(torch, "segment_reduce", pooled)
     with cpu_engine(path) as one:
         assert_embedded(path, one.embed(PROMPTS, pooling="mean"), PROMPTS, "mean")

@@ -19,7 +19,7 @@ from support.patience import until
 from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineError, InvalidField, ModelError, SamplingParams
 from tok_core.worker import Runner
-from tok_core.worker.memory_region import MemoryRegion
+from tok_core.worker.sleep import MemoryRegion
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 

@@ -21,8 +21,8 @@ from support.tiny_models import make_model, reference_model
 from tok_core import Engine, EngineConfig, InvalidField, RequestOutput, SamplingParams
 from tok_core.model_config import read_config
 from tok_core.quantization import QuantizationConfig
-from tok_core.worker.memory_region import MemoryRegion
-from tok_core.worker.startup.backend import choose_cache_dtype
+from tok_core.worker.sleep import MemoryRegion
+from tok_core.worker.startup.resolve import choose_cache_dtype
 from tok_core.worker.state import WorkerState, kv_bytes_per_token
 
 pytestmark = pytest.mark.usefixtures("forked_children")

@@ -13,7 +13,7 @@ from tok_core.config import RankCoordinates
 from tok_core.errors import InvalidField
 from tok_core.model_config.model_config import read_config
 from tok_core.parallel.shard_plan import ShardPlan
-from tok_core.worker.startup.kernel_choice import measure, shapes
+from tok_core.worker.startup.kernel_report import shard_shape, time_kernels
 from tok_kernels import AttentionShape
 
 
@@ -27,7 +27,7 @@ def test_kernel_choice_uses_the_shard_shapes_of_the_first_rank(tmp_path: Path, t
     config = read_config(path)
     shard_plan = ShardPlan.of(config, RankCoordinates(ranks=tp))
     local = shard_plan.local(config)
-    device, model = shapes(on_cpu(path, tp), {})
+    device, model = shard_shape(on_cpu(path, tp), {})
     assert device == torch.device("cpu")
     assert model.attention == AttentionShape(
         4 // tp, max(2 // tp, 1), local.head_dim, 8, local.num_layers, torch.bfloat16, torch.bfloat16
@@ -40,11 +40,11 @@ def test_kernel_choice_uses_the_shard_shapes_of_the_first_rank(tmp_path: Path, t
 def test_kernel_choice_shards_explicitly_given_model_sizes(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     sizes = {"heads": 64, "kv_heads": 8, "head_dim": 128, "layers": 80}
-    shape = shapes(on_cpu(path, 4), sizes)[1].attention
+    shape = shard_shape(on_cpu(path, 4), sizes)[1].attention
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.layers) == (16, 2, 128, 80)
 
 
 def test_kernel_choice_rejects_tp_that_does_not_divide_query_heads(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     with pytest.raises(InvalidField, match=r"^tp is 3; allowed: divisors of 4, the model's query heads$"):
-        measure(on_cpu(path, 3))
+        time_kernels(on_cpu(path, 3))

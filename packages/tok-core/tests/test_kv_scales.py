@@ -24,8 +24,8 @@ from tok_core import Engine, EngineConfig, InvalidField, ModelError, RequestOutp
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.models import CausalLM, fill_dummy_weights
 from tok_core.quantization import read_quantization
-from tok_core.worker.startup.backend import require_float8
 from tok_core.worker.startup.kv_scales import HEADROOM, calibrated_scales
+from tok_core.worker.startup.resolve import require_float8_cache
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -237,8 +237,8 @@ def test_a_gpu_without_float8_refuses_an_8_bit_cache(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         InvalidField, match="kv_cache_dtype is 'auto'; allowed: int8, unquantized on cuda, which cannot"
     ):
-        require_float8("auto", torch.device("cuda"))
-    require_float8("fp8", torch.device("cpu"))
+        require_float8_cache("auto", torch.device("cuda"))
+    require_float8_cache("fp8", torch.device("cpu"))
 
 
 def test_calibration_scales_each_head_by_its_largest_number() -> None:

@@ -21,7 +21,7 @@ from tok_core.models import CausalLM, Linear, build, fill_dummy_weights
 from tok_core.models.decoder import DecoderLayer
 from tok_core.models.weights.targets import targets
 from tok_core.quantization import DenseMethod, QuantizationConfig
-from tok_core.worker.startup import gemm_warmup
+from tok_core.worker.startup.warmup import warm_up_gemms
 from tok_kernels import choose
 
 MIXED = QuantizationConfig(INT8, ("lm_head", "layers.1", r"re:.*\.2\.mlp\.down"))
@@ -168,6 +168,6 @@ def test_gemms_of_each_combination_of_formats_are_warmed_up(tmp_path: Path, monk
         return run(layer, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecoderLayer, "run_gemms", counted)
-    gemm_warmup.warm_up_gemms(stage, 1, 1)
+    warm_up_gemms(stage, 1, 1)
     assert ran == layers
     assert len(layers) == 2

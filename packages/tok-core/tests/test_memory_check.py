@@ -22,8 +22,8 @@ from tok_core.models import build
 from tok_core.parallel import ProcessGroups
 from tok_core.quantization import read_quantization
 from tok_core.runtime import available_memory, host_memory
-from tok_core.worker.startup import memory_check
-from tok_core.worker.startup.memory_check import MemoryNeeds, require_memory
+from tok_core.worker.startup import memory as startup_memory
+from tok_core.worker.startup.memory import MemoryNeeds, require_memory
 from tok_kernels import choose
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -44,7 +44,7 @@ def make_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     memory = psutil.virtual_memory()._replace(available=count)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(host_memory, "OWN_GROUPS", Path("/nowhere"))
-    monkeypatch.setattr(memory_check, "memory_of_siblings", lambda: 0)
+    monkeypatch.setattr(startup_memory, "memory_of_siblings", lambda: 0)
 
 
 def needs_of(config: EngineConfig, dtype: torch.dtype = torch.float32) -> MemoryNeeds:
@@ -130,7 +130,7 @@ def test_all_replicas_on_a_host_count(config: EngineConfig, path: Path, monkeypa
     ):
         require(three)
     # One replica restarts while the others hold their weights.
-    monkeypatch.setattr(memory_check, "memory_of_siblings", lambda: needs_of(three).total)
+    monkeypatch.setattr(startup_memory, "memory_of_siblings", lambda: needs_of(three).total)
     require(three)
 
 

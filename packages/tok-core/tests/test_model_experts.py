@@ -256,7 +256,7 @@ def runner(paths: dict[str, Path]) -> Runner:
 def test_padding_rows_of_graphs_choose_no_expert(runner: Runner) -> None:
     load = ExpertLoad(runner.model)
     with load.counting():
-        runner.graphs.launch([8])  # without a step, all rows are padding
+        runner.graphs.launch_eagerly([8])  # without a step, all rows are padding
     counted = load.take()
     assert counted is not None
     assert not counted.any()

@@ -11,7 +11,7 @@ from support.engines import cpu_engine
 from support.tiny_models import make_model
 from tok_core import Engine, InvalidField, ModelError, SamplingParams
 from tok_core.config import EngineConfig
-from tok_core.worker.startup.setup import sampling_defaults
+from tok_core.worker.startup.resolve import sampling_defaults
 
 
 def write(path: Path, **values: object) -> Path:

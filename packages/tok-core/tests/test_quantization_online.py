@@ -25,7 +25,7 @@ from tok_core.models import CausalLM, Linear, build, fill_dummy_weights
 from tok_core.models.weights import quantize_checkpoint
 from tok_core.quantization import LinearMethod, QuantizationConfig, ScaledMethod, read_quantization, weight_target
 from tok_core.quantization.checkpoint_format import ONLINE, READERS
-from tok_core.worker.startup.setup import report_missing_float8
+from tok_core.worker.startup.resolve import warn_without_float8
 from tok_kernels import choose
 
 SHARDS = [RankCoordinates(), *all_coordinates(2, 1), *all_coordinates(1, 2)]
@@ -158,8 +158,8 @@ def test_gpu_without_float8_is_reported_in_one_line(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     path = make_model("llama", tmp_path / "llama")
-    report_missing_float8(read_quantization(path, name), torch.device("cuda", 0))
-    report_missing_float8(read_quantization(path, name), CPU)
+    warn_without_float8(read_quantization(path, name), torch.device("cuda", 0))
+    warn_without_float8(read_quantization(path, name), CPU)
     line = (
         "cuda:0 has compute capability 8.0, and float8 arithmetic needs 8.9: float8 weights save memory here, and are "
         "dequantised before each GEMM"

@@ -78,7 +78,7 @@ def test_start_captures_the_largest_graphs_and_steps_the_others_once(graphs: Dec
     graphs.capture(SIZES)
     assert len(graphs) == 4  # with groups and without, for short contexts and for long ones
     found = [graphs.find(dummy_step(decode=rows)) for rows in (3, 4, 8, 3)]
-    assert [graph and graph.rows for graph in found] == [4, 4, 8, 4]
+    assert [graph and graph.key.rows for graph in found] == [4, 4, 8, 4]
     assert found[0] is found[1] is found[3]
     assert len(graphs) == 5
     for step in (dummy_step(decode=4, groups=2, prefix=16), dummy_step(decode=4, cached=LONG, prefix=LONG)):
@@ -162,7 +162,7 @@ def test_graphs_of_other_weights_are_discarded_by_a_second_wake_up(
     graphs.suspend(True)
     graphs.capture_again()
     with monkeypatch.context() as patch:
-        patch.setattr(graphs, "launch", no_memory)
+        patch.setattr(graphs, "launch_eagerly", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             graphs.suspend(False)
     graphs.suspend(True)  # the engine sleeps again
@@ -179,10 +179,10 @@ def test_failed_sleep_leaves_no_graph_to_capture_on_released_memory(
     graphs.capture(SIZES)
     memory = SleepingMemory(CPU)
     monkeypatch.setattr(memory.kv_cache, "release", fail)
-    assert memory.execute(MemoryTask("sleep", ("weights", "kv_cache"), keep=False), graphs).error
+    assert memory.execute(MemoryTask("sleep", ("weights", "kv_cache"), keep=False), graphs.suspend).error
     assert memory.weights.released
     assert graphs.missing == 0
-    assert not memory.execute(MemoryTask("wake_up", ("weights", "kv_cache"), keep=False), graphs).error
+    assert not memory.execute(MemoryTask("wake_up", ("weights", "kv_cache"), keep=False), graphs.suspend).error
     assert graphs.missing > 0
 
 

@@ -17,7 +17,7 @@ from tok_core.messages import SharedPages, StepInput, decoder, encode
 from tok_core.model_config.model_config import read_config
 from tok_core.worker.staging import Staging
 from tok_core.worker.startup.dummy_steps import dummy_step
-from tok_core.worker.state import WorkerState, changes
+from tok_core.worker.state import WorkerState, state_changes
 
 SLOTS, PAGES = 6, 8
 GREEDY = SamplingParams(n=9, temperature=0, max_tokens=40, ignore_eos=True)
@@ -41,7 +41,7 @@ def test_shared_pages_apply_in_order_before_single_entries(path: Path) -> None:
     shared = [SharedPages(numbers(0, 2, 4), numbers(7, 8, 9)), SharedPages(numbers(4, 5), numbers(30, 31))]
     step = structs.replace(dummy_step(decode=1), **entries, shared=shared)
     told = decoder(StepInput).decode(encode(step))
-    state.apply(told, Staging(cpu, 2).put(changes(told)))
+    state.apply(told, Staging(cpu, 2).put(state_changes(told)))
     expected = np.zeros((SLOTS + 1, PAGES), np.int32)
     expected[[0, 2], :3] = 7, 8, 9
     expected[4, :3] = 30, 31, 9

@@ -33,17 +33,17 @@ from tok_core.worker import cuda_graphs
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup import precompile
-from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
-from tok_core.worker.startup.memory import StepMemory, largest_step, measured_len
+from tok_core.worker.startup.dummy_steps import dummy_step, largest_step, largest_step_len, run_dummy_step
+from tok_core.worker.startup.memory import StepMemory
 from tok_core.worker.startup.precompile import (
     CompileReport,
     CompileRequest,
     Precompilation,
-    marker_of,
+    marker_path,
     meta_runner,
-    start_variants,
+    startup_variants,
 )
-from tok_core.worker.startup.sizes import mask_words, resolve_model_config
+from tok_core.worker.startup.resolve import mask_words, resolve_model_config
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState
 from tok_kernels import launch_config
@@ -89,7 +89,7 @@ def launched_by_warm_up(config: EngineConfig) -> set[tuple[str, str]]:
         model = build(model_config, backend, CPU, torch.bfloat16)
         for parameter in model.parameters():
             parameter.data.zero_()
-        length = measured_len(model_config.max_positions, SLOTS, TOKENS)
+        length = largest_step_len(model_config.max_positions, SLOTS, TOKENS)
         measuring, running = (
             Runner(
                 *(model, backend),
@@ -112,7 +112,7 @@ def launched_by_warm_up(config: EngineConfig) -> set[tuple[str, str]]:
 
 @pytest.mark.usefixtures("gpu_like")
 def test_every_variant_that_warm_up_launches_is_compiled_ahead(config: EngineConfig) -> None:
-    ahead = {(variant.name, variant.arguments[0]) for variant in start_variants(config, 90)}
+    ahead = {(variant.name, variant.arguments[0]) for variant in startup_variants(config, 90)}
     launched = launched_by_warm_up(config)
     assert len(launched) > 15
     assert sorted(launched - ahead) == []
@@ -123,7 +123,7 @@ def test_variants_are_those_of_the_kv_cache(
     config: EngineConfig, cache_dtype: Literal["fp8", "fp8_unscaled", "int8"]
 ) -> None:
     keys = [
-        {variant.arguments[0] for variant in start_variants(one, 90) if "decode_attention" in variant.name}
+        {variant.arguments[0] for variant in startup_variants(one, 90) if "decode_attention" in variant.name}
         for one in (config, msgspec.structs.replace(config, kv_cache_dtype=cache_dtype))
     ]
     assert all(keys)
@@ -160,14 +160,14 @@ def random_step(source: random.Random, slots: int, tokens: int, words: int) -> S
         top_logprobs=source.choice([0, 1, 20]),
         greedy=source.random() < 0.2,
         prompt_outputs=bool(chunks) and source.random() < 0.2,
-        words=words if options["masked"] else 0,
+        mask_words=words if options["masked"] else 0,
         **options,
     )
 
 
 def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(config: EngineConfig) -> None:
     large = msgspec.structs.replace(config, max_running=2048, max_step_tokens=4096)
-    ahead = {(variant.name, variant.arguments[0]) for variant in start_variants(large, 90)}
+    ahead = {(variant.name, variant.arguments[0]) for variant in startup_variants(large, 90)}
     runner, source = precompile.meta_runner(large), random.Random(0)
     words = mask_words(runner.model.config, Path(config.model))
     with record(90) as launched:
@@ -192,7 +192,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
 @pytest.mark.usefixtures("gpu_like")
 def test_without_prefix_groups_no_cascade_kernel_is_compiled_or_captured(small: EngineConfig) -> None:
     alone = msgspec.structs.replace(small, prefix_groups=False)
-    few, many = ({(one.name, one.arguments[0]) for one in start_variants(config, 90)} for config in (alone, small))
+    few, many = ({(one.name, one.arguments[0]) for one in startup_variants(config, 90)} for config in (alone, small))
     assert few < many
     runner = precompile.meta_runner(alone)
     with record(90) as launched:
@@ -211,7 +211,7 @@ def test_without_prefix_groups_no_cascade_kernel_is_compiled_or_captured(small: 
 def test_variants_are_those_of_the_engine_configuration(small: EngineConfig) -> None:
     processed = msgspec.structs.replace(small, logprobs_mode="processed_logprobs")
     keys = [
-        {variant.arguments[0] for variant in start_variants(one, 90) if "block_sampling" in variant.name}
+        {variant.arguments[0] for variant in startup_variants(one, 90) if "block_sampling" in variant.name}
         for one in (small, processed)
     ]
     assert keys[0] != keys[1]
@@ -237,7 +237,7 @@ def test_marker_is_written_once_all_kernels_are_compiled(small: EngineConfig, mo
         return next(results)
 
     monkeypatch.setattr(precompile, "compile_variants", compile_variants)
-    marker = marker_of(small, CARD, 90)
+    marker = marker_path(small, CARD, 90)
     request = CompileRequest(small, CARD, 90, str(marker))
     report = run_main(request, monkeypatch)
     assert report.errors == ["rope_kernel: RuntimeError: no compiler"]
@@ -260,7 +260,7 @@ def test_kernels_are_compiled_with_the_launches_measured_on_the_card(
     monkeypatch.setattr(precompile, "compile_variants", compile_variants)
     monkeypatch.setattr(precompile, "resolve_model_config", heads_of_64)
     for card in ("NVIDIA H200", CARD):
-        run_main(CompileRequest(small, card, 90, str(marker_of(small, card, 90))), monkeypatch)
+        run_main(CompileRequest(small, card, 90, str(marker_path(small, card, 90))), monkeypatch)
     assert not compiled[0] & compiled[1]
 
 
@@ -270,12 +270,12 @@ def heads_of_64(config: EngineConfig, path: Path) -> ModelConfig:
 
 def test_marker_depends_on_what_decides_the_kernels(small: EngineConfig) -> None:
     markers = {
-        marker_of(one, card, capability)
+        marker_path(one, card, capability)
         for one in (small, msgspec.structs.replace(small, max_running=3), msgspec.structs.replace(small, page_size=8))
         for card, capability in ((CARD, 90), ("NVIDIA H100 PCIe", 90), ("NVIDIA B200", 100))
     }
     assert len(markers) == 9
-    assert marker_of(msgspec.structs.replace(small, run_ahead=3), CARD, 90) in markers
+    assert marker_path(msgspec.structs.replace(small, run_ahead=3), CARD, 90) in markers
 
 
 def test_process_that_cannot_compile_is_logged_and_the_start_goes_on(
@@ -368,7 +368,7 @@ def test_first_start_is_one_on_a_gpu_without_kernels_of_another(
     directory = str(tmp_path / "kernels")
     assert is_first_start(None)
     assert is_first_start(directory)
-    marker = marker_of(small, CARD, 90)
+    marker = marker_path(small, CARD, 90)
     marker.parent.mkdir()
     marker.touch()
     assert not is_first_start(None)
@@ -386,7 +386,7 @@ def test_nothing_is_compiled_ahead_where_the_kernels_are_there_or_unknown(
     Precompilation(small, CPU, 1).wait()
     Precompilation(small, CUDA, 2).wait()
     Precompilation(msgspec.structs.replace(small, backend="reference"), CUDA, 1).wait()
-    marker = marker_of(small, CARD, 90)
+    marker = marker_path(small, CARD, 90)
     marker.parent.mkdir()
     marker.touch()
     Precompilation(small, CUDA, 1).wait()

@@ -12,44 +12,47 @@ from support.tiny_models import make_model
 from tok_core.model_config.model_config import read_config
 from tok_core.worker import state as state_module
 from tok_core.worker import step_tensors
-from tok_core.worker.cuda_graphs import _arrays
+from tok_core.worker.cuda_graphs import GraphKey, padded_arrays
 from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.state import WorkerState
 
 CPU = torch.device("cpu")
 
 
-def test_own_start_of_a_row_is_the_end_of_its_innermost_group() -> None:
+def test_kv_start_of_a_row_is_the_end_of_its_innermost_group() -> None:
     step = dummy_step(decode=6, groups=2, prefix=96, levels=3)
     inner = step.levels[2]
     inner.count[1] = 2  # the last row is in the outer groups alone
-    assert step_tensors.own_start(step).tolist() == [96, 96, 96, 96, 96, 64]
-    assert step_tensors.own_start(dummy_step(decode=3)).tolist() == [0, 0, 0]
+    assert step_tensors.decode_kv_start(step).tolist() == [96, 96, 96, 96, 96, 64]
+    assert step_tensors.decode_kv_start(dummy_step(decode=3)).tolist() == [0, 0, 0]
 
 
 def test_step_levels_become_cascade_levels_with_group_bounds() -> None:
     step = dummy_step(decode=7, groups=3, prefix=64, levels=2)
-    put = {name: torch.from_numpy(array) for name, array in step_tensors.arrays(step).items()}
-    outer, inner = step_tensors._cascade(step, put)
+    staged = {name: torch.from_numpy(array) for name, array in step_tensors.step_arrays(step).items()}
+    outer, inner = step_tensors._cascade_levels(step, staged)
     assert (outer.max_rows, outer.max_kv, inner.max_rows, inner.max_kv) == (7, 32, 3, 32)
     assert outer.kv_end.tolist() == [32]
     assert inner.row_start.tolist() == inner.slot.tolist() == [0, 2, 4]
     assert inner.row_count.tolist() == [2, 2, 3]
     assert inner.kv_start.tolist() == [32] * 3
-    assert put["kv_start"].tolist() == [64] * 7
+    assert staged["kv_start"].tolist() == [64] * 7
 
 
 def test_step_arrays_are_padded_to_the_shapes_of_their_cuda_graph() -> None:
-    recorded = _arrays(None, 16, 8, padding=99)
+    key = GraphKey(16, groups=True, long=True)
+    recorded = padded_arrays(None, key, padding_slot=99)
     for step in (dummy_step(decode=10, groups=3, prefix=32), dummy_step(decode=16, groups=8, prefix=32)):
-        filled = _arrays(step, 16, 8, padding=99)
+        filled = padded_arrays(step, key, padding_slot=99)
         assert [(name, array.shape, array.dtype) for name, array in filled.items()] == [
             (name, array.shape, array.dtype) for name, array in recorded.items()
         ]
         groups = len(step.levels[0].start)
         assert filled["count_0"].tolist() == [*step.levels[0].count, *[0] * (8 - groups)]
         assert filled["slots"][len(step.decode_slot) :].tolist() == [99] * (16 - len(step.decode_slot))
-    assert not any(name.startswith("start_") for name in _arrays(None, 16, 0, padding=99))
+    assert not any(
+        name.startswith("start_") for name in padded_arrays(None, key._replace(groups=False), padding_slot=99)
+    )
     assert np.unique(recorded["slots"]).tolist() == [99]
 
 

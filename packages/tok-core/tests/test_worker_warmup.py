@@ -29,10 +29,9 @@ from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.draft_model import DraftModelRunner
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup import memory
-from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
-from tok_core.worker.startup.gemm_warmup import row_counts, warm_up_gemms
-from tok_core.worker.startup.memory import StepMemory, graph_rows, largest_step, measured_len
-from tok_core.worker.startup.warmup import draft_steps_of, warm_up, warm_up_steps
+from tok_core.worker.startup.dummy_steps import dummy_step, largest_step, largest_step_len, run_dummy_step
+from tok_core.worker.startup.memory import StepMemory, largest_graph_rows
+from tok_core.worker.startup.warmup import draft_steps_of, row_counts, warm_up, warm_up_gemms, warm_up_steps
 from tok_core.worker.state import WorkerState, page_table_bytes
 from tok_kernels import Sampled, choose
 from tok_kernels.backends.reference import ReferenceBackend
@@ -80,13 +79,13 @@ def test_every_warm_up_step_fits_the_engine_sizes(
 def test_measured_step_is_the_largest_that_sequences_can_fill(
     directory: Path, slots: int, tokens: int, positions: int, page_size: int
 ) -> None:
-    runner = runner_of(directory, slots, positions, page_size, measured_len(positions, slots, tokens))
+    runner = runner_of(directory, slots, positions, page_size, largest_step_len(positions, slots, tokens))
     step = largest_step(slots, tokens, runner.max_len)
     assert len(step.prefill_token) == min(tokens, slots * positions)
     assert step.prefill_count.max() <= positions
     assert len(run_dummy_step(runner, step).token) == min(slots, tokens)
     # Later trial steps do not continue sequences that earlier ones left.
-    assert graph_rows(runner) in graph_sizes(slots)
+    assert largest_graph_rows(runner) in graph_sizes(slots)
     assert slots == 1 or int(runner.state.columns.length.max()) == 1
 
 
@@ -121,7 +120,7 @@ def test_graph_rows_do_not_shrink_when_the_host_becomes_slower(
         return structs.replace(run_dummy_step(runner, step), launch_seconds=launch, device_seconds=device)
 
     monkeypatch.setattr(memory, "run_dummy_step", timed_step)
-    assert graph_rows(runner) == rows
+    assert largest_graph_rows(runner) == rows
 
 
 def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path) -> None:
@@ -134,16 +133,16 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
 def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_chunk(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._sample_rows
+    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._sample_block
 
     def noted(*arguments: Any) -> Sampled:
         portions.append(arguments[-1])
         return draw_one(*arguments)
 
-    monkeypatch.setattr(sampling, "_sample_rows", noted)
+    monkeypatch.setattr(sampling, "_sample_block", noted)
     monkeypatch.setattr(sampling, "MAX_GATHERED_ROWS", 8)
     words = -(-runner.model.config.vocab_size // 32)
-    step = dummy_step(decode=20, masked=20, words=words, filtered=20, penalised=20, top_logprobs=2)
+    step = dummy_step(decode=20, masked=20, mask_words=words, filtered=20, penalised=20, top_logprobs=2)
     assert len(run_dummy_step(runner, step).token) == 20
     assert portions == [slice(0, 20)]
 

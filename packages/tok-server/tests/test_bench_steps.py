@@ -15,7 +15,7 @@ from support.engines import cpu_engine
 from support.tiny_models import make_model
 from tok_core import EngineConfig, InvalidField
 from tok_core.worker import StepFloor
-from tok_core.worker.startup.kernel_choice import floor_at, step_floor
+from tok_core.worker.startup.kernel_report import floor_at, step_floor
 from tok_server.bench.steps import LEAD_TOKENS, StepTime, measure
 from tok_server.cli import main
 from tok_server.commands.bench_steps import read_batch_sizes, require_capacity, show

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from tok_core.model_config.model_config import read_config
-from tok_core.worker.startup.backend import attention_shape
-from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport
+from tok_core.worker.startup.kernel_report import KernelsMeasured, KernelTime, PhaseReport
+from tok_core.worker.startup.resolve import attention_shape
 from tok_kernels.calibration import Measurement
 from tok_kernels.measure import Timing
 from tok_server.cli import main, make_parser

@@ -20,7 +20,7 @@ from tok_core.messages import (
 )
 
 if TYPE_CHECKING:
-    from tok_core.worker import Launched, Runner
+    from tok_core.worker import LaunchedStep, Runner
 
 
 class LocalPorts:
@@ -37,7 +37,7 @@ class LocalPorts:
         self._report = report
         self._inbox: queue.SimpleQueue[ToManager | None] = queue.SimpleQueue()
         self._arrived: list[ToManager] = []
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._task_results: list[TaskResult] = []
         self._idle = False
         self.computing = False  # whether the worker is running, not the manager; stays True if the worker raises

@@ -1,4 +1,7 @@
-"""Run a model through one layer of each kind, which launches every kernel that its other layers launch, too."""
+"""Run a model with one layer of each kind only: its other layers launch the same kernels.
+
+Warm-up steps do so. They take a fraction of the time, and what they compute is discarded.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +15,46 @@ from tok_core.models import CausalLM, DecoderLayer, Linear
 from tok_core.worker.state import WorkerState
 from tok_kernels import LayerCache
 
-ALIGNMENT = 16  # bytes; Triton compiles another variant for pointers that are no multiple
+ALIGNMENT = 16  # bytes; Triton compiles another variant of a kernel for pointers that are no multiple
 
 
 def different_layers(model: CausalLM, caches: Sequence[LayerCache] | None = None) -> list[int]:
-    """Return the numbers of a stage's layers that run different kernels: the first layer of each kind.
+    """Return the numbers of a stage's layers that launch different kernels: the first layer of each kind.
 
-    Layers of one kind agree in the methods and dtypes of their linear layers, in MLP or experts, and in their window;
-    with `caches`, also in the alignment of their caches.
+    Layers of one kind have linear layers of the same methods and dtypes, the same kind of feed-forward (MLP or experts)
+    and the same attention window. With `caches`, their caches are aligned alike, too.
     """
     layers = list(cast("Iterable[DecoderLayer]", model.model.layers.values()))
     alignments = [()] * len(layers) if caches is None else [_alignment(cache) for cache in caches]
-    different: dict[object, int] = {}
+    first_of_kind: dict[object, int] = {}
     for layer, alignment in zip(layers, alignments, strict=True):
         formats = tuple((module.method, module.dtype) for module in layer.modules() if isinstance(module, Linear))
-        different.setdefault((formats, type(layer.mlp), layer.self_attn.window, alignment), layer.number)
-    return list(different.values())
+        first_of_kind.setdefault((formats, type(layer.mlp), layer.self_attn.window, alignment), layer.number)
+    return list(first_of_kind.values())
 
 
 def _alignment(cache: LayerCache) -> tuple[bool, ...]:
-    """Return which tensors of a cache are aligned.
+    """Return which tensors of a layer's cache are aligned.
 
-    They are slices of tensors of all layers: with one key head, the scales of layer 1 begin 8 bytes after those of 0.
+    The tensors are slices of one tensor of all layers. With one key/value head, for example, the scales of layer 1
+    begin 8 bytes after those of layer 0, so that they are not aligned.
     """
     tensors: tuple[Tensor | None, ...] = (
         *(cache.k, cache.v, cache.k_scale, cache.v_scale),
         *(cache.k_token_scale, cache.v_token_scale),
     )
-    return tuple(one is None or one.storage_offset() * one.itemsize % ALIGNMENT == 0 for one in tensors)
+    return tuple(x is None or x.storage_offset() * x.itemsize % ALIGNMENT == 0 for x in tensors)
 
 
 @contextmanager
 def different_layers_only(model: CausalLM, state: WorkerState) -> Iterator[None]:
-    """Let steps run the `different_layers` alone in this context; what they compute means nothing."""
+    """Keep only the `different_layers` of the model in this context, in which steps compute no real tokens."""
     layers, caches = model.model.layers, state.caches
-    cache_of = dict(zip(layers, caches, strict=True))
+    cache_by_layer = dict(zip(layers, caches, strict=True))
     kept = [str(number) for number in different_layers(model, caches)]
     try:
         model.model.layers = nn.ModuleDict({number: layers[number] for number in kept})
-        state.caches = [cache_of[number] for number in kept]
+        state.caches = [cache_by_layer[number] for number in kept]
         yield
     finally:
         model.model.layers, state.caches = layers, caches

@@ -1,6 +1,6 @@
-"""Copy the host arrays of a step to the device in one transfer, and its tokens back in another.
+"""Copy a step's host arrays to the device in one transfer, and its outputs back to the host.
 
-Both copies are enqueued in the step's own CUDA stream; page-locked memory lets the host run on. A second stream,
+All copies are enqueued in the step's own CUDA stream; page-locked memory lets the host run on. A second stream,
 synchronised by events, was no faster on an H200: steps of 0.1 ms and more took as long, and steps of a few microseconds
 took at least 13 µs longer.
 """
@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: the widest loads of the kernels
-_BUFFER_BYTES = 4 << 20  # for one step's arrays; an array that does not fit is copied separately
+_BUFFER_BYTES = 4 << 20  # for one step's arrays; an array that does not fit is copied by itself
 
 
 class Staging:
-    """Page-locked buffers, used in turn, to copy arrays to one device; a buffer is reused once its copy is done."""
+    """Page-locked buffers, used in turn, to copy arrays to one device.
+
+    buffers  number of buffers: of steps whose copies may be in flight before `put` waits for the oldest
+    size     bytes of a buffer
+    """
 
     def __init__(self, device: torch.device, buffers: int, size: int = _BUFFER_BYTES) -> None:
         self.device = device
@@ -29,10 +33,10 @@ class Staging:
             self._turn = 0
 
     def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Enqueue a copy of the arrays; return the tensors on the device, by name, without waiting for it.
+        """Enqueue a copy of the arrays; return the tensors on the device, by name, without waiting for the copy.
 
-        The tensors are valid until the next `put` is enqueued. Leading arrays of the same shapes and order always get
-        the same addresses, whatever follows them.
+        Work enqueued before the next `put` may read the tensors. CUDA graphs read them by address: if the first arrays
+        have the same shapes and order as in another call, they get the same addresses, whatever follows them.
         """
         if self.device.type != "cuda":
             return {name: torch.from_numpy(np.array(array)).to(self.device) for name, array in arrays.items()}
@@ -65,7 +69,8 @@ _DTYPES = {
 class OutputStaging:
     """Page-locked buffers, used in turn, to copy sampled tokens to the host.
 
-    A step's tokens must be read before `buffers` further steps are sent.
+    A step's tokens must be read before those of `buffers` further steps are copied. `rows` is the maximum of rows that
+    a step samples.
     """
 
     def __init__(self, device: torch.device, buffers: int, rows: int) -> None:
@@ -74,11 +79,18 @@ class OutputStaging:
             self._buffers = [torch.empty(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(buffers)]
         self._turn = 0
 
-    def send(self, sampled_2R: Tensor) -> Tensor:
-        """Enqueue the copy; return the int32 `[2, R]` on the host, valid once the device has finished the copy."""
+    def copy_to_host(self, sampled_2R: Tensor) -> Tensor:
+        """Enqueue a copy of int32 `[2, R]`; return it on the host, valid once the device has finished the copy."""
         if not self._buffers:
             return sampled_2R
         self._turn = (self._turn + 1) % len(self._buffers)
         host = self._buffers[self._turn][: sampled_2R.numel()].view(sampled_2R.shape)
         host.copy_(sampled_2R, non_blocking=True)
         return host
+
+
+def copy_to_host(x: Tensor) -> Tensor:
+    """Enqueue a copy into new page-locked memory; return it, valid once the device has finished the copy."""
+    if x.device.type != "cuda":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -1,4 +1,7 @@
-"""Build the tensors of a step from its host arrays and the state on the device.
+"""Build the inputs of a step's forward pass: host arrays from the StepInput, then tensors from them and the state.
+
+`step_arrays` runs on the host, before the arrays are staged. `build_step_tensors` enqueues operations on the device.
+Steps that replay a CUDA graph need `decode_kv_start` and `group_arrays` only; the graph has the rest.
 
 Legend: D decode rows, P prefill chunks, B = D + P sequences, T tokens, R rows that sample.
 """
@@ -13,18 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_core.messages import GroupLevel, StepInput
+from tok_core.messages import GroupLevel, Int64, StepInput
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, CascadeLevel, HostLengths, HostLevel
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Inputs of one step as tensors on the device.
+    """Inputs of a step's forward pass, on the device.
 
-    token_T, position_T, kv_index_T   tokens, their positions and cache rows, int64
-    batch                             attention inputs
-    logit_row_R                       rows that get logits, int64; None: all
+    token_T      tokens to feed, int64
+    position_T   their positions, int64
+    kv_index_T   rows of the KV cache that they write, int64
+    batch        attention inputs
+    logit_row_R  rows that get logits, int64; None: all rows, in order
     """
 
     token_T: Tensor
@@ -34,30 +39,33 @@ class StepTensors:
     logit_row_R: Tensor | None
 
 
-def arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """Return the host arrays that `rows` needs, by name."""
+def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
+    """Return the host arrays that `build_step_tensors` needs, by name."""
     decode, count = len(step.decode_slot), step.prefill_count
     q_start = np.concatenate(([0], np.cumsum(np.concatenate((np.ones(decode, np.int32), count))))).astype(np.int32)
-    needed = {
+    arrays = {
         "slots": np.concatenate((step.decode_slot, step.prefill_slot)),
-        "kv_start": np.concatenate((own_start(step), np.zeros(len(count), np.int32))),
+        "kv_start": np.concatenate((decode_kv_start(step), np.zeros(len(count), np.int32))),
         "q_start": q_start,
     }
     if len(count):
-        needed |= {
+        arrays |= {
             "prefill_end": step.prefill_start + count,
             "prefill_token": step.prefill_token,
-            "prefill_position": _positions(step),
+            "prefill_position": concatenated_ranges(step.prefill_start, count).astype(np.int32),
             "prefill_slot_T": np.repeat(step.prefill_slot, count),
             "logit_row": q_start[1:][step.sample_row] - 1,
         }
     for number, level in enumerate(step.levels):
-        needed |= groups(number, level, len(level.start))
-    return needed
+        arrays |= group_arrays(number, level, len(level.start))
+    return arrays
 
 
-def groups(number: int, level: GroupLevel | None, size: int) -> dict[str, np.ndarray]:
-    """Return the prefix groups of level `number`, padded to `size` entries by groups without rows."""
+def group_arrays(number: int, level: GroupLevel | None, size: int) -> dict[str, np.ndarray]:
+    """Return the prefix groups of cascade level `number`, padded to `size` by groups without rows; None: padding only.
+
+    The arrays have the names of GroupLevel's fields and the level's number, such as "kv_end_0".
+    """
 
     def padded(name: str) -> np.ndarray:
         values = np.zeros(0, np.int32) if level is None else getattr(level, name)
@@ -66,33 +74,45 @@ def groups(number: int, level: GroupLevel | None, size: int) -> dict[str, np.nda
     return {f"{name}_{number}": padded(name) for name in GroupLevel.__struct_fields__}
 
 
-def own_start(step: StepInput) -> np.ndarray:
-    """Return where each decode row's own KV begins, int32 `[D]`: at the end of its innermost prefix group, or at 0."""
-    own = np.zeros(len(step.decode_slot), np.int32)
+def decode_kv_start(step: StepInput) -> np.ndarray:
+    """Return the first position that each decode row reads for itself, int32 `[D]`.
+
+    It is the end of the row's innermost prefix group; 0 without a group.
+    """
+    kv_start = np.zeros(len(step.decode_slot), np.int32)
     for level in step.levels:
-        first = np.cumsum(level.count) - level.count
-        member = np.arange(level.count.sum()) + np.repeat(level.start - first, level.count)
-        own[member] = np.repeat(level.kv_end, level.count)
-    return own
+        kv_start[concatenated_ranges(level.start, level.count)] = np.repeat(level.kv_end, level.count)
+    return kv_start
 
 
-def cascade_level(put: Mapping[str, Tensor], number: int, max_rows: int, max_kv: int) -> CascadeLevel:
-    """Return the cascade level of the groups of level `number` in `put`."""
-    start, count, slot, kv_start, kv_end = (put[f"{name}_{number}"] for name in GroupLevel.__struct_fields__)
+def concatenated_ranges(start: np.ndarray, count: np.ndarray) -> Int64:
+    """Concatenate the ranges `start[i], …, start[i] + count[i] − 1`: `[5, 9], [2, 3] -> [5, 6, 9, 10, 11]`."""
+    before = np.cumsum(count, dtype=np.int64) - count
+    ranges: Int64 = np.repeat(start - before, count) + np.arange(count.sum())
+    return ranges
+
+
+def cascade_level(staged: Mapping[str, Tensor], number: int, max_rows: int, max_kv: int) -> CascadeLevel:
+    """Return cascade level `number`; `staged` has its `group_arrays` on the device.
+
+    max_rows, max_kv  upper bounds of any group's rows and positions
+    """
+    start, count, slot, kv_start, kv_end = (staged[f"{name}_{number}"] for name in GroupLevel.__struct_fields__)
     return CascadeLevel(start, count, slot, kv_start, kv_end, max_rows=max_rows, max_kv=max_kv)
 
 
-def _cascade(step: StepInput, put: Mapping[str, Tensor]) -> tuple[CascadeLevel, ...]:
+def _cascade_levels(step: StepInput, staged: Mapping[str, Tensor]) -> tuple[CascadeLevel, ...]:
     return tuple(
-        cascade_level(put, i, int(level.count.max()), int((level.kv_end - level.kv_start).max()))
-        for i, level in enumerate(step.levels)
+        cascade_level(staged, number, int(level.count.max()), int((level.kv_end - level.kv_start).max()))
+        for number, level in enumerate(step.levels)
     )
 
 
 class HostLengthTracker:
-    """Lengths of slots as the host can compute them, for backends that plan on the host.
+    """Lengths of sequences as the host can compute them, for backends whose attention kernels are planned on the host.
 
-    A slot that has ended on the device keeps growing here until it gets a new sequence.
+    The host does not know that a sequence has ended on the device: its slot's length keeps growing here until the slot
+    gets a new sequence.
     """
 
     def __init__(self, slots: int) -> None:
@@ -102,8 +122,8 @@ class HostLengthTracker:
         """Set all lengths to 0."""
         self._length.fill(0)
 
-    def follow(self, step: StepInput) -> NDArray[np.int32]:
-        """Advance the lengths, and return `kv_len` of the step's sequences, int32 `[B]`. Call this for every step."""
+    def advance(self, step: StepInput) -> NDArray[np.int32]:
+        """Advance the lengths by a step; return `kv_len` of its sequences, int32 `[B]`. Call this for every step."""
         if step.new is not None:
             self._length[step.new.slot] = step.new.length
         if step.moves is not None:
@@ -113,58 +133,57 @@ class HostLengthTracker:
         return np.concatenate((self._length[step.decode_slot], self._length[step.prefill_slot]))
 
 
-def host_lengths(step: StepInput, kv_len: NDArray[np.int32]) -> HostLengths:
-    """Return the lengths of the step's sequences as the host knows them."""
+def _host_lengths(step: StepInput, kv_len: NDArray[np.int32]) -> HostLengths:
     levels = tuple(HostLevel(level.start, level.count, level.kv_start, level.kv_end) for level in step.levels)
     decode, count = np.ones(len(step.decode_slot), np.int32), step.prefill_count
-    kv_start = np.concatenate((own_start(step), np.zeros(len(count), np.int32)))
+    kv_start = np.concatenate((decode_kv_start(step), np.zeros(len(count), np.int32)))
     return HostLengths(np.concatenate((decode, count)), kv_len, kv_start, levels)
 
 
-def rows(
+def build_step_tensors(
     backend: Backend,
     state: WorkerState,
     step: StepInput,
-    put: Mapping[str, Tensor],
+    staged: Mapping[str, Tensor],
     host_kv_len: NDArray[np.int32] | None = None,
 ) -> StepTensors:
-    """Build the step's tensors; advance its slots' lengths and tokens. `host_kv_len`: for backends that plan."""
+    """Build the step's tensors, and advance the lengths and tokens of its slots in `state`.
+
+    staged       `step_arrays(step)` on the device
+    host_kv_len  `kv_len` of HostLengthTracker; None: the backend plans nothing on the host
+    """
     columns, decode = state.columns, len(step.decode_slot)
-    inputs = backend.decode_rows(put["slots"][:decode], columns)
+    inputs = backend.decode_rows(staged["slots"][:decode], columns)
     token_T, position_T, kv_index_T, kv_len_B = inputs.token, inputs.position, inputs.kv_index, inputs.kv_len
     if len(step.prefill_slot):
-        slot, end = put["slots"][decode:].long(), put["prefill_end"]
-        token, position = put["prefill_token"].long(), put["prefill_position"].long()
-        page = columns.page_table[put["prefill_slot_T"].long(), position // state.page_size].long()
-        kv_index = page * state.page_size + position % state.page_size
+        slot, end = staged["slots"][decode:].long(), staged["prefill_end"]
+        token, position = staged["prefill_token"].long(), staged["prefill_position"].long()
+        kv_index = state.kv_index(staged["prefill_slot_T"], position)
         columns.token_of[kv_index] = token
         columns.length[slot] = end.long()
         token_T, position_T = torch.cat((token_T, token)), torch.cat((position_T, position))
         kv_index_T, kv_len_B = torch.cat((kv_index_T, kv_index)), torch.cat((kv_len_B, end))
     batch = AttentionBatch(
         page_table=columns.page_table,
-        slots=put["slots"],
-        q_start=put["q_start"],
+        slots=staged["slots"],
+        q_start=staged["q_start"],
         kv_len=kv_len_B,
-        kv_start=put["kv_start"],
+        kv_start=staged["kv_start"],
         num_decode=decode,
         max_q=max(1, int(step.prefill_count.max(initial=0))),
         max_kv=step.max_kv,
-        levels=_cascade(step, put),
-        host=None if host_kv_len is None else host_lengths(step, host_kv_len),
+        levels=_cascade_levels(step, staged),
+        host=None if host_kv_len is None else _host_lengths(step, host_kv_len),
     )
     # Without prefill chunks every row samples, in order.
-    return StepTensors(token_T, position_T, kv_index_T, batch, put["logit_row"].long() if "logit_row" in put else None)
+    logit_row_R = staged["logit_row"].long() if "logit_row" in staged else None
+    return StepTensors(token_T, position_T, kv_index_T, batch, logit_row_R)
 
 
-def pass_lengths(state: WorkerState, step: StepInput, put: Mapping[str, Tensor], position_T: Tensor) -> Tensor:
-    """Return the length of each token's forward pass in transformers, int64 `[T]`; a prompt is one pass."""
-    slot_T = torch.cat((put["slots"][: len(step.decode_slot)], put["prefill_slot_T"])).long()
+def pass_lengths(state: WorkerState, step: StepInput, staged: Mapping[str, Tensor], position_T: Tensor) -> Tensor:
+    """Return the length of the forward pass in which transformers computes each token, int64 `[T]`.
+
+    RoPE of some models depends on it. A prompt is one pass, and each generated token is another.
+    """
+    slot_T = torch.cat((staged["slots"][: len(step.decode_slot)], staged["prefill_slot_T"])).long()
     return torch.maximum(state.prompt_len[slot_T], position_T + 1)
-
-
-def _positions(step: StepInput) -> np.ndarray:
-    """Return the positions of the prefill tokens, int32: each chunk counts up from its start."""
-    count = step.prefill_count.astype(np.int64)
-    first = np.repeat(step.prefill_start - (np.cumsum(count) - count), count)
-    return (first + np.arange(count.sum())).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Trace a few of the worker's steps, kernel by kernel, in Chrome's format."""
+"""Trace a few of the worker's steps with PyTorch's profiler, and write a file in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tok_core.runtime import trace_files
 class Tracer:
     """Tracer of `steps` steps, from step number `first` on, into `file`.
 
-    On a GPU the trace has kernels and the calls that launched them, on a CPU the operators. The file is written before
-    the first step after the traced ones, and renamed when complete. Raises InvalidField if its directory is missing.
+    On a GPU the trace has the kernels and the calls that launched them; on a CPU it has the operators. The file is
+    written before the first step that is not traced any more, and renamed when complete. Raises InvalidField if the
+    file's directory is missing.
     """
 
     def __init__(self, file: Path, first: int, steps: int, device: torch.device) -> None:
@@ -32,15 +33,18 @@ class Tracer:
 
     @classmethod
     def of(cls, config: EngineConfig, coordinates: RankCoordinates, device: torch.device) -> Tracer | None:
-        """Return the tracer of the first replica's worker at `coordinates`; None if it does not trace.
+        """Return the tracer of the first replica's worker at `coordinates`; None if that worker does not trace.
 
-        All workers receive every step, so that they trace the same ones. Raises InvalidField, as the class does.
+        All workers receive every step, so that they trace the same steps. Raises InvalidField, as the class does.
         """
         file = trace_files(config).get(coordinates)
         return None if file is None else cls(file, config.trace_from, config.trace_steps, device)
 
     def before(self, step: int) -> None:
-        """Start or stop tracing. The thread that launches steps calls this before each; `step` counts from 1."""
+        """Start or stop tracing, if step number `step` is the first or the last; steps count from 1.
+
+        The thread that launches steps calls this before each of them.
+        """
         if step == self._first - TRACE_WARM_UP:
             self._profile.prepare_trace()
         elif step == self._first:

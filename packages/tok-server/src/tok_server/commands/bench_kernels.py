@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print the results. Errors: InvalidField without a CUDA device, TokError."""
-    from tok_core.worker.startup.kernel_choice import measure
+    from tok_core.worker.startup.kernel_report import time_kernels
 
-    measured = measure(engine_config(options))
+    measured = time_kernels(engine_config(options))
     kernels = list(measured.kernels)
     if options.json:
         print(as_json(measured, kernels))

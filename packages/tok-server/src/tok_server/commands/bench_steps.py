@@ -22,7 +22,7 @@ def main(options: argparse.Namespace) -> int:
     for field in ("prompt_tokens", "steps", "reps"):
         if getattr(options, field) < 1:
             raise InvalidField(field, getattr(options, field), "integers from 1")
-    from tok_core.worker.startup.kernel_choice import step_floor
+    from tok_core.worker.startup.kernel_report import step_floor
 
     tokens = options.prompt_tokens + LEAD_TOKENS + options.steps
     config = structs.replace(engine_config(options), generation_config="none", max_model_len=tokens)

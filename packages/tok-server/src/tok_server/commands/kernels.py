@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def main(options: argparse.Namespace) -> int:
     """Print the chosen kernels, measuring them unless the result is cached. Errors: InvalidField, TokError."""
-    from tok_core.worker.startup.kernel_choice import phases
+    from tok_core.worker.startup.kernel_report import report_attention
 
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    show(phases(engine_config(options), sizes, remeasure=options.measure), Console())
+    show(report_attention(engine_config(options), sizes, remeasure=options.measure), Console())
     return 0
 
 

@@ -16,7 +16,7 @@ from tok_core.config import RankCoordinates
 from tok_core.messages import ProcessLaunch, Receiver, Sender, StepInput, ToWorker
 from tok_core.replicas.processes.failure_report import report_failure
 from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS, freeze_gc_heap
-from tok_core.worker import Launched, set_up
+from tok_core.worker import LaunchedStep, set_up
 
 IDLE_SECONDS = 0.02  # without a step, after which a worker captures a CUDA graph that a later step may need
 
@@ -36,7 +36,7 @@ def run_worker(
         *(launch.config, launch.replica, coordinates, rendezvous, launch.device, launch.workers_on_host, compiler)
     )
     freeze_gc_heap()
-    launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
+    launched: queue.SimpleQueue[LaunchedStep] = queue.SimpleQueue()
     outputs = Sender(context, launch.outputs) if coordinates.returns else None
     results = Sender(context, launch.outputs)
     if outputs is not None:
@@ -58,7 +58,7 @@ def leave_one_core(cores: int, workers: int = 1) -> int:
     return max(1, (cores - 1) // workers)
 
 
-def _return_outputs(launched: queue.SimpleQueue[Launched], outputs: Sender | None, launch: ProcessLaunch) -> None:
+def _return_outputs(launched: queue.SimpleQueue[LaunchedStep], outputs: Sender | None, launch: ProcessLaunch) -> None:
     """Send the outputs of launched steps. Device errors surface here, in waiting for results; they end the process."""
     try:
         while True:

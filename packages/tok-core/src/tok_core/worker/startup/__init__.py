@@ -1,9 +1,9 @@
-"""Start a worker: choose kernels, size the cache, warm up, capture CUDA graphs."""
+"""Start a worker: check memory, choose kernels, load weights, size the KV cache, warm up, capture CUDA graphs."""
 
 from __future__ import annotations
 
-from tok_core.worker.startup.kernel_choice import KernelsMeasured, KernelTime, PhaseReport, StepFloor, measure, phases
-from tok_core.worker.startup.memory_check import MemoryNeeds
+from tok_core.worker.startup.kernel_report import KernelsMeasured, KernelTime, PhaseReport, StepFloor
+from tok_core.worker.startup.memory import MemoryNeeds
 from tok_core.worker.startup.setup import set_up
 
 __all__ = [
@@ -12,7 +12,5 @@ __all__ = [
     "MemoryNeeds",
     "PhaseReport",
     "StepFloor",
-    "measure",
-    "phases",
     "set_up",
 ]

@@ -1,8 +1,12 @@
 """Keep compiled kernels and the calibration of attention kernels in the directory `EngineConfig.cache_dir`.
 
-The directory has a subdirectory for each combination of GPU, driver and package versions, so that kernels compiled for
-another combination are never read. It holds Triton's cache, FlashInfer's modules, the calibration of attention kernels
-and, once an engine has started, a manifest.
+Each combination of GPU, driver and package versions has its own subdirectory, so that kernels compiled for another
+combination are never read:
+
+    <cache_dir>/<hash of the combination>/triton/          Triton's cache
+                                          flashinfer/      FlashInfer's modules
+                                          kernels/         calibration of attention kernels
+                                          manifest.json    the combination, once an engine has started
 """
 
 from __future__ import annotations
@@ -25,15 +29,16 @@ from tok_core.runtime import MANIFEST, ScratchDirectory
 
 log = logging.getLogger("tok_core")
 
-KERNEL_CACHE = "tok_kernels.movable_cache:MovableCache"
+TRITON_CACHE_MANAGER = "tok_kernels.movable_cache:MovableCache"
 
-_copies: list[ScratchDirectory] = []  # removed when the process ends
+_copies: list[ScratchDirectory] = []  # kept until the process ends, which removes them
 
 
 class CacheDirectory:
     """Subdirectory of `cache_dir` for one device, its driver and the installed packages.
 
-    path  the subdirectory; None: `cache_dir` is not set or cannot be used, and each library uses its default directory
+    path  the subdirectory, or a writable copy; None: `cache_dir` is not set or cannot be used, and each library uses
+          its default directory
     """
 
     def __init__(self, directory: Path | None, key: Mapping[str, str]) -> None:
@@ -45,13 +50,13 @@ class CacheDirectory:
         try:
             if not path.exists():
                 self._log_mismatch(directory)
-            self.path = self._writable(path)
+            self.path = self._make_writable(path)
         except (OSError, ValueError) as error:  # a manifest may be no JSON
             log.warning("cache_dir is ignored: %s", error)
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> CacheDirectory:
-        """Return the subdirectory of `config.cache_dir` for the device, and let this process use it.
+        """Return the subdirectory of `config.cache_dir` for the device, and make this process use it.
 
         Raises InvalidField for a CPU, for which no kernel is compiled.
         """
@@ -69,11 +74,11 @@ class CacheDirectory:
         return None if self.path is None else self.path / "kernels"
 
     def use(self) -> None:
-        """Let Triton and FlashInfer use the subdirectory, in this process and its children."""
+        """Set environment variables so that Triton and FlashInfer use the subdirectory, also in child processes."""
         if self.path is None:
             return
         os.environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
-        os.environ["TRITON_CACHE_MANAGER"] = KERNEL_CACHE
+        os.environ["TRITON_CACHE_MANAGER"] = TRITON_CACHE_MANAGER
         os.environ["FLASHINFER_WORKSPACE_BASE"] = str(self.path / "flashinfer")
         if (self.path / MANIFEST).exists():
             from tok_kernels.attention.flashinfer.wrappers import load_built_modules
@@ -81,15 +86,15 @@ class CacheDirectory:
             load_built_modules()
 
     def write_manifest(self) -> None:
-        """Write the manifest. Call this once the engine is ready and has compiled everything."""
+        """Write the manifest, which says that the subdirectory is complete. Call this once the worker has warmed up."""
         if self.path is None:
             return
         unfinished = self.path / f"{MANIFEST}.{os.getpid()}"
         unfinished.write_text(json.dumps(self._key, indent=1), encoding="utf-8")
         unfinished.replace(self.path / MANIFEST)
 
-    def _writable(self, path: Path) -> Path:
-        """Return the directory `path`, or a copy of it if it is read-only."""
+    def _make_writable(self, path: Path) -> Path:
+        """Return the directory `path`, created if it is missing, or a temporary copy of it if it is read-only."""
         if path.exists() and not os.access(path, os.W_OK):
             copy = ScratchDirectory("kernels")
             _copies.append(copy)
@@ -98,7 +103,7 @@ class CacheDirectory:
         return path
 
     def _log_mismatch(self, directory: Path) -> None:
-        """Log how this device and its software differ from those of the kernels in the directory, if it has any."""
+        """Log how this device and its software differ from those of a complete subdirectory, if there is one."""
         for file in sorted(directory.glob(f"*/{MANIFEST}")):
             other = json.loads(file.read_text(encoding="utf-8"))
             differences = [

@@ -1,4 +1,4 @@
-"""Read and check the draft model, or the EAGLE-3 head, before any weights are read; build it beside the target."""
+"""Read and check the draft model, or EAGLE-3 head, before any weights are loaded; build it beside the target model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ from tok_core.models import (
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import QuantizationConfig, read_quantization
 from tok_core.worker.draft_model import draft_bytes_per_token
-from tok_core.worker.startup.sizes import resolve_model_config
+from tok_core.worker.startup.resolve import resolve_model_config
 from tok_kernels import Backend, choose
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """Draft model of a worker, before it is built; `local` is the worker's part of `config`."""
+    """Draft model of a worker, before it is built.
+
+    path    directory of its checkpoint
+    config  config of the whole draft model; `local` is that of this worker's shard
+    """
 
     path: Path
     config: ModelConfig
@@ -41,17 +45,18 @@ class DraftPlan:
     quantization: QuantizationConfig
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of its weights."""
+        """Return the bytes of this worker's weights of the draft model."""
         return model_bytes(self.config, dtype, self.coordinates, self.quantization)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a position in its cache."""
+        """Return the bytes of one position in the draft model's cache on this worker."""
         return draft_bytes_per_token(self.local, dtype)
 
-    def share(self, model: ModelConfig, dtype: torch.dtype, quantization: QuantizationConfig) -> float:
-        """Return the bytes of weights that a pass reads, as a share of those that a step of `model` reads."""
-        whole = RankCoordinates()
-        return _reads(self.config, dtype, whole, self.quantization) / _reads(model, dtype, whole, quantization)
+    def weight_share(self, target: ModelConfig, dtype: torch.dtype, quantization: QuantizationConfig) -> float:
+        """Return the bytes of weights that a pass of one token reads, divided by those that the target model reads."""
+        return _weight_bytes_read(self.config, dtype, self.quantization) / _weight_bytes_read(
+            target, dtype, quantization
+        )
 
     def build(
         self,
@@ -61,7 +66,10 @@ class DraftPlan:
         target: CausalLM,
         fill: Callable[[Path, CausalLM], None],
     ) -> CausalLM:
-        """Return the model, filled by `fill`. Raise EngineError if it does not fit into memory."""
+        """Return the draft model, filled by `fill(path, model)`. Raise EngineError if it does not fit into memory.
+
+        An EAGLE-3 head without an embedding of its own gets that of the target model.
+        """
         try:
             model = build(self.config, backend, device, dtype, self.coordinates, target.tensor, self.quantization)
         except torch.OutOfMemoryError as error:
@@ -73,10 +81,10 @@ class DraftPlan:
 
 
 def read_draft(config: EngineConfig, model: ModelConfig, coordinates: RankCoordinates) -> DraftPlan | None:
-    """Return the draft model for the target `model`; None without one. Only JSON files and tensors' names are read.
+    """Return the draft model that `config.draft` names; None without one. Only JSON files and tensors' names are read.
 
-    It is sharded as the target model, but its experts, if it has any, by their columns. Raises InvalidField for a draft
-    model that is not supported, has other tokens, or cannot be sharded so.
+    The draft model is sharded as the target model `model`, but without expert parallelism. Raises InvalidField for a
+    draft model that is not supported, has other tokens than the target model, or cannot be sharded in this way.
     """
     if config.draft is None:
         return None
@@ -98,9 +106,9 @@ def read_draft(config: EngineConfig, model: ModelConfig, coordinates: RankCoordi
 
 
 def _read_head(config: EngineConfig, path: Path, model: ModelConfig) -> ModelConfig | None:
-    """Return the EAGLE-3 head in directory `path`; None if another model is there.
+    """Return the config of the EAGLE-3 head in directory `path`; None if the directory has another model.
 
-    A checkpoint without embedding is a head that reads the target model's.
+    The names of the checkpoint's tensors decide whether the head has its own embedding and its own token ids.
     """
     head = read_head(path, model, config.ignore_config_keys or ())
     if head is None or head.eagle3 is None or config.load_format == "dummy":
@@ -112,7 +120,7 @@ def _read_head(config: EngineConfig, path: Path, model: ModelConfig) -> ModelCon
 
 
 def check_draft_tensors(plan: DraftPlan, dtype: torch.dtype) -> None:
-    """Raise ModelError if the checkpoint of the draft model cannot be loaded; load nothing."""
+    """Raise ModelError if tensors of the draft model's checkpoint are missing or misshapen; load nothing."""
     with torch.device("meta") as meta:
         backend = choose(torch.device("cpu"))
         model = build(plan.config, backend, meta, dtype, plan.coordinates, None, plan.quantization)
@@ -123,23 +131,26 @@ def check_draft_tensors(plan: DraftPlan, dtype: torch.dtype) -> None:
 
 
 def _check_vocabulary(config: EngineConfig, model_size: int, draft_size: int) -> None:
-    """Raise InvalidField if the models have different tokens: other tokenizers, or other sizes where one has none."""
+    """Raise InvalidField if a token has different ids in the two models.
+
+    The models' tokenizer.json files are compared; without both, only the sizes of the vocabularies are.
+    """
     assert config.draft is not None
-    target, own = (_vocabulary(Path(path)) for path in (config.tokenizer or config.model, config.draft))
-    if target is None or own is None:
+    target, draft = (_read_vocabulary(Path(path)) for path in (config.tokenizer or config.model, config.draft))
+    if target is None or draft is None:
         if draft_size != model_size:
             allowed = f"a model with the same tokens: {model_size}, not {draft_size}"
             raise InvalidField("draft", config.draft, allowed)
         return
-    for token in (*target.learned, *own.learned, *(target.added.keys() & own.added.keys())):
-        numbers = [one.learned.get(token, one.added.get(token)) for one in (own, target)]
-        if numbers[0] != numbers[1]:
-            found = f"{token!r} is {numbers[0]} in its tokenizer.json and {numbers[1]} in the model's"
+    for token in (*target.learned, *draft.learned, *(target.added.keys() & draft.added.keys())):
+        draft_id, target_id = (one.learned.get(token, one.added.get(token)) for one in (draft, target))
+        if draft_id != target_id:
+            found = f"{token!r} is {draft_id} in its tokenizer.json and {target_id} in the model's"
             raise InvalidField("draft", config.draft, f"a model with the same tokens ({found})")
 
 
 class _Vocabulary(NamedTuple):
-    """Ids of the tokens that a tokenizer has learned, and of those added to it, as special tokens are."""
+    """Token ids of a tokenizer: of tokens that it has learned, and of added tokens, such as special tokens."""
 
     learned: dict[str, int]
     added: dict[str, int]
@@ -159,8 +170,8 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def _vocabulary(path: Path) -> _Vocabulary | None:
-    """Return the tokens of tokenizer.json in a directory; None if there is no such file."""
+def _read_vocabulary(path: Path) -> _Vocabulary | None:
+    """Return the tokens of the tokenizer.json in directory `path`; None if there is no such file."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return None
@@ -169,14 +180,12 @@ def _vocabulary(path: Path) -> _Vocabulary | None:
     except msgspec.MsgspecError as error:
         raise ModelError(f"{file}: {error}") from None
     vocab = tokenizer.model.vocab
-    if isinstance(vocab, list):  # of a unigram model
-        vocab = {token: number for number, (token, _) in enumerate(vocab)}
+    if isinstance(vocab, list):  # a unigram model lists tokens and scores in order of ids
+        vocab = {token: token_id for token_id, (token, _) in enumerate(vocab)}
     return _Vocabulary(vocab, {one.content: one.id for one in tokenizer.added_tokens})
 
 
-def _reads(
-    config: ModelConfig, dtype: torch.dtype, coordinates: RankCoordinates, quantization: QuantizationConfig
-) -> float:
-    """Return the bytes of parameters that a step of one token reads."""
-    dense, experts = weight_reads(config, dtype, coordinates, quantization)
+def _weight_bytes_read(config: ModelConfig, dtype: torch.dtype, quantization: QuantizationConfig) -> float:
+    """Return the bytes of weights that a step of one token reads, on all workers of a model together."""
+    dense, experts = weight_reads(config, dtype, RankCoordinates(), quantization)
     return dense + (experts * config.moe.experts_per_token / config.moe.experts if config.moe else 0)

@@ -1,4 +1,4 @@
-"""Choose the scales of an 8-bit KV cache, and measure the error that the cache causes, on the loaded model.
+"""Choose the scales of an 8-bit KV cache, and log the error that the cache causes, by prompts on the loaded model.
 
 Axes: K key/value heads.
 """
@@ -18,13 +18,14 @@ from tok_core.models import CausalLM
 from tok_core.parallel import Pipeline
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
+from tok_core.worker.startup.resolve import dtype_name
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend
 
 log = logging.getLogger("tok_core")
 
-MAX_SCORED_TOKENS = 256  # enough for a mean error, and takes milliseconds on a GPU
-MAX_CALIBRATION_TOKENS = 512
+MAX_SCORED_TOKENS = 256  # of the prompt that measures the error: enough for a mean, and milliseconds on a GPU
+MAX_CALIBRATION_TOKENS = 512  # of the prompt whose keys and values calibrate the scales
 FLOAT8_MAX = 448.0
 # Minimum ratio of the largest value that the cache can hold to the largest value of the calibration. On texts of the
 # demo model, values are up to 2.2 times as large as on random tokens. Factors from 2 to 16 had nearly the same error
@@ -34,16 +35,16 @@ HEADROOM = 4.0
 
 @dataclass(frozen=True, slots=True)
 class CacheTrial:
-    """Trial of single prompts of random tokens on a KV cache of any dtype; all workers of a replica call it together.
+    """Trial of prompts of random tokens, one at a time, on a small KV cache of any dtype.
 
-    max_tokens  maximum tokens of a step; longer prompts are prefilled in several steps
+    All workers of a replica run it together. A prompt of more than `max_step_tokens` is prefilled in several steps.
     """
 
     model: CausalLM
     backend: Backend
     pipeline: Pipeline
     page_size: int
-    max_tokens: int
+    max_step_tokens: int
 
     def random_tokens(self, max_tokens: int, seed: int) -> np.ndarray:
         """Return a prompt of `max_tokens` random tokens, or of the model's maximum length if that is less."""
@@ -54,9 +55,9 @@ class CacheTrial:
     def run(
         self, tokens: np.ndarray, dtype: torch.dtype, scales: Tensor | None = None
     ) -> tuple[WorkerState, list[PromptValues]]:
-        """Prefill the tokens; return the state, and for each step the log-probabilities of its tokens but the first.
+        """Prefill the tokens on a cache of `dtype`; return the cache's state, and each step's log-probabilities.
 
-        Stages without logits return no log-probabilities.
+        The log-probabilities are those of all tokens but the first. Pipeline stages without logits return none.
         """
         pages = -(-len(tokens) // self.page_size)
         state = WorkerState(
@@ -68,32 +69,39 @@ class CacheTrial:
             scales=scales,
         )
         runner = Runner(self.model, self.backend, state, pipeline=self.pipeline)
-        starts = range(0, len(tokens), self.max_tokens)
+        starts = range(0, len(tokens), self.max_step_tokens)
         scores = [run_dummy_step(runner, self._step(tokens, start, pages)).prompts for start in starts]
         runner.reset()
         return state, [score for score in scores if score is not None]
 
     def _step(self, tokens: np.ndarray, start: int, pages: int) -> StepInput:
         """Return the step that prefills the tokens from `start` on, and scores the tokens after them."""
-        part, scored = tokens[start : start + self.max_tokens], tokens[start + 1 : start + 1 + self.max_tokens]
+        size = self.max_step_tokens
+        chunk, next_tokens = tokens[start : start + size], tokens[start + 1 : start + 1 + size]
         page = np.arange(pages, dtype=np.int32)
-        first = np.zeros(1, np.int32)
-        prompts = RequestedPromptOutputs(first, np.array([len(scored)], np.int32), scored, 1, EMPTY, EMPTY)
+        prompts = RequestedPromptOutputs(
+            scored=np.zeros(1, np.int32),
+            scored_count=np.array([len(next_tokens)], np.int32),
+            scored_token=next_tokens,
+            top_logprobs=1,
+            pooled=EMPTY,
+            pooled_count=EMPTY,
+        )
         return structs.replace(
-            dummy_step(chunks=1, tokens=len(part), cached=start, greedy=True),
-            prefill_token=part,
+            dummy_step(chunks=1, tokens=len(chunk), cached=start, greedy=True),
+            prefill_token=chunk,
             page_slot=np.zeros_like(page),
             page_index=page,
             page_id=page,
-            prompts=prompts if len(scored) else None,
+            prompts=prompts if len(next_tokens) else None,
         )
 
 
 def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, str]:
     """Return the scales of an 8-bit cache, float32 `[layers, 2, K]`, and a description of their origin.
 
-    They are the checkpoint's, if it has any, else calibrated on the model. None if `requested` rules them out, or for
-    int8, whose scales are computed for each token.
+    The scales are the checkpoint's, if it has any, else calibrated on the model. They are None if `requested` rules
+    them out, and for int8, whose scales are computed for each token.
     """
     if requested == "int8":
         return None, "with a scale for each token and head"
@@ -109,7 +117,7 @@ def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, 
 
 
 def calibrated_scales(kv: Tensor) -> Tensor:
-    """Return scales, `[layers, 2, pages, page_size, K, D] -> [layers, 2, K]`, from the keys and values of a cache.
+    """Return float8 scales `[layers, 2, K]` for the keys and values of a cache, `[layers, 2, pages, page_size, K, D]`.
 
     Scales are powers of two, which leave mantissas unchanged. Values within the range of float8 are thus rounded as
     without a scale, and ranks and replicas agree although their sums differ in the last bits. A head with only zeros,
@@ -121,10 +129,10 @@ def calibrated_scales(kv: Tensor) -> Tensor:
     return torch.where(usable, scales, 1.0).to(kv.device)
 
 
-def report_cache_error(trial: CacheTrial, cache_dtype: torch.dtype, scales: Tensor | None, origin: str) -> None:
+def log_cache_error(trial: CacheTrial, cache_dtype: torch.dtype, scales: Tensor | None, origin: str) -> None:
     """Log how log-probabilities of random tokens differ between caches of `cache_dtype` and of the model's dtype.
 
-    A float8 cache without scales gets a warning. Rank 0 of the last stage logs.
+    All workers of a replica call this; rank 0 of the last stage logs, a warning for a float8 cache without scales.
     """
     tokens, exact_dtype = trial.random_tokens(MAX_SCORED_TOKENS, seed=0), trial.model.dtype
     (_, exact), (_, quantised) = trial.run(tokens, exact_dtype), trial.run(tokens, cache_dtype, scales)
@@ -135,14 +143,10 @@ def report_cache_error(trial: CacheTrial, cache_dtype: torch.dtype, scales: Tens
         logging.WARNING if scales is None and cache_dtype.is_floating_point else logging.INFO,
         "the KV cache holds %s %s: log-probabilities of %d random tokens differ by %.2g on average, and by %.2g at "
         "most, from those with a cache of %s; another token is the most likely one in %.1f %% of positions",
-        *(_name(cache_dtype), origin, len(error), error.mean(), error.max(), _name(exact_dtype)),
+        *(dtype_name(cache_dtype), origin, len(error), error.mean(), error.max(), dtype_name(exact_dtype)),
         100 * float((_concatenated(quantised, "top_token") != _concatenated(exact, "top_token")).mean()),
     )
 
 
 def _concatenated(scores: list[PromptValues], name: str) -> np.ndarray:
     return np.concatenate([getattr(score, name) for score in scores])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,31 +1,159 @@
-"""Compute the size of the KV cache from the memory left by the weights, the largest step and the CUDA graphs."""
+"""Fit a worker into memory: check the model before it is loaded, measure steps, and size the KV cache by what is left.
+
+1. `require_memory` refuses a model whose weights and smallest KV cache do not fit. Nothing is loaded yet.
+2. `measure_steps` runs the largest step on the loaded model, and finds up to which size CUDA graphs pay.
+3. `cache_tokens` gives the KV cache the memory that weights, steps and graphs leave.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
+import msgspec
 import torch
+from msgspec import structs
 
-from tok_core.config import MAX_DRAFTING, EngineConfig
-from tok_core.errors import EngineError
+from tok_core.config import MAX_PARALLEL_DEGREE, EngineConfig, RankCoordinates
+from tok_core.errors import EngineError, InvalidField
 from tok_core.messages import StepInput
-from tok_core.runtime import available_memory
+from tok_core.model_config import ModelConfig
+from tok_core.models import model_bytes
+from tok_core.parallel import ProcessGroups, ShardPlan
+from tok_core.quantization import QuantizationConfig, read_quantization
+from tok_core.runtime import available_memory, memory_of_siblings
 from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
-from tok_core.worker.draft_graphs import DRAFT_GRAPH_SIZES
+from tok_core.worker.draft_model import DRAFT_GRAPH_SIZES
 from tok_core.worker.runner import Runner
-from tok_core.worker.startup.dummy_steps import dummy_drafts, dummy_step, run_dummy_step
+from tok_core.worker.startup.draft import read_draft
+from tok_core.worker.startup.dummy_steps import dummy_drafts, dummy_step, largest_draft, largest_step, run_dummy_step
+from tok_core.worker.startup.resolve import choose_cache_dtype, dtype_name
+from tok_core.worker.state import kv_bytes_per_token
 
 CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
 MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
 MIN_CACHE_PAGES = 2  # pages of the KV cache: one for a sequence, and the page that no sequence owns
-CHUNK_TOKENS = 512  # length of the prefill chunks in the largest step
-GRAPHS_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
+DRIVER_GRAPH_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
 GRAPH_TRIALS = 3  # steps of each size that are timed to choose the sizes of CUDA graphs
 SLACK = 1.1  # factor on the measured activations, for the allocator's fragmentation
 
 log = logging.getLogger("tok_core")
+
+
+class MemoryNeeds(msgspec.Struct, frozen=True):
+    """Bytes that a worker needs, or several workers together.
+
+    weights    parameters and tables, those of the draft model included. Loading needs no second copy: checkpoint
+               files are mapped, not read into memory
+    per_token  one position of the KV cache, that of the draft model included
+    cache      smallest KV cache that serves
+    """
+
+    weights: int
+    per_token: int
+    cache: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, worker: RankCoordinates) -> MemoryNeeds:
+        """Return the needs of one worker. Raise InvalidField if the model cannot be sharded in this way."""
+        local = ShardPlan.of(model, worker).local(model)
+        quantization = read_quantization(Path(config.model), config.quantization)
+        per_token = kv_bytes_per_token(local, choose_cache_dtype(config.kv_cache_dtype, dtype, quantization))
+        tokens = MIN_CACHE_PAGES * config.page_size
+        weights = model_bytes(model, dtype, worker, quantization)
+        draft = read_draft(config, model, worker)
+        if draft is not None:
+            weights, per_token = weights + draft.bytes(dtype), per_token + draft.bytes_per_token(dtype)
+        return cls(weights, per_token, per_token * min(tokens, config.kv_cache_tokens or tokens))
+
+    @classmethod
+    def on_one_gpu(cls, config: EngineConfig, model: ModelConfig) -> MemoryNeeds:
+        """Return the needs of a model in bfloat16 on one GPU."""
+        return cls.of(config, model, torch.bfloat16, RankCoordinates())
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of weights and the smallest cache."""
+        return self.weights + self.cache
+
+
+def require_memory(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, peers: ProcessGroups, workers_on_host: int
+) -> None:
+    """Raise an error if weights and KV cache do not fit into the free memory; allocate nothing.
+
+    On a CPU, the needs of all workers on this host count together. All workers of a replica call this at the same
+    point, before they load. Memory held by workers of other replicas, which may have loaded by then, counts as free.
+    Raises EngineError if the model does not fit, and InvalidField if `kv_cache_tokens` or `max_model_len` do not fit
+    beside it.
+    """
+    needs = MemoryNeeds.of(config, model, dtype, peers.coordinates)
+    if peers.device.type == "cuda":
+        free, subject = free_device_memory(config, peers.device), "it needs"
+        place = f"of {peers.device} are free (--gpu-memory-fraction)"
+    else:
+        workers = peers.coordinates.workers
+        free, place = available_memory(), "of this host's memory are free"
+        if workers_on_host > workers:
+            free += memory_of_siblings()
+        # This waits for the replica's other workers, so that each reads the free memory before any of them loads.
+        sums = peers.all_reduce_sum(needs.weights, needs.per_token, needs.cache)
+        needs = MemoryNeeds(*(total * workers_on_host // workers for total in sums))
+        subject = "it needs" if workers_on_host == 1 else f"{workers_on_host} workers on this host need"
+    if needs.total > free:
+        advice = (*_flags_that_fit(config, model, dtype, peers, needs, free), "a smaller model")
+        models = config.model if config.draft is None else f"{config.model} with the draft model {config.draft}"
+        raise EngineError(
+            f"{models} does not fit: {subject} {_readable(needs.weights)} for weights in {dtype_name(dtype)} and "
+            f"{_readable(needs.cache)} for the smallest KV cache, but only {_readable(free)} {place}; use "
+            f"{' or '.join(advice)}"
+        )
+    tokens = (free - needs.weights) // needs.per_token
+    for field in ("kv_cache_tokens", "max_model_len"):
+        if (getattr(config, field) or 0) > tokens:
+            raise InvalidField(field, getattr(config, field), f"at most {tokens}, by the memory beside the weights")
+
+
+def _flags_that_fit(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, peers: ProcessGroups, needs: MemoryNeeds, free: int
+) -> Iterator[str]:
+    """Yield the flags of which each alone would make the model fit.
+
+    needs  of all workers that share the `free` bytes
+    """
+    own = MemoryNeeds.of(config, model, dtype, peers.coordinates).total
+    alternatives: dict[str, tuple[EngineConfig, torch.dtype]] = {}
+    if dtype == torch.float32:
+        alternatives["--dtype bfloat16"] = config, torch.bfloat16
+    if read_quantization(Path(config.model), config.quantization) == QuantizationConfig():
+        alternatives["--quantization fp8"] = structs.replace(config, quantization="fp8"), dtype
+    for flag, (smaller_config, smaller_dtype) in alternatives.items():
+        total = MemoryNeeds.of(smaller_config, model, smaller_dtype, peers.coordinates).total
+        if needs.total * total <= free * own:  # assumes that all workers shrink by this worker's ratio, total / own
+            yield flag
+    if peers.device.type == "cpu":
+        fitting_replicas = free * config.dp // needs.total
+        if 1 <= fitting_replicas < config.dp:
+            yield f"--dp {fitting_replicas}"
+        return
+    ranks = 2 * config.tp
+    while ranks <= MAX_PARALLEL_DEGREE:
+        worker = structs.replace(peers.coordinates, rank=0, ranks=ranks)
+        try:
+            if MemoryNeeds.of(config, model, dtype, worker).total <= free:
+                yield f"--tp {ranks}"
+                return
+        except InvalidField:  # the model cannot be sharded among so many ranks
+            return
+        ranks *= 2
+
+
+def _readable(count: int) -> str:
+    """Return a number of bytes in GiB or MiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,74 +172,29 @@ class StepMemory:
     @property
     def activations(self) -> int:
         """Return the bytes to keep free beside weights and cache."""
-        return int((self.step_bytes + self.graph_bytes) * SLACK) + (GRAPHS_BYTES if self.graph_rows else 0)
+        return int((self.step_bytes + self.graph_bytes) * SLACK) + (DRIVER_GRAPH_BYTES if self.graph_rows else 0)
 
 
-def measure(runner: Runner, max_step_tokens: int, *, graphs: bool, words: int = 0) -> StepMemory:
-    """Measure the largest step, and decode steps of several sizes, on a CUDA device. `words`: see `largest_step`.
+def measure_steps(runner: Runner, max_step_tokens: int, *, graphs: bool, mask_words: int = 0) -> StepMemory:
+    """Measure the largest step, and decode steps of several sizes, on a CUDA device.
 
-    All workers of a replica call this together and agree on `graph_rows`: either all use graphs or none does.
+    graphs      whether this worker may use CUDA graphs. All workers of a replica call this together and agree on
+                `graph_rows`: either all use graphs or none does
+    mask_words  words of a grammar mask, see `largest_step`
     """
-    step_bytes = _peak(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, words))
+    step_bytes = _peak_bytes(runner, largest_step(runner.state.slots, max_step_tokens, runner.max_len, mask_words))
     if runner.draft_model is not None:
-        step_bytes = max(step_bytes, _peak(runner, largest_draft(runner, max_step_tokens)))
-    rows = graph_rows(runner) if runner.pipeline.peers.all_reduce_min(graphs) else 0
-    graph_bytes = _peak(runner, dummy_step(decode=rows)) + _kept_bytes(runner, rows) if rows else 0
-    if rows and runner.draft_model is not None:
-        graph_bytes += _peak(runner, dummy_drafts(min(rows, DRAFT_GRAPH_SIZES[-1]), 0, runner.max_len))
+        step_bytes = max(step_bytes, _peak_bytes(runner, largest_draft(runner, max_step_tokens)))
+    if not runner.pipeline.peers.all_reduce_min(graphs):
+        return StepMemory(step_bytes, graph_rows=0, graph_bytes=0)
+    rows = largest_graph_rows(runner)
+    graph_bytes = _peak_bytes(runner, dummy_step(decode=rows)) + _graph_tensor_bytes(runner, rows)
+    if runner.draft_model is not None:
+        graph_bytes += _peak_bytes(runner, dummy_drafts(min(rows, DRAFT_GRAPH_SIZES[-1]), 0, runner.max_len))
     return StepMemory(step_bytes, rows, graph_bytes)
 
 
-def measured_len(max_positions: int, slots: int, tokens: int) -> int:
-    """Return the length that `slots` sequences of the largest step need to have `tokens` together."""
-    return min(max_positions, max(CHUNK_TOKENS, -(-tokens // slots)))
-
-
-def _kept_bytes(runner: Runner, rows: int) -> int:
-    """Return the bytes of the graphs' outputs (hidden state, token, log-probability of each row) and of their input."""
-    state = runner.model.config.hidden_size * runner.model.dtype.itemsize
-    return total_graph_rows(rows) * (state + 8) + (0 if runner.pipeline.coordinates.first else rows * state)
-
-
-def largest_step(slots: int, tokens: int, max_len: int, words: int = 0) -> StepInput:
-    """Return the step with the largest memory: the maximum of prefill tokens and sampled rows, with all options.
-
-    No sequence is longer than `max_len`: the step has fewer than `tokens` if `slots` sequences hold fewer. `words`:
-    words of the grammar mask that every sampled row has; 0: there is no guided decoding.
-    """
-    tokens = min(tokens, slots * max_len)
-    chunks = -(-tokens // min(CHUNK_TOKENS, max_len))
-    sampling_rows = min(slots, tokens)
-    return dummy_step(
-        chunks=min(chunks, slots),
-        tokens=tokens,
-        sampling_rows=sampling_rows,
-        filtered=sampling_rows,
-        penalised=sampling_rows,
-        prompt_outputs=True,
-        masked=sampling_rows if words else 0,
-        words=words,
-    )
-
-
-def largest_draft(runner: Runner, max_step_tokens: int) -> StepInput:
-    """Return the step for which the draft model reads and drafts most."""
-    assert runner.draft_model is not None
-    longest = min(runner.max_len, runner.draft_model.model.config.max_positions)
-    return dummy_drafts(min(runner.state.slots, MAX_DRAFTING), max_step_tokens, longest)
-
-
-def _peak(runner: Runner, step: StepInput) -> int:
-    """Return the peak of bytes allocated during the step, beyond those allocated before."""
-    device = runner.state.device
-    run_dummy_step(runner, step)  # compiles kernels first, whose scratch memory does not count
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run_dummy_step(runner, step)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def graph_rows(runner: Runner) -> int:
+def largest_graph_rows(runner: Runner) -> int:
     """Return the largest graph size whose decode step takes the device less than twice the host's launch time.
 
     Both times are measured in the same launches. Launched kernel by kernel, a small step takes the device as long as
@@ -131,19 +214,40 @@ def graph_rows(runner: Runner) -> int:
     return sizes[low]
 
 
+def _peak_bytes(runner: Runner, step: StepInput) -> int:
+    """Return the peak of bytes allocated during the step, beyond those allocated before."""
+    device = runner.state.device
+    run_dummy_step(runner, step)  # compiles kernels first, whose scratch memory does not count
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_dummy_step(runner, step)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _graph_tensor_bytes(runner: Runner, rows: int) -> int:
+    """Return the bytes that all graphs up to `rows` rows keep: each graph's outputs, and the input that they share.
+
+    A row of the outputs has a hidden state, a token and a log-probability.
+    """
+    hidden_bytes = runner.model.config.hidden_size * runner.model.dtype.itemsize
+    return total_graph_rows(rows) * (hidden_bytes + 8) + (
+        0 if runner.pipeline.coordinates.first else rows * hidden_bytes
+    )
+
+
 def cache_tokens(
     config: EngineConfig,
-    per_token: int,
-    tables: int,
+    bytes_per_token: int,
+    table_bytes: int,
     device: torch.device,
     measured: StepMemory | None,
     workers_on_host: int,
 ) -> int:
     """Return the positions of the KV cache: as configured, else as many as fit into memory.
 
-    per_token        bytes of a position
-    tables           bytes of the page tables
-    measured         required on a CUDA device
+    bytes_per_token  bytes of one position in the caches of all models
+    table_bytes      bytes of the page tables
+    measured         memory of steps; required on a CUDA device
     workers_on_host  number of workers that share the host's memory, evenly on a CPU
 
     Raises EngineError if the memory is too small. `require_memory` has checked a configured number.
@@ -152,16 +256,16 @@ def cache_tokens(
         return config.kv_cache_tokens
     if measured is None:
         cache_bytes = int(available_memory() // workers_on_host * CPU_MEMORY_SHARE)
-        return max(config.page_size, min(cache_bytes // per_token, MAX_CPU_CACHE_TOKENS))
-    free, needed = free_device_memory(config, device), measured.activations + tables
+        return max(config.page_size, min(cache_bytes // bytes_per_token, MAX_CPU_CACHE_TOKENS))
+    free, needed = free_device_memory(config, device), measured.activations + table_bytes
     cache_bytes = free - needed
-    if cache_bytes < per_token * MIN_CACHE_PAGES * config.page_size:
+    if cache_bytes < bytes_per_token * MIN_CACHE_PAGES * config.page_size:
         raise EngineError(
             f"no memory is left for the KV cache: steps take {needed / 2**30:.1f} GiB, and weights, CUDA and other "
             f"processes leave {free / 2**30:.1f} GiB; raise gpu_memory_fraction, lower max_step_tokens or max_running, "
             "or stop other processes on the device"
         )
-    return cache_bytes // per_token - config.page_size  # minus the page that no sequence owns
+    return cache_bytes // bytes_per_token - config.page_size  # minus the page that no sequence owns
 
 
 def free_device_memory(config: EngineConfig, device: torch.device) -> int:

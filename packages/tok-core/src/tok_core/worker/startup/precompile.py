@@ -1,10 +1,13 @@
 """Compile the Triton kernels that a worker's startup launches, in parallel processes, before it launches them.
 
-The worker has a compiling process; on a first start, it starts with the worker, and imports torch at the same time. The
-process builds the model on the device "meta" and launches all steps of the startup on it, which computes nothing but
-records the variants of kernels. It compiles them in a pool of processes. The worker then loads them from Triton's
-cache. A marker file in the cache says that it has all kernels of a startup of this
-configuration, so that later startups skip this. Kernels that are missing nevertheless are compiled at first launch.
+1. The worker sends a `CompileRequest` to a compiling process. On a first start, that process has started together with
+   the worker, and imports torch at the same time.
+2. The compiling process builds the model on the device "meta" and launches all steps of the startup there. Nothing is
+   computed, but the kernel variants are recorded.
+3. It compiles the variants in a pool of processes, and writes a marker file to Triton's cache. The marker says that the
+   cache has all kernels of a startup with this configuration, so that later startups skip all this.
+4. The worker, which has set up its device meanwhile, loads the kernels from Triton's cache. Kernels that are missing
+   nevertheless are compiled at their first launch.
 """
 
 from __future__ import annotations
@@ -33,9 +36,14 @@ from tok_core.runtime import START_MARKER, start_compiler
 from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
-from tok_core.worker.startup.backend import choose_cache_dtype, choose_dtype
 from tok_core.worker.startup.dummy_steps import dummy_step
-from tok_core.worker.startup.sizes import mask_words, resolve_model_config, resolve_step_sizes
+from tok_core.worker.startup.resolve import (
+    choose_cache_dtype,
+    choose_dtype,
+    mask_words,
+    resolve_model_config,
+    resolve_step_sizes,
+)
 from tok_core.worker.startup.warmup import steps_of
 from tok_core.worker.state import WorkerState
 from tok_kernels.compilation import compile_variants, hash_kernels, kernel_builds, record
@@ -47,11 +55,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tok_core")
 
-HOPPER = 9  # major compute capability of the GPUs that meta tensors stand for
+HOPPER = 9  # major compute capability of the GPUs whose kernels can be predicted on the device "meta"
 CACHE_VARIABLES = "TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"  # set by `CacheDirectory.use`
-MAX_PROCESSES = 16
+MAX_PROCESSES = 16  # compile at the same time
 MAX_DECODE_ROWS = 64  # every number of decode rows up to this is launched: kernels for experts change most often there
-MAX_WAIT_SECONDS = 300.0  # until the worker compiles by itself
+MAX_WAIT_SECONDS = 300.0  # after this time the worker compiles by itself
 # Fields of EngineConfig that decide, with the model's own files, which kernels a startup launches.
 KERNEL_FIELDS = (
     *("dtype", "backend", "quantization", "logprobs_mode", "kv_cache_dtype", "page_size", "max_running"),
@@ -62,7 +70,9 @@ KERNEL_FIELDS = (
 class CompileRequest(msgspec.Struct, frozen=True):
     """Message to the compiling process: compile the kernels of a startup with `config`, then write `marker`.
 
-    card         name that CUDA gives the device, whose measured launches are compiled
+    card         CUDA's name of the GPU; `tok_kernels.launch_config` has launch configurations for some
+    capability   compute capability of the GPU, such as 90
+    marker       path of the marker file
     environment  variables by which Triton finds its cache
     """
 
@@ -74,7 +84,12 @@ class CompileRequest(msgspec.Struct, frozen=True):
 
 
 class CompileReport(msgspec.Struct, frozen=True):
-    """Message of the compiling process: variants found, seconds until they were compiled, and errors."""
+    """Message from the compiling process.
+
+    variants  number of kernel variants of the startup
+    seconds   time from the request to their compilation
+    errors    one for each variant that failed, or a single one if the variants could not be found
+    """
 
     variants: int
     seconds: float
@@ -82,10 +97,10 @@ class CompileReport(msgspec.Struct, frozen=True):
 
 
 class Precompilation:
-    """Compiling process of one worker.
+    """The worker's side: request the compilation from a compiling process, then `wait` for it.
 
-    None is started if the cache has all kernels, or if they cannot be predicted: that is implemented for replicas with
-    a single worker on a Hopper GPU.
+    Nothing is requested if the cache has all kernels, or if they cannot be predicted: that is implemented for replicas
+    with a single worker on a Hopper GPU. A given `compiler` is then ended.
     """
 
     def __init__(
@@ -106,13 +121,13 @@ class Precompilation:
     def _request(config: EngineConfig, device: torch.device, workers: int) -> CompileRequest | None:
         if device.type != "cuda" or config.backend == "reference" or find_spec("triton") is None:
             return None
-        kernel_builds()  # starts to list the kernels that are built
-        hash_kernels()
+        kernel_builds()  # from here on, kernels built in this process are listed
+        hash_kernels()  # makes keys of Triton's cache the same in both processes
         major, minor = torch.cuda.get_device_capability(device)
         if workers > 1 or major != HOPPER:
             return None
         card, capability = torch.cuda.get_device_name(device), 10 * major + minor
-        marker = marker_of(config, card, capability)
+        marker = marker_path(config, card, capability)
         environment = {name: os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
         return None if marker.exists() else CompileRequest(config, card, capability, str(marker), environment)
 
@@ -123,14 +138,15 @@ class Precompilation:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(request))
             process.stdin.close()
-            process.stdin, self._process = None, process  # `communicate` expects no closed stream
+            process.stdin = None  # `communicate` fails on a closed stream
+            self._process = process
         except OSError as error:
             if process is not None:
                 _kill(process)
             log.warning("kernels are compiled one by one: the compiling process cannot be started (%s)", error)
 
     def wait(self) -> None:
-        """Wait until the kernels are compiled. A failure is logged; the start then compiles them itself."""
+        """Wait until the kernels are compiled. After a failure, which is logged, they are compiled at first launch."""
         if self._process is None:
             return
         if find_spec("flashinfer") is not None:
@@ -149,7 +165,7 @@ class Precompilation:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process, without a wait for its own children, which may hold its output open until they have compiled."""
+    """Kill the process. Do not wait for its children, which may hold its output open until they have compiled."""
     process.kill()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
@@ -159,7 +175,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _import_flashinfer() -> None:
-    """Import FlashInfer, which calibration needs, while this process is idle. Calibration reports a failed import."""
+    """Import FlashInfer, for calibration, while this process is idle. Calibration reports a failed import."""
     from tok_kernels.attention.flashinfer.wrappers import flashinfer
 
     with suppress(Exception):
@@ -167,13 +183,13 @@ def _import_flashinfer() -> None:
 
 
 def log_compiled() -> None:
-    """Log the kernels that this process had to compile by itself, at level debug."""
+    """Log at level debug which kernels this process has compiled itself."""
     compiled = [build for build in kernel_builds() if "(compiled" in build]
     log.debug("start: %d kernels compiled one by one: %s", len(compiled), ", ".join(compiled))
 
 
-def marker_of(config: EngineConfig, card: str, capability: int) -> Path:
-    """Return the marker file in Triton's cache for a startup of this configuration."""
+def marker_path(config: EngineConfig, card: str, capability: int) -> Path:
+    """Return the path of the marker file in Triton's cache for a startup with this configuration."""
     from triton import knobs  # type: ignore[import-untyped]
 
     from tok_kernels.calibration.store import sources_digest, versions
@@ -194,28 +210,29 @@ def marker_of(config: EngineConfig, card: str, capability: int) -> Path:
 
 def main() -> None:
     """Run the compiling process: read a CompileRequest from standard input, and write a CompileReport."""
-    logging.disable()  # the worker logs the same
-    import_module("torch._dynamo")  # operations on meta tensors import it, which takes seconds
+    logging.disable()  # the worker logs the same lines
+    import_module(
+        "torch._dynamo"
+    )  # operations on meta tensors import it, which takes seconds: before the request comes
     data = sys.stdin.buffer.read()
-    if not data:  # the worker needs nothing compiled, or has ended
+    if not data:  # the worker needs no kernel compiled, or has ended
         return
     began = time.monotonic()
     request = msgspec.json.decode(data, type=CompileRequest)
     os.environ.update(request.environment)
     try:
         report = _compile(request, began)
-    # The worker meets the same error of the configuration and reports it.
-    except Exception as error:
+    except Exception as error:  # the worker raises the same error, if the configuration is the cause
         report = CompileReport(0, time.monotonic() - began, [f"{type(error).__name__}: {error}"])
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(report))  # libraries may have printed something before
 
 
 def _compile(request: CompileRequest, began: float) -> CompileReport:
     override_for_card(request.card)
-    variants = start_variants(request.config, request.capability)
+    variants = startup_variants(request.config, request.capability)
     marker = Path(request.marker)
     marker.parent.mkdir(parents=True, exist_ok=True)
-    # Of replicas that start at the same time, the first one compiles, and the others wait for it.
+    # Several replicas may start at the same time: the first to take the lock compiles, and the others wait for it.
     with open(marker.parent / "tok-start.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         errors = []
@@ -226,39 +243,39 @@ def _compile(request: CompileRequest, began: float) -> CompileReport:
     return CompileReport(len(variants), time.monotonic() - began, errors)
 
 
-def start_variants(config: EngineConfig, capability: int) -> list[Variant]:
-    """Return the variants of kernels that a startup launches on a GPU, those with the longest source first."""
+def startup_variants(config: EngineConfig, capability: int) -> list[Variant]:
+    """Return the kernel variants that a startup launches on a GPU, the longest source first: it compiles longest."""
     with record(capability) as variants:
-        launch_start(config)
+        launch_startup_steps(config)
     return sorted(variants.values(), key=lambda variant: -len(variant.kernel.src))
 
 
-def launch_start(config: EngineConfig) -> None:
-    """Launch on the device "meta" the steps of a startup, and decode steps of up to MAX_DECODE_ROWS rows."""
+def launch_startup_steps(config: EngineConfig) -> None:
+    """Launch the steps of a startup, and decode steps of up to MAX_DECODE_ROWS rows, on the device "meta"."""
     runner, path = meta_runner(config), Path(config.model)
     sizes = resolve_step_sizes(config, "cuda")
-    words = mask_words(runner.model.config, path)
-    steps = steps_of(runner, sizes.max_step_tokens, words)
+    steps = steps_of(runner, sizes.max_step_tokens, mask_words(runner.model.config, path))
     steps += [dummy_step(decode=rows) for rows in range(1, min(sizes.slots, MAX_DECODE_ROWS) + 1)]
     with different_layers_only(runner.model, runner.state):
         for step in steps:
             runner.reset()
             runner.launch(step)
         if config.cuda_graphs:
-            runner.graphs.launch(graph_sizes(sizes.slots))
+            runner.graphs.launch_eagerly(graph_sizes(sizes.slots))
 
 
 def meta_runner(config: EngineConfig) -> Runner:
     """Return a runner on the device "meta", whose launches compute nothing.
 
-    The page table covers `max_model_len`, or the model's maximum length. The size of the KV cache changes no kernel.
+    Its KV cache has a single page, since the number of pages changes no kernel. Its page table covers `max_model_len`,
+    or the model's maximum length.
     """
     path, meta = Path(config.model), torch.device("meta")
     model_config = resolve_model_config(config, path)
     dtype = choose_dtype(config.dtype, torch.device("cuda"))
     quantization = read_quantization(path, config.quantization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    backend = _backend(config)
+    backend = _triton_backend(config)
     model = build(model_config, backend, meta, dtype, quantization=quantization)
     scales = None
     if cache_dtype == torch.float8_e4m3fn and config.kv_cache_dtype != "fp8_unscaled":
@@ -275,8 +292,8 @@ def meta_runner(config: EngineConfig) -> Runner:
     return Runner(model, backend, state, prefix_groups=config.prefix_groups)
 
 
-def _backend(config: EngineConfig) -> Backend:
-    """Return the Triton backend, whose kernels calibration measures whichever it chooses."""
+def _triton_backend(config: EngineConfig) -> Backend:
+    """Return the Triton backend: calibration launches its kernels, even if it then chooses others."""
     from tok_kernels.backends.triton import InvariantTritonBackend, TritonBackend
 
     return InvariantTritonBackend() if config.batch_invariant else TritonBackend()

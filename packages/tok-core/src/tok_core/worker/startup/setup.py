@@ -1,52 +1,50 @@
-"""Set up a worker from an EngineConfig: load the model, size the cache, resolve every `auto`."""
+"""Set up a worker from an EngineConfig: resolve its settings, load the model, size the KV cache, warm up.
+
+`set_up` runs once in each worker process, before its first step; docs/architecture.md lists what it does in order.
+"""
 
 from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
-from tok_core.errors import EngineError, InvalidField
+from tok_core.errors import EngineError
 from tok_core.messages import EngineInfo, Rendezvous
-from tok_core.model_config import Fields, ModelConfig, short_prompt
-from tok_core.models import CausalLM, build, fill_dummy_weights, load_checkpoint
-from tok_core.parallel import Pipeline, ProcessGroups, ShardPlan, TensorParallel, join
-from tok_core.quantization import QuantizationConfig, ScaledMethod, read_quantization
+from tok_core.model_config import ModelConfig, short_prompt
+from tok_core.models import CausalLM, build
+from tok_core.parallel import Pipeline, TensorParallel
 from tok_core.runtime import HEARTBEAT
-from tok_core.sampling_params import SamplingParams
 from tok_core.worker.draft_model import DraftModelRunner
 from tok_core.worker.runner import Runner
 from tok_core.worker.sleep import SleepingMemory
-from tok_core.worker.startup.backend import (
-    FLOAT8_CAPABILITY,
+from tok_core.worker.startup.dummy_steps import largest_step_len
+from tok_core.worker.startup.invariance_check import check_rows
+from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, log_cache_error
+from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure_steps
+from tok_core.worker.startup.precompile import log_compiled
+from tok_core.worker.startup.resolve import (
     attention_shape,
     choose_backend,
-    choose_cache_dtype,
-    choose_device,
-    choose_dtype,
-    require_float8,
+    dtype_name,
+    mask_words,
+    quantises_weights,
+    resolve_max_model_len,
+    warn_without_float8,
 )
-from tok_core.worker.startup.cache_directory import CacheDirectory
-from tok_core.worker.startup.draft import DraftPlan, check_draft_tensors, read_draft
-from tok_core.worker.startup.invariance_check import check_rows
-from tok_core.worker.startup.kv_scales import CacheTrial, choose_kv_scales, report_cache_error
-from tok_core.worker.startup.memory import StepMemory, cache_tokens, measure, measured_len
-from tok_core.worker.startup.memory_check import require_memory
-from tok_core.worker.startup.precompile import Precompilation, log_compiled
-from tok_core.worker.startup.sizes import StepSizes, mask_words, resolve_model_config, resolve_step_sizes
-from tok_core.worker.startup.tp_calibration import calibrate
+from tok_core.worker.startup.settings import WorkerSettings, check_settings, resolve_settings
+from tok_core.worker.startup.tp_calibration import calibrate_tensor_parallel, log_thresholds
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
+from tok_core.worker.weights import fill_model
 from tok_kernels import Backend, DynamicScaling
 
 if TYPE_CHECKING:
@@ -54,8 +52,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tok_core")
 
-MAX_PATIENCE = 86_400.0  # maximum seconds that a rank's kernels wait for those of another rank
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
+MAX_PEER_WAIT_SECONDS = 86_400.0  # maximum time that a rank's kernels wait for those of another rank
+
+MakeDraftRunner = Callable[[WorkerState], DraftModelRunner | None]
+"""Returns the draft model's runner, with a cache in the pages of the given state; None without a draft model."""
 
 
 def set_up(
@@ -67,7 +67,7 @@ def set_up(
     workers_on_host: int | None = None,
     compiler: subprocess.Popen[bytes] | None = None,
 ) -> tuple[Runner, EngineInfo]:
-    """Return a worker's runner and the sizes and settings that it resolved. Waits for the replica's other workers.
+    """Return a worker's runner, ready to launch steps, and the sizes and settings that the worker resolved.
 
     config           `config.model` is a local directory
     coordinates      None: the replica has a single worker
@@ -76,107 +76,100 @@ def set_up(
     workers_on_host  number of workers that share this host's memory; None: all workers of all replicas
     compiler         process of `start_compiler` that this worker may use; None: it starts one if needed
 
-    Raises ModelError, InvalidField, or EngineError if the memory is too small: see `require_memory`.
+    All workers of a replica call this, and wait for each other in it. Raises ModelError, InvalidField, or EngineError
+    if the memory is too small: see `require_memory`.
     """
-    path, coordinates = Path(config.model), coordinates or next(all_coordinates(config.pp, config.tp))
-    clock = StartupTimer()
-    model_config = resolve_model_config(config, path)
-    draft = read_draft(config, model_config, coordinates)
-    defaults = sampling_defaults(path) if config.generation_config == "auto" else {}
-    local = ShardPlan.of(model_config, coordinates).local(model_config)
-    device = choose_device(config, replica, coordinates, gpu)
-    cache = CacheDirectory.of(config, device)
-    precompilation = Precompilation(config, device, coordinates.workers, compiler)
-    peers = join(coordinates, rendezvous, device)
-    clock.done("device and peers")
-    dtype = choose_dtype(config.dtype, device)
+    timer = StartupTimer()
+    coordinates = coordinates or next(all_coordinates(config.pp, config.tp))
     workers_on_host = workers_on_host or config.dp * coordinates.workers
-    require_memory(config, model_config, dtype, peers, workers_on_host)
-    if draft is not None and config.load_format != "dummy":
-        check_draft_tensors(draft, dtype)
-    quantization = read_quantization(path, config.quantization)
-    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    if cache_dtype == torch.float8_e4m3fn and config.backend != "reference":
-        require_float8(config.kv_cache_dtype, device)
-    if config.batch_invariant and device.type != "cpu":
-        _require_invariant(config, quantization, device)
-    shape = attention_shape(local, config.page_size, dtype, cache_dtype)
+    settings, precompilation = resolve_settings(config, replica, coordinates, rendezvous, gpu, compiler)
+    peers, max_step_tokens = settings.peers, settings.sizes.max_step_tokens
+    timer.log_phase("device and peers")
+    check_settings(settings, workers_on_host)
+
+    # Choose kernels, and load the models.
     with HEARTBEAT.coarse():  # compilers may run for minutes
         precompilation.wait()
-        clock.done("kernels compiled ahead")
-        backend = choose_backend(config, device, shape, cache.calibration)
-        draft_backend = backend if draft is None else _draft_backend(config, draft, device, dtype, cache)
-    clock.done("choice of kernels")
-    memory = sleeping_memory(device) if config.enable_sleep_mode else None
-    model = _load_model(config, path, model_config, backend, peers, dtype, quantization, memory)
-    draft_model = None
-    if draft is not None:
-        draft_model = draft.build(draft_backend, device, dtype, model, partial(fill_model, config))
-    clock.done("weights")
-    sizes = resolve_step_sizes(config, device.type)
-    max_step_tokens = sizes.max_step_tokens
-    if config.batch_invariant and device.type != "cpu":
+        timer.log_phase("kernels compiled ahead")
+        backend = _choose_backend(settings, settings.local, settings.cache_dtype)
+        draft_backend = backend
+        if settings.draft is not None:
+            draft_backend = _choose_backend(settings, settings.draft.local, settings.dtype)
+    timer.log_phase("choice of kernels")
+    sleeping_memory = SleepingMemory(settings.device) if config.enable_sleep_mode else None
+    model = _load_model(settings, backend, sleeping_memory)
+    make_draft_runner = _load_draft_model(settings, draft_backend, model)
+    timer.log_phase("weights")
+
+    # Measure what depends on the loaded model: bits of GEMMs, layouts, scales of the KV cache, memory of steps.
+    if settings.checks_batch_invariance:
         check_rows(model, max_step_tokens)
-        clock.done("bits of linear layers")
+        timer.log_phase("bits of linear layers")
     with HEARTBEAT.coarse():
-        calibrate(model, peers, max_step_tokens, config.async_tp_threshold)
-    max_all_reduce_tokens, min_overlap_tokens = _thresholds(model, coordinates)
-    clock.done("tensor-parallel layouts")
-    pipeline = Pipeline(peers, max_step_tokens, model_config.hidden_size, dtype, sizes.slots)
+        calibrate_tensor_parallel(model, peers, max_step_tokens, config.async_tp_threshold)
+    log_thresholds(model, coordinates)
+    timer.log_phase("tensor-parallel layouts")
+    pipeline = Pipeline(peers, max_step_tokens, settings.model.hidden_size, settings.dtype, settings.sizes.slots)
     scales = None
-    if cache_dtype != dtype:
-        trial = CacheTrial(model, backend, pipeline, config.page_size, max_step_tokens)
-        scales, origin = choose_kv_scales(config.kv_cache_dtype, trial)
-        if replica == 0:
-            report_cache_error(trial, cache_dtype, scales, origin)
-        clock.done("scales and error of the cache")
+    if settings.cache_dtype != settings.dtype:
+        scales = _choose_kv_scales(settings, model, backend, pipeline)
+        timer.log_phase("scales and error of the cache")
     measured, words = None, 0
-    if device.type == "cuda":
-        words = peers.all_reduce_min(mask_words(model_config, path))  # all workers must measure the same steps
-        measured = _measure(
-            *(config, model, backend, pipeline, cache_dtype, scales, sizes, words),
-            partial(_draft_runner, draft_model, draft_backend, vocab_size=model_config.vocab_size),
-        )
-        clock.done("largest step, and rows of graphs")
-    tables = page_table_bytes(sizes.slots, config.max_model_len or model_config.max_positions, config.page_size)
-    per_token = kv_bytes_per_token(local, cache_dtype) + (0 if draft is None else draft.bytes_per_token(dtype))
-    tokens = peers.all_reduce_min(cache_tokens(config, per_token, tables, device, measured, workers_on_host))
-    num_pages = tokens // config.page_size
-    max_model_len = _max_model_len(config, model_config, num_pages * config.page_size)
-    state = _state(config, local, device, cache_dtype, scales, sizes.slots, num_pages, max_model_len, memory)
-    draft_runner = _draft_runner(draft_model, draft_backend, state, vocab_size=model_config.vocab_size)
-    tracer = _tracer(config, coordinates, device) if replica == 0 else None
-    start_weights = partial(fill_model, config, path)
+    if settings.device.type == "cuda":
+        words = peers.all_reduce_min(mask_words(settings.model, settings.path))  # workers must measure the same steps
+        measured = _measure_steps(settings, model, backend, pipeline, scales, words, make_draft_runner)
+        timer.log_phase("largest step, and rows of graphs")
+
+    # Allocate the KV cache in the memory that is left, and warm up.
+    num_pages = _cache_pages(settings, measured, workers_on_host)
+    num_tokens = num_pages * config.page_size
+    max_model_len = resolve_max_model_len(config, settings.model, num_tokens)
+    problem = f"a KV cache of {num_tokens} tokens does not fit: lower kv_cache_tokens"
+    with _explain(problem, RuntimeError, EngineError):
+        state = _new_state(settings, scales, num_pages, max_model_len, sleeping_memory)
     runner = Runner(
-        *(model, backend, state, tracer, pipeline, start_weights, memory),
+        *(model, backend, state),
+        tracer=_tracer(settings) if replica == 0 else None,
+        pipeline=pipeline,
+        start_weights=partial(fill_model, config, settings.path),
+        memory=sleeping_memory,
         prefix_groups=config.prefix_groups,
-        draft_model=draft_runner,
+        draft_model=make_draft_runner(state),
     )
-    clock.done("cache")
+    timer.log_phase("cache")
     if measured is not None:
-        _warm_up(runner, measured, max_step_tokens, words)
+        problem = f"no memory is left for steps beside a KV cache of {num_tokens} tokens"
+        with _explain(f"{problem}: lower kv_cache_tokens or gpu_memory_fraction", torch.OutOfMemoryError):
+            warm_up(runner, measured, max_step_tokens, words)
         log_compiled()
     peers.all_reduce_min(0)  # waits for the others
-    clock.done("graphs and warm-up")
-    cache.write_manifest()
-    info = EngineInfo(
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
+    timer.log_phase("graphs and warm-up")
+    settings.cache_directory.write_manifest()
+    return runner, _engine_info(settings, runner, max_model_len)
+
+
+def _engine_info(settings: WorkerSettings, runner: Runner, max_model_len: int) -> EngineInfo:
+    """Return what the engine and its manager need to know of the worker."""
+    config, model, draft, sizes = settings.config, settings.model, settings.draft, settings.sizes
+    tensor = runner.model.tensor
+    return EngineInfo(
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
         max_model_len=max_model_len,
-        num_pages=num_pages,
+        num_pages=runner.state.num_pages,
         page_size=config.page_size,
         max_running=sizes.max_running,
-        max_step_tokens=max_step_tokens,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        backend=backend.name,
-        hidden_size=model_config.hidden_size,
-        linear_layers=str(read_quantization(path, config.quantization)),
-        sampling_defaults=defaults,
-        max_all_reduce_tokens=max_all_reduce_tokens,
-        min_overlap_tokens=min_overlap_tokens,
-        short_prompt=short_prompt(model_config.rope_scaling, max_model_len),
-        rope_depends_on_length=isinstance(model_config.rope_scaling, DynamicScaling),
+        max_step_tokens=sizes.max_step_tokens,
+        device=str(settings.device),
+        dtype=dtype_name(settings.dtype),
+        backend=runner.backend.name,
+        hidden_size=model.hidden_size,
+        linear_layers=str(settings.quantization),
+        sampling_defaults=settings.sampling_defaults,
+        max_all_reduce_tokens=None if tensor is None else tensor.max_all_reduce_tokens,
+        min_overlap_tokens=None if tensor is None else tensor.min_overlap_tokens,
+        short_prompt=short_prompt(model.rope_scaling, max_model_len),
+        rope_depends_on_length=isinstance(model.rope_scaling, DynamicScaling),
         tp=config.tp,
         pp=config.pp,
         ep=config.ep,
@@ -184,259 +177,156 @@ def set_up(
         draft_slots=sizes.draft_slots,
         draft_len=0 if draft is None else min(draft.config.max_positions, max_model_len),
         draft_head=draft is not None and draft.config.eagle3 is not None,
-        draft_share=0.0 if draft is None else draft.share(model_config, dtype, quantization),
+        draft_share=0.0 if draft is None else draft.weight_share(model, settings.dtype, settings.quantization),
     )
-    return runner, info
 
 
-def _draft_backend(
-    config: EngineConfig, draft: DraftPlan, device: torch.device, dtype: torch.dtype, cache: CacheDirectory
-) -> Backend:
-    shape = attention_shape(draft.local, config.page_size, dtype, dtype)
-    return choose_backend(config, device, shape, cache.calibration)
+def _choose_backend(settings: WorkerSettings, model: ModelConfig, cache_dtype: torch.dtype) -> Backend:
+    """Return the kernel backend for the shard of the target model, or of the draft model."""
+    shape = attention_shape(model, settings.config.page_size, settings.dtype, cache_dtype)
+    return choose_backend(settings.config, settings.device, shape, settings.cache_directory.calibration)
 
 
-def _draft_runner(
-    model: CausalLM | None, backend: Backend, state: WorkerState, *, vocab_size: int
-) -> DraftModelRunner | None:
-    """Return the runner of the draft model `model`, with a cache in the pages of `state`; None without a model."""
-    if model is None:
-        return None
-    try:
-        return DraftModelRunner(model, backend, state, vocab_size)
-    except (torch.OutOfMemoryError, RuntimeError, EngineError) as error:
-        tokens = state.num_pages * state.page_size
-        allowed = f"a KV cache of {tokens} tokens does not fit beside the draft model: lower kv_cache_tokens"
-        raise EngineError(f"{allowed} ({error})") from None
-
-
-def _require_invariant(config: EngineConfig, quantization: QuantizationConfig, device: torch.device) -> None:
-    """Raise InvalidField for a configuration that `batch_invariant` does not support on a GPU."""
-    if replace(quantization, kv_scales=None) != QuantizationConfig():
-        raise InvalidField("batch_invariant", True, f"false on {device.type} if weights are quantised ({quantization})")
-    if choose_cache_dtype(config.kv_cache_dtype, torch.bfloat16, quantization) != torch.bfloat16:
-        allowed = f"unquantized on {device.type} with batch_invariant"
-        raise InvalidField("kv_cache_dtype", config.kv_cache_dtype, allowed)
-    if config.tp > 1:
-        raise InvalidField("tp", config.tp, f"1 on {device.type} with batch_invariant")
-
-
-def sleeping_memory(device: torch.device) -> SleepingMemory:
-    """Return the memory of a worker that may sleep. Raise InvalidField if it cannot be released on this system."""
-    if sys.platform != "linux":
-        raise InvalidField("enable_sleep_mode", True, "false (memory is given back on Linux only)")
-    if device.type == "cuda" and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):
-        raise InvalidField("enable_sleep_mode", True, "false (the package cuda-bindings is not installed)")
-    return SleepingMemory(device)
-
-
-def _load_model(
-    config: EngineConfig,
-    path: Path,
-    model_config: ModelConfig,
-    backend: Backend,
-    peers: ProcessGroups,
-    dtype: torch.dtype,
-    quantization: QuantizationConfig,
-    memory: SleepingMemory | None,
-) -> CausalLM:
+def _load_model(settings: WorkerSettings, backend: Backend, sleeping_memory: SleepingMemory | None) -> CausalLM:
+    """Build this worker's shard of the model, and fill it. Raise EngineError if it does not fit on the device."""
+    config, peers, quantization = settings.config, settings.peers, settings.quantization
     tensor = None
     if peers.tensor is not None:
-        tensor = TensorParallel(
-            peers.tensor, peers.device, min(config.step_timeout, MAX_PATIENCE), ordered=config.batch_invariant
-        )
-    if peers.coordinates.number == 0 and replace(quantization, kv_scales=None) != QuantizationConfig():
+        max_wait = min(config.step_timeout, MAX_PEER_WAIT_SECONDS)
+        tensor = TensorParallel(peers.tensor, peers.device, max_wait, ordered=config.batch_invariant)
+    if peers.coordinates.number == 0 and quantises_weights(quantization):
         log.info("linear layers are %s", quantization)
-        report_missing_float8(quantization, peers.device)
+        warn_without_float8(quantization, peers.device)
+    allocate = None if sleeping_memory is None else sleeping_memory.weights.zeros
     try:
-        allocate = None if memory is None else memory.weights.zeros
-        model = build(model_config, backend, peers.device, dtype, peers.coordinates, tensor, quantization, allocate)
+        model = build(
+            *(settings.model, backend, peers.device, settings.dtype),
+            *(peers.coordinates, tensor, quantization, allocate),
+        )
     except (torch.OutOfMemoryError, EngineError) as error:
         raise EngineError(f"the weights of {config.model} do not fit on {peers.device}: {error}") from None
-    fill_model(config, path, model)
+    fill_model(config, settings.path, model)
     return model
 
 
-def fill_model(config: EngineConfig, path: Path, model: CausalLM) -> None:
-    """Fill the model with the checkpoint in directory `path`, or with dummy weights, as the configuration says.
+def _load_draft_model(settings: WorkerSettings, backend: Backend, target: CausalLM) -> MakeDraftRunner:
+    """Load the draft model, if there is one, and return the function that makes its runner.
 
-    The dummy weights of a draft head speak no language.
+    The function raises EngineError if the draft model's cache does not fit on the device.
     """
-    if config.load_format == "dummy" and model.config.eagle3 is not None:
-        fill_dummy_weights(model, config.seed)
-    elif config.load_format == "dummy":
-        fill_dummy_weights(
-            model,
-            config.seed,
-            eos_probability=config.eos_probability,
-            eos_temperature=config.eos_temperature,
-            moe_skew=config.moe_skew,
-            markov_probability=config.markov_probability,
-        )
-    else:
-        load_checkpoint(model, path)
+    plan = settings.draft
+    if plan is None:
+        return lambda state: None
+    model = plan.build(backend, settings.device, settings.dtype, target, partial(fill_model, settings.config))
+
+    def make_draft_runner(state: WorkerState) -> DraftModelRunner:
+        tokens = state.num_pages * state.page_size
+        problem = f"a KV cache of {tokens} tokens does not fit beside the draft model: lower kv_cache_tokens"
+        with _explain(problem, RuntimeError, EngineError):
+            return DraftModelRunner(model, backend, state, settings.model.vocab_size)
+
+    return make_draft_runner
 
 
-def report_missing_float8(quantization: QuantizationConfig, device: torch.device) -> None:
-    """Warn if the GPU has no float8 GEMMs for the model's float8 weights."""
-    methods = quantization.method, *(method for _, method in quantization.overrides)
-    float8 = any(isinstance(method, ScaledMethod) and method.dtype.is_floating_point for method in methods)
-    if device.type != "cuda" or not float8:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FLOAT8_CAPABILITY:
-        log.warning(
-            "%s has compute capability %d.%d, and float8 arithmetic needs %d.%d: float8 weights save memory here, and "
-            "are dequantised before each GEMM",
-            *(device, *capability, *FLOAT8_CAPABILITY),
-        )
+def _choose_kv_scales(
+    settings: WorkerSettings, model: CausalLM, backend: Backend, pipeline: Pipeline
+) -> torch.Tensor | None:
+    """Return the scales of an 8-bit KV cache; the first replica logs the error that the cache causes."""
+    config = settings.config
+    trial = CacheTrial(model, backend, pipeline, config.page_size, settings.sizes.max_step_tokens)
+    scales, origin = choose_kv_scales(config.kv_cache_dtype, trial)
+    if settings.replica == 0:
+        log_cache_error(trial, settings.cache_dtype, scales, origin)
+    return scales
 
 
-def _thresholds(model: CausalLM, coordinates: RankCoordinates) -> tuple[int | None, int | None]:
-    """Return the token thresholds of the model's TensorParallel, or None without it. Worker 0 logs them."""
-    tensor = model.tensor
-    if tensor is None:
-        return None, None
-    if coordinates.number == 0:
-        overlap = "never" if tensor.min_overlap_tokens is None else f"from {tensor.min_overlap_tokens} tokens on"
-        log.info(
-            "tp %d: all-reduce up to %d tokens a step, then sequence parallelism; GEMMs overlap with collectives %s",
-            *(tensor.ranks, tensor.max_all_reduce_tokens, overlap),
-        )
-    return tensor.max_all_reduce_tokens, tensor.min_overlap_tokens
-
-
-def _measure(
-    config: EngineConfig,
+def _measure_steps(
+    settings: WorkerSettings,
     model: CausalLM,
     backend: Backend,
     pipeline: Pipeline,
-    cache_dtype: torch.dtype,
     scales: torch.Tensor | None,
-    sizes: StepSizes,
     words: int,
-    draft_runner: Callable[[WorkerState], DraftModelRunner | None],
+    make_draft_runner: MakeDraftRunner,
 ) -> StepMemory:
     """Measure the memory of steps, on a temporary state whose sequences all share one page."""
-    length = measured_len(model.config.max_positions, sizes.slots, sizes.max_step_tokens)
-    state = WorkerState(
-        model.local,
-        pipeline.peers.device,
-        cache_dtype,
-        slots=sizes.slots,
-        num_pages=1,
-        page_size=config.page_size,
-        pages_per_slot=-(-length // config.page_size),
-        scales=scales,
-        processed_logprobs=config.logprobs_mode == "processed_logprobs",
-    )
-    graphs = config.cuda_graphs and backend.capturable
+    slots, max_step_tokens = settings.sizes.slots, settings.sizes.max_step_tokens
+    length = largest_step_len(model.config.max_positions, slots, max_step_tokens)
+    state = _new_state(settings, scales, num_pages=1, max_len=length)
+    graphs = settings.config.cuda_graphs and backend.capturable
+    problem = f"a step of {max_step_tokens} tokens and {slots} sampled rows does not fit beside the weights"
     try:
-        return measure(
-            Runner(model, backend, state, pipeline=pipeline, draft_model=draft_runner(state)),
-            sizes.max_step_tokens,
-            graphs=graphs,
-            words=words,
-        )
-    except torch.OutOfMemoryError as error:
-        raise EngineError(
-            f"a step of {sizes.max_step_tokens} tokens and {sizes.slots} sampled rows does not fit beside the weights: "
-            f"lower max_step_tokens or max_running ({error})"
-        ) from None
+        with _explain(f"{problem}: lower max_step_tokens or max_running", torch.OutOfMemoryError):
+            return measure_steps(
+                Runner(model, backend, state, pipeline=pipeline, draft_model=make_draft_runner(state)),
+                max_step_tokens,
+                graphs=graphs,
+                mask_words=words,
+            )
     finally:
         del state
         torch.cuda.empty_cache()
 
 
-def _warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, words: int) -> None:
-    try:
-        warm_up(runner, measured, max_step_tokens, words)
-    except torch.OutOfMemoryError as error:
-        state = runner.state
-        raise EngineError(
-            f"no memory is left for steps beside a KV cache of {state.num_pages * state.page_size} tokens: lower "
-            f"kv_cache_tokens or gpu_memory_fraction ({error})"
-        ) from None
+def _cache_pages(settings: WorkerSettings, measured: StepMemory | None, workers_on_host: int) -> int:
+    """Return the number of pages of the KV cache: the least among the replica's workers."""
+    config, draft, slots = settings.config, settings.draft, settings.sizes.slots
+    bytes_per_token = kv_bytes_per_token(settings.local, settings.cache_dtype)
+    if draft is not None:
+        bytes_per_token += draft.bytes_per_token(settings.dtype)
+    table_bytes = page_table_bytes(slots, config.max_model_len or settings.model.max_positions, config.page_size)
+    tokens = cache_tokens(config, bytes_per_token, table_bytes, settings.device, measured, workers_on_host)
+    return settings.peers.all_reduce_min(tokens) // config.page_size
 
 
-def _tracer(config: EngineConfig, coordinates: RankCoordinates, device: torch.device) -> Tracer | None:
-    if config.trace is None:
+def _new_state(
+    settings: WorkerSettings,
+    scales: torch.Tensor | None,
+    num_pages: int,
+    max_len: int,
+    sleeping_memory: SleepingMemory | None = None,
+) -> WorkerState:
+    config = settings.config
+    return WorkerState(
+        settings.local,
+        settings.device,
+        settings.cache_dtype,
+        slots=settings.sizes.slots,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        pages_per_slot=-(-max_len // config.page_size),
+        scales=scales,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        memory=None if sleeping_memory is None else sleeping_memory.kv_cache,
+    )
+
+
+def _tracer(settings: WorkerSettings) -> Tracer | None:
+    if settings.config.trace is None:
         return None
     from tok_core.worker.trace import Tracer  # importing it takes seconds, and few runs trace
 
-    return Tracer.of(config, coordinates, device)
+    return Tracer.of(settings.config, settings.peers.coordinates, settings.device)
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> int:
-    requested = config.max_model_len
-    if requested is not None and requested > model.max_positions:
-        raise InvalidField("max_model_len", requested, f"at most {model.max_positions}, the model's own")
-    if requested is not None and requested > cache_tokens:
-        raise InvalidField("max_model_len", requested, f"at most {cache_tokens}, the tokens of the KV cache")
-    length = requested or min(model.max_positions, cache_tokens)
-    if length < 2:
-        field = "kv_cache_tokens" if requested is None else "max_model_len"
-        raise InvalidField(field, length, "at least 2: one token of prompt and one to follow")
-    return length
-
-
-def _state(
-    config: EngineConfig,
-    model: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    scales: torch.Tensor | None,
-    slots: int,
-    num_pages: int,
-    max_model_len: int,
-    memory: SleepingMemory | None,
-) -> WorkerState:
+@contextmanager
+def _explain(problem: str, *errors: type[Exception]) -> Iterator[None]:
+    """Replace `errors` that are raised in this context by an EngineError that begins with `problem`."""
     try:
-        return WorkerState(
-            model,
-            device,
-            dtype,
-            slots=slots,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            pages_per_slot=-(-max_model_len // config.page_size),
-            scales=scales,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
-            memory=None if memory is None else memory.kv_cache,
-        )
-    except (torch.OutOfMemoryError, RuntimeError, EngineError) as error:
-        tokens = num_pages * config.page_size
-        raise EngineError(f"a KV cache of {tokens} tokens does not fit: lower kv_cache_tokens ({error})") from None
-
-
-def sampling_defaults(path: Path) -> dict[str, int | float]:
-    """Return the fields of SamplingParams that generation_config.json in directory `path` sets.
-
-    Raises ModelError, which names the file and the value, for a value that is not allowed. `do_sample` is ignored, as
-    in other servers: a temperature has an effect only when sampling.
-    """
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return {}
-    fields = Fields.of_file(file)
-    defaults = {name: fields.values[name] for name in SAMPLING_DEFAULTS if name in fields}
-    try:
-        params = SamplingParams(**defaults)  # type: ignore[arg-type]
-    except InvalidField as error:
-        allowed = f"{error.allowed}; --generation-config none leaves the file out"
-        raise fields.wrong(error.field, error.value, allowed) from None
-    return {name: getattr(params, name) for name in defaults}
+        yield
+    except errors as error:
+        raise EngineError(f"{problem} ({error})") from None
 
 
 class StartupTimer:
     """Timer of consecutive phases of the startup, logged at level debug."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._phase_start = time.monotonic()
 
-    def done(self, phase: str) -> None:
-        """Log the time since the last call, or since construction, as that of `phase`."""
+    def log_phase(self, phase: str) -> None:
+        """Log the time since the last call, or since construction, as that of `phase`, and count a heartbeat."""
         HEARTBEAT.turned()
         now = time.monotonic()
-        log.debug("start: %s: %.1f s", phase, now - self._began)
-        self._began = now
+        log.debug("start: %s: %.1f s", phase, now - self._phase_start)
+        self._phase_start = now

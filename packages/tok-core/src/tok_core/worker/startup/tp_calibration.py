@@ -1,4 +1,9 @@
-"""Measure which all-reduce and which tensor-parallel layout is fastest at each size, and set the thresholds."""
+"""Set the thresholds between all-reduces, and between tensor-parallel layouts, by timing both sides at each size.
+
+An all-reduce of few bytes runs in a kernel of ours (one-shot all-reduce, `exchange`), a larger one in NCCL. A step of
+few tokens uses the layout with all-reduces, a larger one sequence parallelism, and the largest ones overlap GEMMs with
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from tok_core.config import RankCoordinates
 from tok_core.errors import InvalidField
 from tok_core.models import CausalLM, DecoderLayer
 from tok_core.parallel import (
@@ -25,58 +31,76 @@ from tok_kernels.collectives.exchange import MAX_ALL_REDUCE_BYTES
 log = logging.getLogger("tok_core")
 
 RUNS = 5  # timed runs; the fastest counts
+ITERATIONS = 4  # iterations per run, so that the host can launch ahead of the device
 NO_OVERLAP_TOKENS = 1 << 62  # stands for None where workers agree on an integer
 MAX_OVERLAP_RATIO = 0.98  # of overlapped time to other layouts' time: overlapping costs host time, too
-MAX_CAPTURED_TOKENS = 256  # most steps up to this size run in CUDA graphs and are timed so; they never overlap
-ITERATIONS = 4  # iterations per run, so that the host can launch ahead of the device
+MAX_CAPTURED_TOKENS = (
+    256  # steps up to this size are timed as CUDA graphs, in which most of them run; they never overlap
+)
 
 
-def calibrate(model: CausalLM, peers: ProcessGroups, max_tokens: int, async_from: int | None = None) -> None:
+def calibrate_tensor_parallel(
+    model: CausalLM, peers: ProcessGroups, max_tokens: int, async_tp_threshold: int | None = None
+) -> None:
     """Set the thresholds of the model's TensorParallel, equal on all workers of the replica.
 
-    max_tokens   maximum tokens of a step
-    async_from   smallest step, in tokens, that overlaps GEMMs with collectives; 0: none; None: measure it
+    max_tokens          maximum tokens of a step
+    async_tp_threshold  smallest step, in tokens, that overlaps GEMMs with collectives; 0: none; None: measure it
 
     All workers call this at the same point. On CPUs, and without tensor parallelism, nothing changes. With
     `ordered` sums, every step all-reduces. Worker 0's times decide: a collective ends at the same time everywhere.
-    Raises InvalidField if `async_from` requests overlap and the devices do not support it.
+    Raises InvalidField if `async_tp_threshold` requests overlap and the devices do not support it.
     """
     tensor = model.tensor
     if tensor is None:
         return
-    # Over all stages. This also waits until the last worker has its weights.
+    # The minimum is that of all pipeline stages. This also waits until the last worker has its weights.
     symmetric = bool(peers.all_reduce_min(tensor.symmetric))
-    if async_from and not symmetric:
-        raise InvalidField("async_tp_threshold", async_from, "0 (these devices cannot read each other's memory)")
+    if async_tp_threshold and not symmetric:
+        raise InvalidField(
+            "async_tp_threshold", async_tp_threshold, "0 (these devices cannot read each other's memory)"
+        )
     if tensor.ordered:
         tensor.max_all_reduce_tokens = max_tokens
         return
     if tensor.device.type != "cuda":
         return
-    if async_from != 0 and symmetric:
+    if async_tp_threshold != 0 and symmetric:
         tensor.reserve(max_tokens, model.config.hidden_size, model.dtype)
-    tensor.max_exchange_bytes = peers.broadcast_from_first(_exchanged_bytes(tensor))
-    measured = _measure(model, max_tokens, may_overlap=symmetric and async_from is None)
+    tensor.max_exchange_bytes = peers.broadcast_from_first(_measure_max_exchange_bytes(tensor))
+    timings = _time_layouts(model, max_tokens, may_overlap=symmetric and async_tp_threshold is None)
     if peers.coordinates.number == 0:
-        log.debug("%s", format_times(*measured))
-    all_reduce_tokens, overlap_tokens = map(peers.broadcast_from_first, choose_thresholds(*measured))
-    overlap_tokens = async_from or overlap_tokens
+        log.debug("%s", format_times(*timings))
+    all_reduce_tokens, overlap_tokens = map(peers.broadcast_from_first, choose_thresholds(*timings))
+    overlap_tokens = async_tp_threshold or overlap_tokens
     tensor.max_all_reduce_tokens = all_reduce_tokens
     tensor.min_overlap_tokens = None if overlap_tokens == NO_OVERLAP_TOKENS else overlap_tokens
 
 
-def _exchanged_bytes(tensor: TensorParallel) -> int:
-    """Return the size in bytes up to which the in-kernel exchange is faster than the all-reduce collective."""
+def log_thresholds(model: CausalLM, coordinates: RankCoordinates) -> None:
+    """Log the thresholds between layouts, on worker 0."""
+    tensor = model.tensor
+    if tensor is None or coordinates.number:
+        return
+    overlap = "never" if tensor.min_overlap_tokens is None else f"from {tensor.min_overlap_tokens} tokens on"
+    log.info(
+        "tp %d: all-reduce up to %d tokens a step, then sequence parallelism; GEMMs overlap with collectives %s",
+        *(tensor.ranks, tensor.max_all_reduce_tokens, overlap),
+    )
+
+
+def _measure_max_exchange_bytes(tensor: TensorParallel) -> int:
+    """Return the bytes up to which the one-shot all-reduce (`exchange`) is faster than NCCL's; 0 without it."""
     if tensor.exchange is None:
         return 0
     sizes = [1 << bit for bit in range(12, 40) if 1 << bit <= MAX_ALL_REDUCE_BYTES]
-    exchange = [_sum_seconds(tensor, size, MAX_ALL_REDUCE_BYTES) for size in sizes]
-    collective = [_sum_seconds(tensor, size, 0) for size in sizes]
-    return crossover(sizes, exchange, collective)
+    one_shot = [_all_reduce_seconds(tensor, size, MAX_ALL_REDUCE_BYTES) for size in sizes]
+    nccl = [_all_reduce_seconds(tensor, size, 0) for size in sizes]
+    return crossover(sizes, one_shot, nccl)
 
 
-def _sum_seconds(tensor: TensorParallel, size: int, max_exchange_bytes: int) -> float:
-    """Return the time of an all-reduce of `size` bytes, by the exchange if that is at most `max_exchange_bytes`."""
+def _all_reduce_seconds(tensor: TensorParallel, size: int, max_exchange_bytes: int) -> float:
+    """Return the time of an all-reduce of `size` bytes, one-shot if `size` is at most `max_exchange_bytes`."""
     tensor.max_exchange_bytes = max_exchange_bytes
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=tensor.device)
     return _seconds(lambda: tensor.sum(x), tensor.device, captured=True)
@@ -91,10 +115,10 @@ class LayoutTimings(NamedTuple):
     overlapped: list[float]
 
 
-def _measure(model: CausalLM, max_tokens: int, *, may_overlap: bool) -> LayoutTimings:
+def _time_layouts(model: CausalLM, max_tokens: int, *, may_overlap: bool) -> LayoutTimings:
     """Time one layer at all sizes in all layouts.
 
-    The measurements do not depend on earlier times: ranks see different times, and must launch the same collectives.
+    No measurement depends on earlier times: they differ between ranks, and ranks must launch the same collectives.
     """
     sizes = _sizes(max_tokens)
     sequence_parallel = [layer_seconds(model, SequenceParallelLayout, tokens) for tokens in sizes]
@@ -127,17 +151,18 @@ def choose_thresholds(
 ) -> tuple[int, int]:
     """Return `max_all_reduce_tokens`, and `min_overlap_tokens` or NO_OVERLAP_TOKENS, by the layouts' seconds.
 
-    `sizes` ascend. `max_all_reduce_tokens` ignores the overlapped layout, which takes precedence wherever it is chosen.
+    `sizes` ascend. The overlapped layout takes precedence over the others, so that it does not count for
+    `max_all_reduce_tokens`.
 
     >>> choose_thresholds([16, 32, 64, 128], [1, 2, 4, 9], [2, 2, 3, 6], [9, 9, 2, 4])
     (32, 64)
     """
-    overlap_from = NO_OVERLAP_TOKENS
+    min_overlap_tokens = NO_OVERLAP_TOKENS
     for tokens, seconds, *others in reversed(list(zip(sizes, overlapped, all_reduce, sequence_parallel, strict=True))):
         if seconds > MAX_OVERLAP_RATIO * min(others):
             break
-        overlap_from = tokens
-    return crossover(sizes, all_reduce, sequence_parallel), overlap_from
+        min_overlap_tokens = tokens
+    return crossover(sizes, all_reduce, sequence_parallel), min_overlap_tokens
 
 
 def crossover(sizes: Sequence[int], times: Sequence[float], other_times: Sequence[float]) -> int:
@@ -184,7 +209,7 @@ def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool)
 
     launch()  # compiles and allocates
     if captured:
-        launch = _graph(launch, device)
+        launch = _captured(launch, device)
     seconds = []
     for _ in range(RUNS + 1):  # the first run warms up
         torch.cuda.synchronize(device)
@@ -195,8 +220,11 @@ def _seconds(run: Callable[[], object], device: torch.device, *, captured: bool)
     return min(seconds[1:])
 
 
-def _graph(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture `launch` as a CUDA graph; thread-local mode tolerates CUDA calls of the collectives' threads."""
+def _captured(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture `launch` as a CUDA graph, and return the function that replays it.
+
+    Thread-local mode tolerates CUDA calls of the collectives' threads.
+    """
     torch.cuda.synchronize(device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -1,4 +1,8 @@
-"""Report a model's kernels on this machine and their times, for callers that may not import tok_kernels."""
+"""Report which kernels a model uses on this machine, their times, and the lower bound on a decode step's time.
+
+The commands `tok kernels`, `tok bench kernels` and `tok bench steps` call this in their own process, without an engine:
+tok_server may not import tok_kernels.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from tok_core.model_config import read_config, resolve
 from tok_core.models import weight_reads
 from tok_core.parallel import ShardPlan
 from tok_core.quantization import read_quantization
-from tok_core.worker.startup.backend import attention_shape, choose_cache_dtype, choose_device, choose_dtype
+from tok_core.worker.startup.resolve import attention_shape, choose_cache_dtype, choose_device, choose_dtype
 from tok_core.worker.state import kv_bytes_per_token
 from tok_kernels import AttentionShape, choose
 from tok_kernels.attention.interface import PHASES, Phase
@@ -24,19 +28,28 @@ from tok_kernels.measure import ExpertShape, KernelTime, ModelShape, measure_ban
 if TYPE_CHECKING:
     from tok_kernels.calibration import Measurement  # loads Triton
 
-__all__ = ["KernelTime", "KernelsMeasured", "PhaseReport", "StepFloor", "measure", "phases", "step_floor"]
+__all__ = [
+    "KernelTime",
+    "KernelsMeasured",
+    "PhaseReport",
+    "StepFloor",
+    "floor_at",
+    "report_attention",
+    "step_floor",
+    "time_kernels",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """Kernels chosen for each phase of attention, with the measurements behind the choice.
+    """Kernel chosen for each phase of attention, with the measurements behind the choice.
 
     shape      attention shape of rank 0 of `tp` ranks
     fastest    chosen kernel of each phase
-    cached     whether the results were read from `directory` instead of measured
+    cached     whether the results were read from `directory`, instead of measured now
     measured   all measurements
-    rejected   kernels that were not candidates or failed, with the reasons
-    launches   tuned launch configurations
+    rejected   reasons why kernels were no candidates or failed, by kernel
+    launches   tuned launch configurations, one line each
     """
 
     device: str
@@ -52,12 +65,12 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class KernelsMeasured:
-    """Limits of the machine, and the kernels' times on the shard of rank 0 of `tp` ranks.
+    """Limits of the device, and times of a model's kernels on the shard of rank 0 of `tp` ranks.
 
-    bandwidth  TB/s of a copy
-    rate       TFLOP/s of GEMMs
+    bandwidth  TB/s of a copy, reads and writes added
+    rate       TFLOP/s of GEMMs in the model's dtype
     fp8_rate   TFLOP/s of float8 GEMMs; 0: the device has none
-    kernels    kernels and their times, each measured when it is requested
+    kernels    kernels with their times, each measured when the iterator reaches it
     """
 
     device: str
@@ -73,11 +86,11 @@ class KernelsMeasured:
 class StepFloor:
     """Lower bound on the time of a decode step: the bytes that rank 0 of each stage reads, at the bandwidth of a copy.
 
-    bandwidth    bytes per second, reads and writes added
-    weights      bytes of weights that every step reads
-    experts      bytes of all experts
-    chosen_share share of the experts that a token chooses
-    kv_bytes     bytes of keys and values of a cached position, all layers together
+    bandwidth     bytes per second, reads and writes added
+    weights       bytes of weights that every step reads
+    experts       bytes of all experts
+    chosen_share  share of the experts that a token chooses
+    kv_bytes      bytes of keys and values of a cached position, all layers together
     """
 
     bandwidth: float
@@ -87,13 +100,16 @@ class StepFloor:
     kv_bytes: int
 
     def milliseconds(self, rows: int, positions: int) -> float:
-        """Return the floor of a step of `rows` that read `positions` each, if tokens choose experts evenly."""
+        """Return the lower bound for `rows` decode rows of `positions` positions each, if experts are chosen evenly."""
         experts = self.experts * (1 - (1 - self.chosen_share) ** rows)
         return (self.weights + experts + rows * positions * self.kv_bytes) / self.bandwidth * 1e3
 
 
 def step_floor(config: EngineConfig) -> StepFloor | None:
-    """Return the floor of decode steps on this machine; None without a CUDA device. Raises InvalidField, ModelError."""
+    """Return the lower bound on decode steps on this machine; None without a CUDA device.
+
+    Raises InvalidField and ModelError, as `floor_at` does.
+    """
     device = choose_device(config, 0, RankCoordinates())
     if device.type != "cuda":
         return None
@@ -103,12 +119,10 @@ def step_floor(config: EngineConfig) -> StepFloor | None:
 
 
 def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
-    """Return the floor of decode steps on devices of this bandwidth. Raises InvalidField, ModelError."""
+    """Return the lower bound on decode steps on devices of this bandwidth. Raises InvalidField, ModelError."""
     path = resolve(config.model, config.data_dir, config.revision)
-    model, quantization = (
-        read_config(path, config.ignore_config_keys or ()),
-        read_quantization(path, config.quantization),
-    )
+    model = read_config(path, config.ignore_config_keys or ())
+    quantization = read_quantization(path, config.quantization)
     dtype = choose_dtype(config.dtype, choose_device(config, 0, RankCoordinates()))
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     weights = experts = kv_bytes = 0
@@ -120,19 +134,19 @@ def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
     return StepFloor(bandwidth, weights, experts, chosen_share, kv_bytes)
 
 
-def phases(config: EngineConfig, sizes: Mapping[str, int], *, remeasure: bool) -> PhaseReport:
-    """Return the kernels for each attention phase of `config.model`, on one rank's shard if `config.tp` is above 1.
+def report_attention(config: EngineConfig, sizes: Mapping[str, int], *, remeasure: bool) -> PhaseReport:
+    """Return the kernels for each attention phase of `config.model`, on rank 0's shard if `config.tp` is above 1.
 
-    The result is read from disk; it is measured if the disk has none or `remeasure` is set. `sizes` replace the model's
-    sizes, by the names of AttentionShape. Raises InvalidField, ModelError, or EngineError if no kernel computes a
-    phase.
+    The choice stored by an earlier calibration is returned. Without one, or with `remeasure`, calibration runs now and
+    stores its choice. `sizes` replace the model's sizes, by the names of AttentionShape. Raises InvalidField,
+    ModelError, or EngineError if no kernel computes a phase.
     """
-    device, model = shapes(config, sizes)
+    device, model = shard_shape(config, sizes)
     shape = model.attention
     if device.type != "cuda" or config.backend == "reference":
         if config.backend not in ("auto", "reference"):
             raise InvalidField("backend", config.backend, f"auto or reference on {device.type}")
-        return PhaseReport(_name(device), config.tp, shape, dict.fromkeys(PHASES, "reference"))
+        return PhaseReport(_device_name(device), config.tp, shape, dict.fromkeys(PHASES, "reference"))
     from tok_kernels.calibration import cache_directory, calibrate, list_candidates, stored_choice
 
     candidates, rejected = list_candidates(shape, device, config.backend)
@@ -142,7 +156,7 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, remeasure: bool) -
     except ValueError as error:
         raise EngineError("; ".join([str(error), *rejected.values()])) from None
     return PhaseReport(
-        device=_name(device),
+        device=_device_name(device),
         tp=config.tp,
         shape=shape,
         fastest=choice.fastest,
@@ -154,13 +168,13 @@ def phases(config: EngineConfig, sizes: Mapping[str, int], *, remeasure: bool) -
     )
 
 
-def measure(config: EngineConfig) -> KernelsMeasured:
-    """Measure every kernel of `config.model`, or of one rank's shard with `config.tp`, and its lower bound on it.
+def time_kernels(config: EngineConfig) -> KernelsMeasured:
+    """Time the kernels of `config.model`, on rank 0's shard if `config.tp` is above 1, beside their lower bounds.
 
     Only one device is used, whatever `tp` is. Raises InvalidField unless on a CUDA device, ModelError, and EngineError
     if no kernel computes the model's attention.
     """
-    device, model = shapes(config, {})
+    device, model = shard_shape(config, {})
     if device.type != "cuda":
         raise InvalidField("device", config.device, "cuda (kernels are measured on a CUDA device)")
     try:
@@ -169,7 +183,7 @@ def measure(config: EngineConfig) -> KernelsMeasured:
         raise EngineError(str(error)) from None
     machine, kernels = measure_kernels(backend, model, device)
     return KernelsMeasured(
-        device=_name(device),
+        device=_device_name(device),
         backend=backend.name,
         tp=config.tp,
         bandwidth=machine.bandwidth / 1e12,
@@ -179,8 +193,10 @@ def measure(config: EngineConfig) -> KernelsMeasured:
     )
 
 
-def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelShape]:
-    """Return a device, and the sizes of rank 0's shard of `config.model`, with `sizes` in place of the model's own.
+def shard_shape(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device, ModelShape]:
+    """Return the device to measure, and the sizes of rank 0's shard of `config.model`.
+
+    `sizes` replace the model's own: heads, kv_heads, head_dim, layers.
 
     Raises InvalidField, which names `tp` if the model cannot be sharded in this way, and ModelError.
     """
@@ -205,10 +221,8 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     shard_plan = ShardPlan.of(
         model, RankCoordinates(ranks=config.tp, ep=config.ep, redundant_experts=config.redundant_experts)
     )
-    local, cache_dtype = (
-        shard_plan.local(model),
-        choose_cache_dtype(config.kv_cache_dtype, dtype, read_quantization(path)),
-    )
+    local = shard_plan.local(model)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, read_quantization(path))
     attention = attention_shape(local, config.page_size, dtype, cache_dtype)
     experts = None
     if model.moe is not None:
@@ -218,5 +232,5 @@ def shapes(config: EngineConfig, sizes: Mapping[str, int]) -> tuple[torch.device
     return device, ModelShape(attention, local.hidden_size, local.intermediate_size, vocabulary, experts)
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
