@@ -130,21 +130,21 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
     assert total_graph_rows(576) == 2 * 576 + 4 * sum(size for size in graph_sizes(576) if size <= 512)
 
 
-def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_chunk(
+def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_block(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, portions, draw_one = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._sample_block
+    runner, blocks, sample_block = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._sample_block
 
-    def noted(*arguments: Any) -> Sampled:
-        portions.append(arguments[-1])
-        return draw_one(*arguments)
+    def recording(*arguments: Any) -> Sampled:
+        blocks.append(arguments[-1])
+        return sample_block(*arguments)
 
-    monkeypatch.setattr(sampling, "_sample_block", noted)
+    monkeypatch.setattr(sampling, "_sample_block", recording)
     monkeypatch.setattr(sampling, "MAX_GATHERED_ROWS", 8)
     words = -(-runner.model.config.vocab_size // 32)
     step = dummy_step(decode=20, masked=20, mask_words=words, filtered=20, penalised=20, top_logprobs=2)
     assert len(run_dummy_step(runner, step).token) == 20
-    assert portions == [slice(0, 20)]
+    assert blocks == [slice(0, 20)]
 
 
 @pytest.mark.parametrize("coordinates", [RankCoordinates(), RankCoordinates(0, 2), RankCoordinates(1, 2)], ids=str)

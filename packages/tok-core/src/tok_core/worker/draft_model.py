@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +72,20 @@ class HiddenStates:
     def at(self, kv_index: Tensor) -> Tensor:
         """Return a copy of the hidden states in these rows of the cache."""
         return self._cache_LN.index_select(0, kv_index)
+
+
+class DraftRows(NamedTuple):
+    """Rows of a pass. A row feeds `token` at `position` of `slot` if the position is before its `end`, else nothing.
+
+    slot    int32 `[R]`; tokens, positions and ends are int64
+    hidden  hidden states that a head reads, `[R, N]`; None: the draft model is no head
+    """
+
+    slot: Tensor
+    token: Tensor
+    position: Tensor
+    end: Tensor
+    hidden: Tensor | None
 
 
 class DraftModelRunner:
@@ -137,6 +152,7 @@ class DraftModelRunner:
             return drafted.int()
         slot, (token, position, end) = staged["draft_slot"], staged["draft_row"]
         hidden = None if self.reader is None else self.reader.at(self._state.kv_index(slot, position))
+        rows = DraftRows(slot, token, position, end, hidden)
         graphs = self.graphs.size(len(drafts.slot)) is not None
         if graphs:
             self.graphs.load(staged, hidden)
@@ -144,9 +160,9 @@ class DraftModelRunner:
             if graphs:
                 sampled = self.graphs.replay(count if number else len(drafts.slot), max_kv)[:count]
             else:
-                host = self._host_lengths(drafts, number)
-                sampled, hidden = self._run_pass(slot, token, position, end, hidden, count, max_kv, host)
-                slot, token, position, end = slot[:count], sampled, position[:count] + 1, end[:count]
+                sampled, output = self._run_pass(rows, count, max_kv, self._host_lengths(drafts, number))
+                hidden = None if rows.hidden is None else output
+                rows = DraftRows(rows.slot[:count], sampled, rows.position[:count] + 1, rows.end[:count], hidden)
             drafted[:, number] = sampled
         self._state.columns.last_token[staged["draft_lent"]] = drafted
         return drafted.int()
@@ -159,7 +175,8 @@ class DraftModelRunner:
         hidden_RN  hidden states that a head reads; None: the draft model is no head
         """
         token, position, end = row_3R
-        sampled, output_RN = self._run_pass(slot_R, token, position, end, hidden_RN, len(slot_R), max_kv, None)
+        rows = DraftRows(slot_R, token, position, end, hidden_RN)
+        sampled, output_RN = self._run_pass(rows, len(slot_R), max_kv, None)
         token.copy_(sampled)
         position.add_(1)
         if hidden_RN is not None:
@@ -189,38 +206,28 @@ class DraftModelRunner:
         token = staged["draft_chunk_token"].long()
         self.model(token, position, kv_index, self._caches, batch, no_logits, hidden_TN=hidden)
 
-    def _run_pass(
-        self,
-        slot_R: Tensor,
-        token_R: Tensor,
-        position_R: Tensor,
-        end_R: Tensor,
-        hidden_RN: Tensor | None,
-        count: int,
-        max_kv: int,
-        host: HostLengths | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Feed a token of each row whose position is before its end, and sample tokens of the first `count` rows.
+    def _run_pass(self, rows: DraftRows, count: int, max_kv: int, host: HostLengths | None) -> tuple[Tensor, Tensor]:
+        """Feed the rows, and sample tokens of the first `count` rows.
 
-        Return these tokens, and the model's output of the same rows. `hidden_RN` may change in place.
+        Return these tokens, and the model's output of the same rows. `rows.hidden` may change in place.
         """
-        live = position_R < end_R
-        position_R = torch.where(live, position_R, 0)
+        slot_R, live = rows.slot, rows.position < rows.end
+        position_R = torch.where(live, rows.position, 0)
         kv_index = torch.where(live, self._state.kv_index(slot_R, position_R), self._state.columns.scratch)
-        rows = len(slot_R)
+        size = len(slot_R)
         batch = AttentionBatch(
             page_table=self._state.columns.page_table,
             slots=slot_R,
-            q_start=torch.arange(rows + 1, dtype=torch.int32, device=slot_R.device),
+            q_start=torch.arange(size + 1, dtype=torch.int32, device=slot_R.device),
             kv_len=torch.where(live, position_R + 1, 0).int(),
             kv_start=torch.zeros_like(slot_R),
-            num_decode=rows,
+            num_decode=size,
             max_q=1,
             max_kv=max_kv,
             host=host,
         )
-        logit_row = None if count == rows else torch.arange(count, device=slot_R.device)
-        output = self.model(token_R, position_R, kv_index, self._caches, batch, logit_row, hidden_TN=hidden_RN)
+        logit_row = None if count == size else torch.arange(count, device=slot_R.device)
+        output = self.model(rows.token, position_R, kv_index, self._caches, batch, logit_row, hidden_TN=rows.hidden)
         sampled_position = position_R[:count] + 1 + self._token_offset
         return self._sample(output, slot_R[:count], sampled_position), output
 

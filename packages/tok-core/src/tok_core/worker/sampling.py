@@ -22,9 +22,7 @@ from tok_core.sampling_params import DEVICE_COLUMNS, Stage
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 
-MAX_GATHERED_ROWS = (
-    256  # rows sampled at once if ranks gather logits of the whole vocabulary; bounds the logits' memory
-)
+MAX_GATHERED_ROWS = 256  # rows sampled at once if ranks gather logits of the whole vocabulary; bounds their memory
 
 _OPTION_ROWS = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
 

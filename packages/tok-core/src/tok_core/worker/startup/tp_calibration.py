@@ -34,9 +34,7 @@ RUNS = 5  # timed runs; the fastest counts
 ITERATIONS = 4  # iterations per run, so that the host can launch ahead of the device
 NO_OVERLAP_TOKENS = 1 << 62  # stands for None where workers agree on an integer
 MAX_OVERLAP_RATIO = 0.98  # of overlapped time to other layouts' time: overlapping costs host time, too
-MAX_CAPTURED_TOKENS = (
-    256  # steps up to this size are timed as CUDA graphs, in which most of them run; they never overlap
-)
+MAX_CAPTURED_TOKENS = 256  # steps up to this size are timed as CUDA graphs, which run most of them; none overlaps
 
 
 def calibrate_tensor_parallel(
