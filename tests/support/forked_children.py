@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import process, reduction
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +15,26 @@ from support.fork_server import fork_server
 
 
 class ForkedChild:
-    """What `ProcessReplica` uses of `subprocess.Popen`, for `python -c CODE` with a pipe as standard input.
+    """What tests use of `subprocess.Popen`, for `python -c CODE` with a pipe as standard input.
 
-    The child has this process's environment, standard output and standard error.
+    The child has this process's environment and standard error, and its standard output unless `stdout` is a pipe.
     """
 
-    def __init__(self, arguments: list[str], stdin: int) -> None:
+    def __init__(self, arguments: list[str], stdin: int, stdout: int | None = None) -> None:
         assert arguments[:2] == [sys.executable, "-c"]
         assert stdin == subprocess.PIPE
+        assert stdout in (None, subprocess.PIPE)
         read, write = os.pipe()
         self.stdin = os.fdopen(write, "wb")
+        printed, output = (None, 1) if stdout is None else os.pipe()
+        self.stdout = None if printed is None else os.fdopen(printed)
         self.returncode: int | None = None
-        files = [Descriptor(number) for number in (read, 1, 2)]
+        files = [Descriptor(number) for number in (read, output, 2)]
         child = fork_server().Process(target=_run, args=(arguments[2], dict(os.environ), files))
         child.start()
         os.close(read)
+        if stdout is not None:
+            os.close(output)
         process._children.discard(child)  # type: ignore[attr-defined]  # it would be polled when another one starts
         assert child.pid is not None
         self.pid = child.pid
@@ -48,6 +54,15 @@ class ForkedChild:
     def kill(self) -> None:
         if not self._ended.is_set():
             self._popen.kill()
+
+    def close(self) -> None:
+        """Kill the process, wait for its end, and close the pipes."""
+        self.kill()
+        self.wait()
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        if self.stdout is not None:
+            self.stdout.close()
 
     def _wait(self) -> None:
         self.returncode = self._popen.wait()

@@ -1,11 +1,6 @@
 """A trainer in its own process, rank 0 of a gloo group, that broadcasts a model's weights as SGLang's trainers do.
 
-    python -m support.trainer PORT WORLD_SIZE GROUP BUCKET_BYTES STALL MODEL…
-    python -m support.trainer share MODEL
-
-
-The first prints "joined", then waits for a line of standard input before it broadcasts each MODEL. It stops for ever
-before the broadcast number STALL. The second shares a model's tensors by CUDA IPC; see `share`.
+`python -m support.trainer MODEL` shares a model's tensors by CUDA IPC instead; see `share`.
 """
 
 from __future__ import annotations
@@ -26,6 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper
 from torch.distributed.rendezvous import rendezvous
 
+from support.forked_children import ForkedChild
 from tok_core.worker.transfer import export_tensors
 
 NEVER = 1 << 30
@@ -52,17 +48,22 @@ def update_info(tensors: dict[str, Tensor]) -> dict[str, list[object]]:
 @contextmanager
 def trainer(
     port: int, world_size: int, *models: Path, group: str = "weight_transfer", bucket_bytes: int = 0, stall: int = NEVER
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a trainer; it is killed at the end."""
-    with run(port, world_size, group, bucket_bytes, stall, *models) as process:
+) -> Iterator[ForkedChild]:
+    """Run `main` in a forked process, which is killed at the end."""
+    arguments = (port, world_size, group, bucket_bytes, stall, *map(str, models))
+    code = f"from support.trainer import main; main{arguments}"
+    process = ForkedChild([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
         yield process
+    finally:
+        process.close()
 
 
 @contextmanager
-def run(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Run this module with these arguments; it is killed at the end."""
+def sharer(model: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run `share` in a process of its own, which is killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "support.trainer", *map(str, arguments)],
+        [sys.executable, "-m", "support.trainer", str(model)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -75,14 +76,13 @@ def run(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def send_line(process: subprocess.Popen[str]) -> None:
+def send_line(process: ForkedChild) -> None:
     """Let the trainer broadcast its next model."""
-    assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(b"\n")
     process.stdin.flush()
 
 
-def read_line(process: subprocess.Popen[str]) -> str:
+def read_line(process: ForkedChild | subprocess.Popen[str]) -> str:
     """Return the next line that the trainer prints."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
@@ -107,16 +107,18 @@ def join(port: int, world_size: int, group: str) -> dist.ProcessGroup:
     return pg
 
 
-def main(port: str, world_size: str, group: str, bucket_bytes: str, stall: str, *models: str) -> None:
-    """Run the trainer."""
-    limit = int(bucket_bytes)
-    pg = join(int(port), int(world_size), group)
+def main(port: int, world_size: int, group: str, bucket_bytes: int, stall: int, *models: str) -> None:
+    """Print "joined" when the group is complete; wait for a line of standard input before each model is broadcast.
+
+    stall  number of the broadcast before which the trainer stops for ever
+    """
+    pg = join(port, world_size, group)
     print("joined", flush=True)
     sent = 0
     for model in models:
         sys.stdin.readline()
-        for data in broadcasts(list(weights(Path(model)).values()), limit):
-            if sent == int(stall):
+        for data in broadcasts(list(weights(Path(model)).values()), bucket_bytes):
+            if sent == stall:
                 print("stalled", flush=True)
                 sys.stdin.read()  # until this process is killed, or the test's
             dist.broadcast(data, 0, group=pg)
@@ -148,4 +150,4 @@ def share(model: str) -> None:
 
 
 if __name__ == "__main__":
-    share(sys.argv[2]) if sys.argv[1] == "share" else main(*sys.argv[1:])
+    share(sys.argv[1])

@@ -17,7 +17,7 @@ from support.grouping import group_eagerly
 from support.setup_audit import set_up_late
 from support.tiny_eagle3 import ReferenceHead, make_head, make_target
 from support.tiny_models import KINDS, change_weights, make_model, reference_greedy
-from support.trainer import read_line, run
+from support.trainer import read_line, sharer
 from tok_core import Engine, EngineConfig, EngineError, ModelError, SamplingParams
 from tok_core.messages import IpcHandle
 
@@ -126,7 +126,7 @@ def test_tensors_of_another_process_on_the_gpu_are_read_in_place(tmp_path: Path,
     old, new = (make_model("qwen2", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     with engine(new, dtype="bfloat16") as one:
         wanted = [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)]
-    with engine(old, dtype="bfloat16") as one, run("share", new) as trainer:
+    with engine(old, dtype="bfloat16") as one, sharer(new) as trainer:
         assert [output.outputs[0].token_ids for output in one.generate(ASKED, GREEDY)] != wanted
         info = json.loads(read_line(trainer))
         handles = [

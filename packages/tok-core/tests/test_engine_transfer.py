@@ -6,7 +6,6 @@ import ctypes
 import os
 import pickle
 import signal
-import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from support.engines import cpu_engine, manager_of, random_prompts
+from support.forked_children import ForkedChild
 from support.patience import wait_until
 from support.serving import free_port
 from support.tiny_models import change_weights, make_model, reference_greedy
@@ -93,7 +93,7 @@ def test_all_workers_get_what_the_trainer_broadcasts(
         assert engine.stats()["restarts"] == 0
 
 
-def kill_when_stalled(process: subprocess.Popen[str]) -> None:
+def kill_when_stalled(process: ForkedChild) -> None:
     assert read_line(process) == "stalled"
     process.kill()
 
