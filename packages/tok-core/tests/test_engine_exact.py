@@ -22,7 +22,7 @@ from tok_core import RequestOutput, SamplingParams
 LENGTHS = (1, 2, 4, 5, 15, 16, 17, 33, 64, 65, 128, 200)
 PROMPTS = dict(zip(LENGTHS, random_prompts(LENGTHS), strict=True))
 GROWN = (0, 1, 3, 4, 7, 8)
-NEW = 64
+NEW = 32
 SOME_KINDS = ("llama3", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe")  # RoPE scaling, biases, norms, experts
 
 
@@ -127,7 +127,7 @@ def test_generated_tokens_are_found_in_the_prefix_cache(directory: Path) -> None
         outputs = one.generate(asked(wanted[:1]), greedy())
         longer = [wanted[0].prompt + wanted[0].tokens]
         outputs += one.generate(longer, greedy())
-        assert outputs[1].cached_tokens == 96  # of 97: the last token has no key and value yet
+        assert outputs[1].cached_tokens == 64  # of 65: the last token has no key and value yet
         ((tokens, logprobs),) = reference_greedy(path, longer, NEW)
         assert_equal(outputs, [wanted[0], Case(longer[0], tokens, logprobs)])
         outputs = one.generate(asked(wanted[1:]), greedy())  # 41 tokens; the cached ones end inside a page
@@ -160,9 +160,9 @@ def test_samples_have_the_same_tokens_with_few_and_with_enough_slots(directory: 
     path = model(directory, "llama")
     # Entries copied of the last page: some, all but one, none.
     prompts = [PROMPTS[length] for length in (4, 16, 17, 33)]
-    params = SamplingParams(n=40, temperature=temperature, seed=5, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(n=16, temperature=temperature, seed=5, max_tokens=12, ignore_eos=True)
     found = []
-    for running in (160, 3):
+    for running in (64, 3):
         with cpu_engine(path, max_running=running) as one:
             # In one call, the prompts would take turns.
             outputs = [one.generate([prompt], params)[0] for prompt in prompts]
@@ -170,7 +170,7 @@ def test_samples_have_the_same_tokens_with_few_and_with_enough_slots(directory: 
             assert one.stats()["preemptions"] == 0
     assert found[0] == found[1]
     distinct = len({tuple(tokens) for tokens in found[0][0]})
-    assert distinct == 1 if temperature == 0 else distinct > 30
+    assert distinct == 1 if temperature == 0 else distinct > 12
 
 
 def test_preempted_sequences_keep_their_tokens(path: Path) -> None:
