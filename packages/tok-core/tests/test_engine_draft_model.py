@@ -39,6 +39,8 @@ from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingPa
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
 from tok_core.manager.speculation.step_costs import DraftCandidate
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -146,10 +148,11 @@ def test_distribution_of_samples_is_that_of_transformers(path: Path, noisy: Path
         make_cheap(engine)
         speculator = manager_of(engine).speculator
         assert speculator is not None
-        none = np.full((params.n, 2), NO_TOKEN, np.int32), np.zeros((params.n, 2))
+        none = np.full((512, 2), NO_TOKEN, np.int32), np.zeros((512, 2))
         setattr(speculator, "propose", lambda slots, count: tuple(one[: len(slots), :count].copy() for one in none))  # noqa: B010
-        for seed in range(400):
-            outputs += engine.generate([STEM], msgspec.structs.replace(params, seed=seed))[0].outputs
+        some = [msgspec.structs.replace(params, seed=seed) for seed in range(400)]
+        for output in engine.generate([STEM] * len(some), some):
+            outputs += output.outputs
         found = engine.stats()
     assert 0.2 < found["model_accepted_tokens"] / found["model_drafted_tokens"] < 0.95
     assert found["model_drafted_tokens"] > 1000

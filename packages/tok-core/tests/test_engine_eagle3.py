@@ -42,6 +42,8 @@ from tok_core import Engine, EngineConfig
 from tok_core.config import all_coordinates
 from tok_kernels import SamplingBatch, choose
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
