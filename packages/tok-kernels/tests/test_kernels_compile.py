@@ -1,6 +1,6 @@
 """Tests that every Triton kernel compiles for compute capability 9.0 (H100, H200) on a machine without a GPU.
 
-The package's own wrappers launch the kernels on meta tensors. A launch compiles its kernel and runs nothing.
+The package's own wrappers launch the kernels on meta tensors, which notes the kernels' variants and runs nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from tok_kernels import (
 from tok_kernels.attention.triton import invariant
 from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.collectives.triton_all_reduce import one_shot_all_reduce
+from tok_kernels.compilation import Variant
 from tok_kernels.linear import triton_invariant
 from tok_kernels.moe import triton_invariant as invariant_moe
 
@@ -310,16 +312,46 @@ def launched_in_sources() -> Iterator[Any]:
 LAUNCHED = {name_of(kernel): kernel for kernel in launched_in_sources()}
 
 
-def compile_for(capability: int, launch: Callable[[], None], cache: Path) -> Mapping[str, list[Any]]:
-    """Return, by kernel, what each launch compiled for GPUs of a compute capability, or the error that it raised."""
-    results: dict[str, list[Any]] = defaultdict(list)
-    run = JITFunction.run
+def facts(variant: Variant) -> set[object]:
+    """Return each value of a variant's constants and options, and each pair of values on which its source may branch.
 
-    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> None:
+    Sources branch on arguments' types, on flags, and on whether a number is zero.
+    """
+    _, signature, _, constants, options, *_ = variant.arguments
+    names = list(signature)
+    values = {(names[path[0]], *path[1:]): value for path, value in constants.items()}
+    branches = {(name, kind) for name, kind in signature.items() if kind != "constexpr"}
+    branches |= {(name, value != 0 if isinstance(value, int | float) else value) for name, value in values.items()}
+    chosen = {(name, getattr(options, name)) for name in ("num_warps", "num_stages", "maxnreg")}
+    return {*values.items(), *chosen, *map(frozenset, combinations(branches, 2))}
+
+
+def covering(variants: list[Variant]) -> Iterator[Variant]:
+    """Yield variants of a kernel that have all facts of all of them; each next one adds the most."""
+    left = [(variant, facts(variant)) for variant in variants]
+    missing = set[object]().union(*(found for _, found in left))
+    while missing:
+        variant, found = max(left, key=lambda one: len(one[1] & missing))
+        missing -= found
+        yield variant
+
+
+def compile_for(capability: int, launch: Callable[[], None], cache: Path) -> Mapping[str, list[Any]]:
+    """Return, by kernel, what was compiled for GPUs of a compute capability, or the error that compiling raised.
+
+    Of the variants that are launched, those are compiled that have the facts of all.
+    """
+    variants: dict[str, dict[str, Variant]] = defaultdict(dict)
+    do_compile = JITFunction._do_compile
+
+    def note(kernel: Any, *arguments: Any) -> None:
+        variants[name_of(kernel)].setdefault(arguments[0], Variant(kernel, arguments))
+
+    def compiled(variant: Variant) -> Any:
         try:
-            results[name_of(kernel)].append(run(kernel, *args, warmup=True, **options))
+            return do_compile(variant.kernel, *variant.arguments)
         except Exception as error:
-            results[name_of(kernel)].append(error)
+            return error
 
     # Triton keeps compiled kernels by device; no real device has a negative number.
     driver = SimpleNamespace(
@@ -330,10 +362,10 @@ def compile_for(capability: int, launch: Callable[[], None], cache: Path) -> Map
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(cache))
         patch.setattr(triton.runtime.driver, "_active", driver)
-        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(JITFunction, "_do_compile", note)
         patch.setattr(launch_config, "supports_pdl", lambda device: capability >= 90)
         launch()
-    return dict(results)
+        return {name: [compiled(one) for one in covering([*found.values()])] for name, found in variants.items()}
 
 
 def check(results: list[Any], target: str) -> None:
