@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
@@ -17,8 +18,6 @@ from tok_client.types import known_fields
 from tok_server.anthropic.endpoint import MESSAGES
 from tok_server.anthropic.request_types import CountTokensRequest, MessagesRequest
 from tok_server.demo import MODEL_DIR
-
-anthropic: Any = import_module("anthropic")
 
 QUESTION = "Tom buys 4 books for 12 dollars each and 3 pens for 5 dollars each. How much does he spend in all?"
 USER: Any = [{"role": "user", "content": QUESTION}]
@@ -37,6 +36,12 @@ WEATHER: Any = {
 CALL: Any = {"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 
+@cache
+def anthropic() -> Any:
+    """Import the client when it is first used: it takes 3 s, and every test process imports this file."""
+    return import_module("anthropic")
+
+
 class Purchase(BaseModel):
     """A purchase."""
 
@@ -52,7 +57,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as one:
+    with anthropic().Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as one:
         yield one
 
 
@@ -80,7 +85,7 @@ def test_sync_and_async_clients_stream_the_whole_answer(client: Any, url: str, s
     assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
 
     async def by_the_other() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as other:
+        async with anthropic().AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as other:
             async with other.messages.stream(**ASKED) as events:
                 text = "".join([part async for part in events.text_stream])
             return [text, (await other.messages.create(**ASKED)).content[0].text]
@@ -107,7 +112,7 @@ def test_client_calls_a_tool_and_continues_with_its_result(client: Any) -> None:
 def test_tool_runner_calls_the_function(client: Any) -> None:
     asked: list[str] = []
 
-    @anthropic.beta_tool  # type: ignore[untyped-decorator,unused-ignore]
+    @anthropic().beta_tool  # type: ignore[untyped-decorator,unused-ignore]
     def weather(city: Literal["Paris", "Rome"]) -> str:
         """Return the weather of a city."""
         asked.append(city)
@@ -154,14 +159,14 @@ def test_refusals_raise_the_clients_own_exceptions(client: Any) -> None:
     def ask(**fields: Any) -> Callable[[], object]:
         return lambda: client.messages.create(**{**ASKED, **fields})
 
-    error = refusal(anthropic.BadRequestError, ask(messages=USER * 100))
+    error = refusal(anthropic().BadRequestError, ask(messages=USER * 100))
     assert error.type == "invalid_request_error"
     assert "prompt is too long" in error.message
     assert "maximum context length is 1024 tokens" in error.message
-    error = refusal(anthropic.BadRequestError, ask(tools=[{"type": "web_search_20250305", "name": "web_search"}]))
+    error = refusal(anthropic().BadRequestError, ask(tools=[{"type": "web_search_20250305", "name": "web_search"}]))
     assert "tools[0].type" in error.message
-    assert refusal(anthropic.NotFoundError, ask(model="other")).type == "not_found_error"
-    assert refusal(anthropic.BadRequestError, ask(stream=True, max_tokens=-1)).type == "invalid_request_error"
+    assert refusal(anthropic().NotFoundError, ask(model="other")).type == "not_found_error"
+    assert refusal(anthropic().BadRequestError, ask(stream=True, max_tokens=-1)).type == "invalid_request_error"
 
 
 def test_every_field_of_the_client_is_honoured_or_refused() -> None:
@@ -182,17 +187,17 @@ def test_limits_raise_the_clients_own_exceptions() -> None:
         def ask(key: str, **fields: Any) -> Callable[[], object]:
             def create() -> object:
                 address = f"http://127.0.0.1:{server.port}"
-                with anthropic.Anthropic(base_url=address, api_key=key, max_retries=0, timeout=PATIENCE) as client:
+                with anthropic().Anthropic(base_url=address, api_key=key, max_retries=0, timeout=PATIENCE) as client:
                     return client.messages.create(**{**ASKED, "max_tokens": 1, **fields})
 
             return create
 
-        assert refusal(anthropic.AuthenticationError, ask("wrong")).type == "authentication_error"
-        large = refusal(anthropic.RequestTooLargeError, ask("secret", system="a" * 3000))
+        assert refusal(anthropic().AuthenticationError, ask("wrong")).type == "authentication_error"
+        large = refusal(anthropic().RequestTooLargeError, ask("secret", system="a" * 3000))
         assert large.status_code == 413
         ask("secret")()
         ask("secret")()
-        assert refusal(anthropic.RateLimitError, ask("secret")).type == "rate_limit_error"
+        assert refusal(anthropic().RateLimitError, ask("secret")).type == "rate_limit_error"
         server.context.draining = True
-        error = refusal(anthropic.OverloadedError, ask("secret"))
+        error = refusal(anthropic().OverloadedError, ask("secret"))
         assert (error.status_code, error.type) == (529, "overloaded_error")
