@@ -61,9 +61,10 @@ async def assert_idle(engine: AsyncEngine) -> None:
     assert engine.stats()["steps_in_flight"] == 0
 
 
-def assert_exact(path: Path, output: RequestOutput, count: int) -> None:
-    assert output.outputs[0].token_ids == reference_greedy(path, [output.prompt_token_ids], count)[0][0]
-    assert output.outputs[0].finish_reason == "length"
+def assert_exact(path: Path, outputs: list[RequestOutput], count: int) -> None:
+    wanted = reference_greedy(path, [output.prompt_token_ids for output in outputs], count)
+    assert [output.outputs[0].token_ids for output in outputs] == [ids for ids, _ in wanted]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
 EVERYWHERE = pytest.mark.parametrize(
@@ -85,9 +86,8 @@ async def test_kept_requests_go_on_where_they_stopped_and_later_ones_wait(path: 
         computed = engine.stats()["computed_tokens"]
         await engine.resume()
         assert not engine.is_paused
-        for stream in streams:
-            assert_exact(path, await stream.output(), 300)
-        assert_exact(path, await late.output(), 4)
+        assert_exact(path, [await stream.output() for stream in streams], 300)
+        assert_exact(path, [await late.output()], 4)
         left = sum(300 - count for count in counts)
         assert engine.stats()["computed_tokens"] - computed < left + 40  # the kept prompts were not computed again
 
@@ -108,9 +108,8 @@ async def test_running_requests_end_before_a_pause_that_waits(path: Path, option
         late[1].abort()
         assert (await late[1].output()).outputs[0].finish_reason == "abort"
         await engine.resume()
-        for stream in streams:
-            assert_exact(path, await stream.output(), 300)
-        assert_exact(path, await late[0].output(), 4)
+        assert_exact(path, [await stream.output() for stream in streams], 300)
+        assert_exact(path, [await late[0].output()], 4)
         assert len(await embedding) == 1
 
 
@@ -131,7 +130,7 @@ async def test_aborted_samples_keep_their_tokens_and_later_requests_wait(path: P
         await assert_idle(engine)
         assert late.output_tokens == 0
         await engine.resume()
-        assert_exact(path, await late.output(), 4)
+        assert_exact(path, [await late.output()], 4)
 
 
 async def test_pauses_may_be_repeated_and_a_paused_engine_updates_its_weights(path: Path, tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ async def test_pauses_may_be_repeated_and_a_paused_engine_updates_its_weights(pa
         await engine.resume()
         await engine.resume()
         output = await stream.output()
-        assert_exact(new, output, 4)
+        assert_exact(new, [output], 4)
         assert output.outputs[0].weight_spans is None
         assert output.outputs[0].weight_version == "1"
         with pytest.raises(InvalidField, match="mode is 'soft'; allowed: keep, wait, abort"):
@@ -165,7 +164,7 @@ async def test_cleared_cache_is_not_read_again_even_while_samples_run(path: Path
         warm = await engine.generate(prompt, SHORT).output()
         assert [one.cached_tokens for one in (first, again, anew, warm)] == [0, 48, 0, 48]
         assert first.outputs[0].token_ids == again.outputs[0].token_ids == anew.outputs[0].token_ids
-        assert_exact(path, await running_stream.output(), 300)
+        assert_exact(path, [await running_stream.output()], 300)
 
 
 async def test_replica_restarted_while_paused_is_paused_with_the_new_weights(path: Path, tmp_path: Path) -> None:
@@ -180,7 +179,7 @@ async def test_replica_restarted_while_paused_is_paused_with_the_new_weights(pat
         await assert_idle(engine)
         await engine.resume()
         output = await stream.output()
-        assert_exact(new, output, 4)
+        assert_exact(new, [output], 4)
         assert output.weight_version == "1"
 
 

@@ -172,9 +172,9 @@ async def test_kept_requests_are_computed_again_and_later_ones_wait(path: Path, 
         late_abort.abort()
         assert (await late_abort.output()).outputs[0].finish_reason == "abort"
         await engine.wake_up()
-        for stream in streams:
-            output = await stream.output()
-            assert output.outputs[0].token_ids == reference_greedy(path, [output.prompt_token_ids], 300)[0][0]
+        outputs = [await stream.output() for stream in streams]
+        together = reference_greedy(path, [output.prompt_token_ids for output in outputs], 300)
+        assert [output.outputs[0].token_ids for output in outputs] == [ids for ids, _ in together]
         wanted = reference_greedy(path, [PROMPTS[1]], 60)[0][0]
         assert [one.token_ids for one in (await forks.output()).outputs] == [wanted] * 4
         assert (await late.output()).outputs[0].token_ids == expected(path)[0]
