@@ -13,6 +13,8 @@ from support.engines import cpu_engine, random_prompts
 from support.tiny_models import make_model
 from tok_core import Engine, EngineConfig, InvalidField, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 NEW = 6
 LENGTHS = (7, 12, 3, 30, 21)  # of the prompts, one for each case
 CASES = {
