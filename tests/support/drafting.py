@@ -42,7 +42,7 @@ PARAMS = {
 SETTINGS: tuple[tuple[int, dict[str, Any]], ...] = (
     (4, {"max_running": 256}),
     (3, {"page_size": 4, "run_ahead": 4, "max_running": 256}),
-    (4, {"page_size": 4, "kv_cache_tokens": 480, "max_running": 32}),  # preempts
+    (4, {"page_size": 4, "kv_cache_tokens": 240, "max_running": 32}),  # preempts
     (16, {"page_size": 1, "max_step_tokens": 48, "max_running": 16, "run_ahead": 1}),
     (8, {"prefix_groups": False, "max_running": 256}),
 )
