@@ -123,17 +123,6 @@ def test_text_that_turns_unpredictable_costs_little() -> None:
     assert world.tokens - tokens == 1000 * 16
 
 
-def test_debt_of_many_sequences_does_not_keep_few_from_drafts() -> None:
-    world = World(512, wait=0.1)
-    world.run(30, 0.9, accepted=0.0)
-    assert world.drafted
-    assert not world.costs.allows(512)
-    assert not world.costs.allows(256)
-    world.sequences, world.wait, before = 8, 2e-4, world.drafted
-    world.run(400, 0.9, accepted=0.9)
-    assert world.drafted - before > 2000
-
-
 def test_best_number_of_drafts_is_chosen() -> None:
     costs, chances = StepCosts(measured=False), np.sort(np.random.default_rng(1).random(300))[::-1]
     for sequences in (1, 5, 30, 200):

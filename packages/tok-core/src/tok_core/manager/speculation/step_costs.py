@@ -20,7 +20,6 @@ MIN_OBSERVATIONS: Final = 2  # of an estimate; the first step of a size may take
 MIN_GAIN: Final = 1.03  # minimum expected speed-up of a step with drafts; less is within the error of estimates
 MAX_LOSS: Final = 0.01  # share of the time of plain steps that drafts may cost
 MAX_CREDIT_STEPS: Final = 4.0  # plain steps; limit of the time saved earlier that drafts may lose later
-OTHER_LOAD: Final = 4  # factor of the number of sequences
 MAX_OVERRUN: Final = 2.0  # factor of the expected seconds that limits an observation; the machine may pause
 HOST_ROWS: Final = 256.0  # rows that take the host as long as the rest of a step with drafts; fits 5 to 1,071 rows
 ASSUMED_ROWS: Final = 256.0  # without measurements: rows that take as long as the rest of a step
@@ -59,11 +58,10 @@ class StepCosts:
 
     A credit in seconds bounds the loss by wrong estimates. Each plain step adds MAX_LOSS of its time. A step with
     drafts adds the time that plain steps would have taken for its tokens, and subtracts its own. No step has drafts
-    while the credit is negative, so drafts cost at most the share MAX_LOSS of the time. A debt is cancelled once there
-    are OTHER_LOAD times as many or as few sequences: what hundreds of them lost at the start of a run says little about
-    its tail. The first step of a size does not count, since it may load kernels and capture a graph. A size is tried
-    only if it has at most twice the rows of the largest known size, or of the plain step. A size without a measurement
-    for FORGET_STEPS steps is unknown again, and may be tried again.
+    while the credit is negative, so drafts cost at most the share MAX_LOSS of the time. The first step of a size does
+    not count, since it may load kernels and capture a graph. A size is tried only if it has at most twice the rows of
+    the largest known size, or of the plain step. A size without a measurement for FORGET_STEPS steps is unknown again,
+    and may be tried again.
 
     Drafts of a draft model take passes of that model before the step. A pass takes a share of device(n). The share is
     measured; until then it is that of the weights that the pass reads. What the draft model reads before its first
@@ -86,7 +84,6 @@ class StepCosts:
         self._step = 0
         self._returned = 0.0
         self._credit = 0.0  # seconds
-        self._debtors = 0  # sequences of the step that made the credit negative
 
     def sent(self, step: StepInput, drafted: int, *, waited: bool, read_again: float = 0.0) -> None:
         """Record the rows of a step that was sent.
@@ -145,10 +142,6 @@ class StepCosts:
             gain -= max(wait - self._queued.seconds, 0.0)
         else:
             self._queued.add(self._step, min(max(interval - seconds, 0.0), MAX_OVERRUN * seconds))
-        if self._credit < 0 and not self._debtors <= OTHER_LOAD * sequences <= OTHER_LOAD**2 * self._debtors:
-            self._credit = 0.0
-        if self._credit >= 0:
-            self._debtors = sequences
         self._credit = min(self._credit + gain, MAX_CREDIT_STEPS * plain)
 
     def allows(self, sequences: int) -> bool:
