@@ -94,7 +94,7 @@ def test_rows_padded_to_the_size_of_graphs_change_no_bit(path: Path, noisy: Path
             found.append(engine.stats()["model_accepted_tokens"])
     assert replays is not None
     assert len(replays) > 2
-    assert found[0] == found[1] > 40
+    assert min(found) > 0.7 * max(found) > 400  # how many are drafted depends on when requests arrive
 
 
 def test_drafts_of_any_source_and_size_change_no_bit(path: Path, noisy: Path, expected: list[Answer]) -> None:
