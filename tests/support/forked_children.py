@@ -15,7 +15,7 @@ from support.fork_server import fork_server
 
 
 class ForkedChild:
-    """What tests use of `subprocess.Popen`, for `python -c CODE` with a pipe as standard input.
+    """Forked process, with the part of `subprocess.Popen` that tests use: `python -c CODE`, and a pipe as its input.
 
     The child has this process's environment and standard error, and its standard output unless `stdout` is a pipe.
     """

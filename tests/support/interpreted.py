@@ -86,7 +86,7 @@ def _share_shapes() -> None:
     """Build Triton's objects for a shape once, and not anew for each tensor and type, a quarter of the time."""
     from triton.language import core  # type: ignore[import-untyped]
 
-    # Of each shape: the attributes `shape` and `numel` of types, those of tensors, and the text of the shape.
+    # The cache maps a shape to `shape` and `numel` of its types, to those of its tensors, and to its text.
     known: dict[tuple[int, ...], tuple[Any, Any, Any, Any, str]] = {}
     begin, scalar = core.block_type.__init__, (core.tuple([]), core.constexpr(1))
 

@@ -40,8 +40,8 @@ def test_shared_pages_apply_in_order_before_single_entries(path: Path) -> None:
     entries = {"page_slot": numbers(2, 4), "page_index": numbers(1, 5), "page_id": numbers(50, 51)}
     shared = [SharedPages(numbers(0, 2, 4), numbers(7, 8, 9)), SharedPages(numbers(4, 5), numbers(30, 31))]
     step = structs.replace(dummy_step(decode=1), **entries, shared=shared)
-    told = decoder(StepInput).decode(encode(step))
-    state.apply(told, Staging(cpu, 2).put(state_changes(told)))
+    received = decoder(StepInput).decode(encode(step))
+    state.apply(received, Staging(cpu, 2).put(state_changes(received)))
     expected = np.zeros((SLOTS + 1, PAGES), np.int32)
     expected[[0, 2], :3] = 7, 8, 9
     expected[4, :3] = 30, 31, 9
