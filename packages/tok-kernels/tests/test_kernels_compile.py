@@ -35,6 +35,7 @@ from tok_kernels import (
     LayerCache,
     LogitBias,
     Masks,
+    NgramTable,
     PackedWeight,
     Penalties,
     QKNorm,
@@ -227,6 +228,10 @@ def advance_slots() -> None:
     slots = SlotColumns(column, column, meta(SLOTS), column, meta(SLOTS, PAGES), token_of, end_ids, PAGE, 0)
     BACKEND.decode_rows(meta(32), slots)
     BACKEND.record_sampled_tokens(meta(32), meta(32, dtype=INT64), meta(32, dtype=FLOAT), slots)
+    BACKEND.accept_drafts(meta(32), meta(32, 4), meta(32, 4, dtype=INT64), slots)
+    ngrams = NgramTable.empty(column)
+    BACKEND.learn_tokens(meta(32), meta(32), 5, slots, ngrams)
+    BACKEND.predict_tokens(meta(32), 4, slots, ngrams)
 
 
 def sum_over_ranks() -> None:

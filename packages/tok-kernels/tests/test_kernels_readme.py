@@ -31,6 +31,7 @@ def test_the_readme_describes_every_backend() -> None:
 
 def test_tok_kernels_exports_exactly_its_public_names() -> None:
     assert set(tok_kernels.__all__) == {
+        "AGE_TOKENS",
         "BACKENDS",
         "AttentionBatch",
         "AttentionShape",
@@ -53,6 +54,7 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "MAX_TILES",
         "MAX_VALUES",
         "Masks",
+        "NgramTable",
         "PackedWeight",
         "Penalties",
         "QKNorm",

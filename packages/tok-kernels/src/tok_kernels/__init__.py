@@ -33,6 +33,7 @@ from tok_kernels.linear.quantized_weights import (
     pack_columns,
 )
 from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
+from tok_kernels.ngrams.table import AGE_TOKENS, NgramTable
 from tok_kernels.norm_rope_kv.rope_table import (
     DynamicScaling,
     LinearScaling,
@@ -47,6 +48,7 @@ from tok_kernels.sampling.top_logprobs import log_sum_exp, top_values
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 __all__ = [
+    "AGE_TOKENS",
     "BACKENDS",
     "MAX_TILES",
     "MAX_VALUES",
@@ -69,6 +71,7 @@ __all__ = [
     "LogitBias",
     "LongRopeScaling",
     "Masks",
+    "NgramTable",
     "PackedWeight",
     "Penalties",
     "QKNorm",

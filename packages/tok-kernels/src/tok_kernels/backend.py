@@ -11,6 +11,7 @@ from tok_kernels.attention.interface import Phase
 from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
 from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
 from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
+from tok_kernels.ngrams.table import NgramTable
 from tok_kernels.slots.columns import DecodeRows, SlotColumns
 
 
@@ -266,5 +267,31 @@ class Backend(Protocol):
         A slot ends if its token is an end id and its length, which is the token's position, is at least
         `SlotColumns.eos_from_position`. Return int32 `[2, R]` for the host: the tokens, and the bits of their float32
         log-probabilities.
+        """
+        ...
+
+    def learn_tokens(
+        self, slot_n: Tensor, count_n: Tensor, max_count: int, slots: SlotColumns, ngrams: NgramTable
+    ) -> Tensor:
+        """Learn which context preceded each of the last `count_n` cached tokens of slots (int32), `max_count` at most.
+
+        Return int32 `[n]`: how many of these tokens the table predicted before the call. An ended slot learns nothing.
+        """
+        ...
+
+    def predict_tokens(self, slot_n: Tensor, count: int, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
+        """Return `count` tokens that may follow the last token of each slot (int32): int64 `[n, count]`.
+
+        −1 stands from the first token on for which no context is known.
+        """
+        ...
+
+    def accept_drafts(self, slot_n: Tensor, lent_nk: Tensor, draft_nk: Tensor, slots: SlotColumns) -> Tensor:
+        """Advance slots past drafted tokens that equal the tokens sampled before them.
+
+        Return int32 `[n]`: how many tokens of each slot are accepted. Call this after `record_sampled_tokens`. `slot_n`
+        (int32) has fed its last token in the step, and slot `lent_nk[:, i]` (int32; −1: none) the drafted token
+        `draft_nk[:, i]` (int64) after it. A drafted token after an end id is not accepted. The slot takes over the last
+        token, and the end, of the slot that fed the last accepted token, and its length grows by their number.
         """
         ...
