@@ -13,8 +13,8 @@ import pytest
 
 from support.engines import cpu_engine, manager_of, random_prompts
 from tok_core import Engine, EngineError, InvalidField, ModelError, RequestOutput, SamplingParams
+from tok_core.manager.speculation import Drafts, HostSpeculator
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
-from tok_core.manager.speculation.speculator import Drafts
 from tok_core.manager.speculation.step_costs import DraftCandidate
 from tok_core.messages import Int64, ModelDrafts
 from tok_core.sampling_params import Grammar
@@ -64,14 +64,14 @@ def answers(engine: Engine, named: Mapping[str, SamplingParams] = PARAMS) -> lis
 def make_cheap(engine: object) -> None:
     """Let the engine assume that passes of the draft model take no time, since it is as large as the model."""
     speculator = manager_of(engine).speculator
-    assert speculator is not None
+    assert isinstance(speculator, HostSpeculator)
     speculator.costs._pass_share = 1e-6
 
 
 def draft_often(engine: object) -> None:
     """Let every source draft in four of five turns, whatever it costs: the model as much as it can."""
     speculator, turn = manager_of(engine).speculator, itertools.count()
-    assert speculator is not None
+    assert isinstance(speculator, HostSpeculator)
 
     def choose_among(sequences: int, candidates: Sequence[DraftCandidate]) -> tuple[int, int]:
         return (0, 0) if next(turn) % 5 == 4 else (len(candidates) - 1, len(candidates[-1].probability))
@@ -106,7 +106,7 @@ class Draft(NamedTuple):
 def record_drafts(engine: Engine) -> list[Draft]:
     """Let the draft model draft alone; return a list that grows by its drafts."""
     speculator = manager_of(engine).speculator
-    assert speculator is not None
+    assert isinstance(speculator, HostSpeculator)
     assert speculator.model is not None
     drafts, texts, keys = list[Draft](), list[list[int]](), list[list[int]]()
     state = manager_of(engine).ports._runner.state  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from support.grouping import group_eagerly
 from support.prefix_trees import check_tree
 from support.simulated_worker import SimulatedPorts, next_token
 from tok_core import EngineConfig, SamplingParams
-from tok_core.config import Speculate
+from tok_core.config import AdmissionName, Speculate
 from tok_core.manager.kv_cache.retained_prompts import RetainedPrompt
 from tok_core.manager.loop import Manager
 from tok_core.manager.sequences import State
@@ -51,6 +51,7 @@ def make_manager(
     pp: int = 1,
     clock: Callable[[], float] = lambda: 0.0,
     speculate: Speculate = "off",
+    admission: AdmissionName = "forecast",
 ) -> tuple[Manager, SimulatedPorts]:
     """Return a manager and the ports of its simulated worker, or pipeline of `pp` stages.
 
@@ -58,7 +59,9 @@ def make_manager(
     waits for too long.
     """
     ports = SimulatedPorts(info, delay=run_ahead - 1)
-    config = EngineConfig(model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp, speculate=speculate)
+    config = EngineConfig(
+        model="simulated", run_ahead=run_ahead, prefix_groups=groups, pp=pp, speculate=speculate, admission=admission
+    )
     manager = Manager(config, info, ports, None, clock)
     manager.scheduler.microbatches.fewest = 1
     manager.paging.min_shared_entries = 8

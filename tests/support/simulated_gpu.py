@@ -14,7 +14,7 @@ from support.schedules import EOS, engine_info, submit
 from tok_core import EngineConfig, SamplingParams
 from tok_core.config import Speculate
 from tok_core.manager.loop import Manager
-from tok_core.messages import EngineInfo, Int64, ModelDrafts, Progress, StepInput, StepOutput, ToManager
+from tok_core.messages import EngineInfo, Int64, ModelDrafts, Progress, StepInput, StepOutput, ToManager, VerifyRows
 from tok_core.worker.cuda_graphs import graph_sizes
 
 FIRST = 10  # first token of the language
@@ -64,11 +64,14 @@ class SimulatedGpu:
         self._chance = np.random.default_rng(1)
         self.states, self.probability, self.end, self.seconds, self.delay = states, probability, end, seconds, delay
         self.sizes: set[int] = set()  # numbers of rows, as powers of two
-        self.now = self.free = 0.0  # seconds; `free`: when the device has computed all steps sent
+        # Seconds; `launched` and `free`: when the worker has launched, and the device has computed, all steps sent.
+        self.now = self.launched = self.free = 0.0
         self.inbox: list[ToManager] = []
         self.queued: deque[tuple[float, StepOutput]] = deque()
         self.reports: list[tuple[float, int, int]] = []  # time, tokens, samples that ended
         self.slots = {name: np.zeros(info.max_running, np.int64) for name in ("length", "last_token", "seed", "sample")}
+        # How often a token has followed another; only for languages whose tokens are drafted by the worker.
+        self.followed = np.zeros((states, states) if draft is None else (0, 0), np.int32)
 
     def requests(self) -> list[ToManager]:
         inbox, self.inbox = self.inbox, []
@@ -92,29 +95,68 @@ class SimulatedGpu:
         draft_token, draft_seconds = np.empty((0, 0), np.int32), 0.0
         if step.drafts is not None:
             draft_token, draft_seconds = self._draft(step.drafts)
+        rows = step.verify_rows
+        drafted = None if rows is None else self._set_verify_rows(rows)
         length[step.decode_slot] += 1
         length[step.prefill_slot] = step.prefill_start + step.prefill_count
         last[step.prefill_slot] = step.prefill_token[np.cumsum(step.prefill_count) - 1]
         token = self._sample(step.sample_slot, length[step.sample_slot], last[step.sample_slot])
+        predictable = np.empty(0, np.int32)
+        if self.draft is None:
+            fed = last[step.decode_slot]
+            predictable = (self._predict(fed) == token[: len(fed)]).astype(np.int32)
+            np.add.at(self.followed, (fed - FIRST, (token[: len(fed)] - FIRST) % self.states), fed >= FIRST)
         last[step.sample_slot] = token
+        accepted = np.empty(0, np.int32) if rows is None or drafted is None else self._accept(rows, drafted)
         self.now += SCHEDULE
         graph = self.graph_sizes[bisect_left(self.graph_sizes, len(step.decode_slot))]
         capture_seconds = 0.0 if graph in self.captured else self.capture
         self.captured.add(graph)
-        self.now += capture_seconds
-        rows = len(step.decode_slot) + len(step.prefill_token)
-        seconds = self.seconds(rows) + self.delay * (rows.bit_length() not in self.sizes) + draft_seconds
-        self.sizes.add(rows.bit_length())
-        self.free = max(self.free, self.now + LAUNCH) + seconds
+        size = len(step.decode_slot) + len(step.prefill_token)
+        seconds = self.seconds(size) + self.delay * (size.bit_length() not in self.sizes) + draft_seconds
+        self.sizes.add(size.bit_length())
+        self.launched = max(self.launched, self.now) + LAUNCH + capture_seconds
+        self.free = max(self.free, self.launched) + seconds
         none = np.empty((len(token), 0))
         logprob = np.zeros(len(token), np.float32)
         output = StepOutput(
             *(step.step, token, logprob, none.astype(np.int32), none, LAUNCH, seconds),
             draft_token=draft_token,
+            accepted=accepted,
+            predictable=predictable,
             draft_seconds=draft_seconds,
             capture_seconds=capture_seconds,
         )
         self.queued.append((self.free, output))
+
+    def _predict(self, token: Int64) -> Int64:
+        """Return the token that has followed each token most often; -1 if none has."""
+        counts = self.followed[np.maximum(token - FIRST, 0)]
+        found: Int64 = np.where((token >= FIRST) & counts.any(axis=1), counts.argmax(axis=1) + FIRST, -1)
+        return found
+
+    def _set_verify_rows(self, rows: VerifyRows) -> Int64:
+        """Let the lent slots feed predicted tokens; return these, or -1."""
+        drafted, token = np.full(rows.lent.shape, -1), self.slots["last_token"][rows.parent]
+        for i, lent in enumerate(rows.lent.T):
+            drafted[:, i] = token = self._predict(token)
+            used, slot = rows.parent[lent >= 0], lent[lent >= 0]
+            for name in ("seed", "sample"):
+                self.slots[name][slot] = self.slots[name][used]
+            self.slots["length"][slot] = self.slots["length"][used] + 1 + i
+            self.slots["last_token"][slot] = token[lent >= 0]
+        return drafted
+
+    def _accept(self, rows: VerifyRows, drafted: Int64) -> np.ndarray:
+        """Advance the sequences past accepted drafts; return how many of each are accepted."""
+        last, accepted = self.slots["last_token"], np.zeros(len(rows.parent), np.int32)
+        going = np.ones(len(accepted), np.bool_)
+        for i, lent in enumerate(rows.lent.T):
+            going &= (lent >= 0) & (drafted[:, i] == last[rows.parent])
+            last[rows.parent[going]] = last[lent[going]]
+            accepted += going
+        self.slots["length"][rows.parent] += accepted
+        return accepted
 
     def _draft(self, drafts: ModelDrafts) -> tuple[np.ndarray, float]:
         """Draft tokens, make them the last tokens of the slots lent, and return them, and the device time."""
@@ -177,6 +219,7 @@ def run(
     info = engine_info(
         page_size=16, num_pages=1 << 17, max_running=8192, max_step_tokens=8192, max_model_len=4096, vocab_size=1 << 17
     )
+    info = structs.replace(info, drafts_on_device=draft is None)
     if draft is not None:
         info = structs.replace(info, draft_len=info.max_model_len, draft_share=0.15)
     gpu = SimulatedGpu(info, states, probability, end, seconds, delay, capture, draft)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tok_core.messages import (
     StepInput,
     StepOutput,
     ToManager,
+    VerifyRows,
 )
 
 
@@ -61,6 +63,7 @@ class SimulatedWorker:
         self.cache = np.full(info.num_pages * info.page_size, -1, np.int32)
         self.draft_cache = self.cache.copy()
         self.draft_accuracy = 1.0
+        self.unpredictable = 0.1  # probability that a token of verify rows cannot be predicted
         self.draft_reads = 0  # tokens read by the draft model, those of drafts not counted
         self._chance = np.random.default_rng(0)
         self.page_table = np.full((info.max_running, per_slot), -1, np.int32)
@@ -77,6 +80,7 @@ class SimulatedWorker:
         self._take_over(step.sampled_upto)
         self._apply(step)
         draft_token = np.empty((0, 0), np.int32) if step.drafts is None else self._draft(step.drafts)
+        drafted = None if step.verify_rows is None else self._set_verify_rows(step.verify_rows)
         owed = {slot for number, slot, _ in self.drawn if self.renewed[slot] <= number}
         assert not owed.intersection(step.decode_slot.tolist()), "a row decodes before its last token is there"
         slots = [*step.decode_slot.tolist(), *step.prefill_slot.tolist()]
@@ -86,6 +90,10 @@ class SimulatedWorker:
         sampled = list(zip(step.sample_row.tolist(), step.sample_slot.tolist(), strict=True))
         token = [self._draw(contexts[row], slot) for row, slot in sampled]
         self.drawn.extend((step.step, slot, one) for (_, slot), one in zip(sampled, token, strict=True))
+        accepted = np.empty(0, np.int32)
+        if step.verify_rows is not None and drafted is not None:
+            self._take_over(step.step)
+            accepted = self._accept(step.verify_rows, drafted)
         count = len(token)
         return StepOutput(
             step=step.step,
@@ -97,8 +105,41 @@ class SimulatedWorker:
             device_seconds=0.5,
             prompts=None if step.prompts is None else self._prompts(step, step.prompts, contexts),
             draft_token=draft_token,
+            accepted=accepted,
+            predictable=(self._chance.random(len(step.decode_slot)) < self.draft_accuracy).astype(np.int32),
             draft_seconds=0.125 if len(draft_token) else 0.0,
         )
+
+    def _set_verify_rows(self, rows: VerifyRows) -> dict[tuple[int, int], int]:
+        """Let the lent slots feed drafted tokens, some of which are wrong or missing; return them by row and column."""
+        drafted = dict[tuple[int, int], int]()
+        for row, (parent, lent) in enumerate(zip(rows.parent.tolist(), rows.lent, strict=True)):
+            length, ended = int(self.length[parent]), bool(self.ended[parent])
+            places = [] if ended else [self._place(parent, position) for position in range(length)]
+            context, missing = [*self.cache[places].tolist(), int(self.last_token[parent])], ended
+            for i, slot in enumerate(lent[lent >= 0].tolist()):
+                for column in (self.page_table, self.sample, self.eos_from_position, self.renewed):
+                    column[slot] = column[parent]
+                missing |= self._chance.random() < self.unpredictable
+                token = next_token(np.array(context), int(self.sample[parent]), self.info.vocab_size)
+                token = (token + (self._chance.random() >= self.draft_accuracy)) % self.info.vocab_size
+                drafted[row, i] = NOTHING if missing else token
+                context.append(token)
+                self.length[slot], self.last_token[slot], self.ended[slot] = length + 1 + i, token, missing
+        return drafted
+
+    def _accept(self, rows: VerifyRows, drafted: Mapping[tuple[int, int], int]) -> np.ndarray:
+        """Advance the sequences past accepted drafts; return how many of each are accepted."""
+        accepted = np.zeros(len(rows.parent), np.int32)
+        for row, (parent, lent) in enumerate(zip(rows.parent.tolist(), rows.lent, strict=True)):
+            newest = parent
+            for i, slot in enumerate(lent[lent >= 0].tolist()):
+                if self.ended[newest] or drafted[row, i] != self.last_token[newest]:
+                    break
+                newest, accepted[row] = slot, i + 1
+            self.length[parent] += accepted[row]
+            self.last_token[parent], self.ended[parent] = self.last_token[newest], self.ended[newest]
+        return accepted
 
     def _draft(self, drafts: ModelDrafts) -> np.ndarray:
         tokens = iter(drafts.chunk_token.tolist())

@@ -36,6 +36,7 @@ from support.engines import assert_all_given_back, cpu_engine, manager_of
 from support.grouping import group_eagerly
 from support.tiny_models import change_weights, make_model, reference_greedy, reference_logits
 from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
+from tok_core.manager.speculation import HostSpeculator
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
 from tok_core.manager.speculation.step_costs import DraftCandidate
 
@@ -108,7 +109,7 @@ def test_drafts_of_any_source_and_size_change_no_bit(path: Path, noisy: Path, ex
         path, batch_invariant=True, speculate="auto", draft=str(noisy), max_model_len=128, max_running=256
     ) as engine:
         speculator = manager_of(engine).speculator
-        assert speculator is not None
+        assert isinstance(speculator, HostSpeculator)
         setattr(speculator.costs, "choose_among", choose_among)  # noqa: B010
         setattr(speculator.costs, "allows", lambda sequences: True)  # noqa: B010
         assert answers(engine) == expected
@@ -147,7 +148,7 @@ def test_distribution_of_samples_is_that_of_transformers(path: Path, noisy: Path
     with cpu_engine(path, speculate=2, draft=str(noisy), run_ahead=1) as engine:
         make_cheap(engine)
         speculator = manager_of(engine).speculator
-        assert speculator is not None
+        assert isinstance(speculator, HostSpeculator)
         none = np.full((512, 2), NO_TOKEN, np.int32), np.zeros((512, 2))
         setattr(speculator, "propose", lambda slots, count: tuple(one[: len(slots), :count].copy() for one in none))  # noqa: B010
         some = [msgspec.structs.replace(params, seed=seed) for seed in range(400)]

@@ -19,6 +19,7 @@ from support.tiny_eagle3 import ReferenceHead, make_head, make_target
 from support.tiny_models import KINDS, change_weights, make_model, reference_greedy
 from support.trainer import read_line, sharer
 from tok_core import Engine, EngineConfig, EngineError, ModelError, SamplingParams
+from tok_core.manager.speculation import HostSpeculator
 from tok_core.messages import IpcHandle
 
 pytestmark = pytest.mark.gpu
@@ -60,13 +61,26 @@ def test_greedy_tokens_in_fp32_equal_transformers(path: Path) -> None:
             assert_all_given_back(manager_of(one))
 
 
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"page_size": 4, "kv_cache_tokens": 1024}])
+def test_drafts_of_the_device_change_no_greedy_token(directory: Path, options: dict[str, object]) -> None:
+    path = made("llama3", directory)
+    with engine(path, dtype="float32", speculate=4, **options) as one:
+        for _ in range(3):
+            outputs = one.generate(ASKED, GREEDY)
+            for output, (tokens, _) in zip(outputs, reference_greedy(path, ASKED, 64), strict=True):
+                assert output.outputs[0].token_ids == list(tokens)
+        found = one.stats()
+        assert_all_given_back(manager_of(one))
+    assert found["accepted_tokens"] > 64 * len(ASKED)
+
+
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"max_step_tokens": 64}, {"backend": "triton"}])
 def test_draft_model_changes_no_greedy_token(directory: Path, options: dict[str, object]) -> None:
     """The model drafts for itself, so that all tokens but those near a tie are accepted."""
     path = made("llama3", directory)
     with engine(path, dtype="float32", speculate=4, draft=str(path), **options) as one:
         manager = manager_of(one)
-        assert manager.speculator is not None
+        assert isinstance(manager.speculator, HostSpeculator)
         manager.speculator.costs._pass_share = 1e-6  # as if the draft model were small
         draft_model = manager.ports._runner.draft_model  # type: ignore[attr-defined]
         assert (len(draft_model.graphs) > 0) == options.get("cuda_graphs", True)

@@ -1,5 +1,6 @@
 """Speculation changes no answer: with `batch_invariant`, tokens and log-probabilities are the same bits without it.
 
+The worker drafts, unless a test lets the manager draft, as where attention kernels are planned on the host.
 A second answer to a prompt is drafted from the first one, so that many drafts are right; other temperatures and seeds
 make wrong ones.
 """
@@ -18,6 +19,7 @@ from support.engines import assert_all_given_back, cpu_engine, manager_of
 from support.grouping import group_eagerly
 from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
+from tok_core.manager.speculation import DeviceSpeculator, HostSpeculator
 from tok_core.manager.speculation.acceptance import Float64
 from tok_core.sampling_params import Grammar
 
@@ -65,6 +67,34 @@ def test_drafts_change_no_bit_of_any_answer(
     assert stats["preemptions"] > 0 or "kv_cache_tokens" not in options
 
 
+@pytest.fixture
+def drafts_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines draft as where kernels are planned on the host."""
+    monkeypatch.setattr("tok_core.worker.startup.setup._predicts_drafts", lambda settings, backend: False)
+
+
+@pytest.mark.usefixtures("drafts_on_host")
+@pytest.mark.parametrize(
+    ("speculate", "options"),
+    [
+        (8, {"run_ahead": 4, "max_running": 256}),
+        (4, {"page_size": 4, "kv_cache_tokens": 640, "max_running": 32}),  # preempts
+    ],
+)
+def test_drafts_of_the_host_change_no_bit_of_any_answer(
+    path: Path, expected: list[Answer], speculate: int, options: dict[str, Any]
+) -> None:
+    with cpu_engine(path, batch_invariant=True, speculate=speculate, max_model_len=128, **options) as engine:
+        group_eagerly(manager_of(engine))
+        assert isinstance(manager_of(engine).speculator, HostSpeculator)
+        for _ in range(3):
+            assert answers(engine, MANY) == expected
+        stats = engine.stats()
+        assert_all_given_back(manager_of(engine))
+    assert stats["accepted_tokens"] > 10
+    assert stats["preemptions"] > 0 or "kv_cache_tokens" not in options
+
+
 @pytest.mark.parametrize(("running", "most"), [(1, 5), (3, 15), (8, 16)])
 def test_full_engine_drafts_in_slots_beyond_max_running(path: Path, running: int, most: int) -> None:
     params = SamplingParams(n=running, temperature=0, max_tokens=NEW, ignore_eos=True)
@@ -98,7 +128,7 @@ def test_drafts_of_any_size_change_no_bit_of_any_answer(path: Path, expected: li
 
     with cpu_engine(path, batch_invariant=True, speculate="auto", max_model_len=128, max_running=256) as engine:
         speculator = manager_of(engine).speculator
-        assert speculator is not None
+        assert isinstance(speculator, DeviceSpeculator)
         setattr(speculator.costs, "choose", choose)  # noqa: B010
         setattr(speculator.costs, "allows", lambda sequences: True)  # noqa: B010
         for _ in range(3):
@@ -124,6 +154,16 @@ GUIDED = {
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 4, "kv_cache_tokens": 512, "max_running": 24}])
 def test_drafts_of_guided_sequences_change_no_bit(path: Path, options: dict[str, Any]) -> None:
+    check_guided(path, options)
+
+
+@pytest.mark.usefixtures("drafts_on_host")
+def test_drafts_of_the_host_for_guided_sequences_change_no_bit(path: Path) -> None:
+    check_guided(path, {})
+
+
+def check_guided(path: Path, options: dict[str, Any]) -> None:
+    """Check that guided sequences are drafted, and that their answers are those without drafts."""
     asked = [(prompt, params) for params in GUIDED.values() for prompt in PROMPTS[:3]]
     prompts, params = map(list, zip(*asked, strict=True))
     with cpu_engine(path, batch_invariant=True, max_model_len=128) as engine:
@@ -178,7 +218,7 @@ def test_samples_that_cannot_be_predicted_are_hardly_drafted(path: Path) -> None
         engine.generate([STEM], params)
         stats = engine.stats()
     assert stats["output_tokens"] == 3200
-    assert stats["drafted_tokens"] < 64
+    assert stats["drafted_tokens"] < 0.1 * stats["output_tokens"]
 
 
 def test_samples_learn_from_each_other_but_not_across_salts(path: Path) -> None:

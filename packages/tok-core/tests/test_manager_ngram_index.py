@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.schedules import SMALL
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.sequences import SequenceTable
-from tok_core.manager.speculation import Speculator
+from tok_core.manager.speculation import HostSpeculator
 from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, Predictions, UInt64
 from tok_core.messages import Int32
 
@@ -120,7 +120,7 @@ def test_token_that_follows_most_often_is_predicted() -> None:
 
 def test_step_of_very_many_rows_is_learned_in_part() -> None:
     table = SequenceTable(max_running=3000, max_len=16, page_size=16)
-    speculator, learnt = Speculator(Paging(table, 1), 4, SMALL), list[int]()
+    speculator, learnt = HostSpeculator(Paging(table, 1), 4, SMALL), list[int]()
     add = speculator.index.add
 
     def counted(family: UInt64, windows: Int32, token: Int32) -> Predictions:

@@ -42,6 +42,20 @@ def test_run_ahead_queues_three_milliseconds_beyond_the_running_step(seconds: fl
     assert after(None, *[seconds] * 50) == steps
 
 
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [(40e-3, 2), (6.1e-3, 2), (5.9e-3, 3), (2.9e-3, 4), (1.6e-3, 5), (0.1e-3, MAX_QUEUED_STEPS)],
+)
+def test_run_ahead_queues_six_milliseconds_of_steps_with_drafts(seconds: float, steps: int) -> None:
+    ahead = RunAhead(None)
+    ahead.drafts = True
+    for _ in range(50):
+        ahead.observe(seconds)
+    assert ahead.steps == steps
+    ahead.few = True
+    assert ahead.steps == MIN_QUEUED_STEPS
+
+
 def test_run_ahead_ignores_one_long_step_but_follows_many() -> None:
     assert after(None, *[1.1e-3] * 50) == 4
     assert after(None, *[1.1e-3] * 50, 4e-3) == 4

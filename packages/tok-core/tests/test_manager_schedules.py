@@ -54,7 +54,7 @@ class Scenario:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
+def scenarios(draw: st.DrawFn, *, drafts_on_device: bool = False) -> Scenario:
     page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
     max_running = draw(st.integers(1, 8))
     max_len = draw(st.integers(8, 64))
@@ -81,20 +81,21 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         salt = draw(st.sampled_from([b"", b"", 16 * b"a", 16 * b"b"]))
         arrivals.append(Arrival(draw(st.integers(0, 30)), prompt, params, cancelled, salt))
     info = engine_info(
+        drafts_on_device=drafts_on_device,
         max_model_len=max_len,
         num_pages=-(-max_len // page_size) * draw(st.integers(1, 4)),
         page_size=page_size,
         max_running=max_running,
         max_step_tokens=max_running + draw(st.integers(0, 40)),
     )
-    pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    pp = 1 if drafts_on_device else draw(st.sampled_from([1, 1, 2, 3, 4]))
     run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
     drafts: list[Speculate] = ["off", 1, 3, 8, "auto"] if pp == 1 else ["off"]
-    speculate = draw(st.sampled_from(drafts))
+    speculate = draw(st.sampled_from(drafts[drafts_on_device:]))
     accuracies = [0.0, 0.7, 0.95, 1.0]
     accuracy = draw(st.sampled_from(accuracies))
     model_accuracy = draw(st.sampled_from([None, *accuracies]))
-    if speculate != "off" and model_accuracy is not None:
+    if speculate != "off" and model_accuracy is not None and not drafts_on_device:
         draft_len = draw(st.sampled_from([max_len, max_len // 2]))
         info = structs.replace(info, draft_len=draft_len, draft_share=draw(st.sampled_from([0.001, 0.1])))
     return Scenario(info, arrivals, run_ahead, draw(st.booleans()), pp, speculate, accuracy, model_accuracy)
@@ -133,6 +134,36 @@ def test_draft_row_whose_logits_are_not_finite_is_computed_again() -> None:
     tokens, _ = collect(ports.reports)
     assert tokens[0, 0] == expected(prompt, 0, params)
     assert len(broken) > 3
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 4, 7])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_sequences_preempted_with_drafts_in_flight_get_right_tokens(
+    run_ahead: int, page_size: int, ignore_eos: bool
+) -> None:
+    info = engine_info(
+        drafts_on_device=True, max_running=24, max_step_tokens=48, page_size=page_size, num_pages=160 // page_size
+    )
+    manager, ports = make_manager(info, run_ahead, speculate=4, admission="watermark")
+    reclaimer, ahead = manager.reclaimer, list[int]()
+    preempt = reclaimer.preempt_for_pages
+
+    def recorded_preempt(slot: int) -> None:
+        ahead.append(int(manager.table.ahead[slot]))
+        preempt(slot)
+
+    setattr(reclaimer, "preempt_for_pages", recorded_preempt)  # noqa: B010
+    params = SamplingParams(n=3, max_tokens=50, seed=1, ignore_eos=ignore_eos)
+    prompts = [[1, 2, 3], [4] * 10, [5, 6] * 4, [7]]
+    drive(manager, ports, {3 * rid: [submit(rid, prompt, params)] for rid, prompt in enumerate(prompts)})
+    tokens, _ = collect(ports.reports)
+    for rid, prompt in enumerate(prompts):
+        for sample in range(params.n):
+            assert tokens[rid, sample] == expected(prompt, sample, params)
+    assert max(ahead) > 0 or run_ahead == 1  # with it, nothing is in flight while a step is built
+    assert manager.stats().accepted_tokens > 100
+    assert_all_given_back(manager)
 
 
 @pytest.mark.parametrize(("accuracy", "least", "most"), [(1.0, 0.99, 1.0), (0.8, 0.3, 0.95), (0.0, 0.0, 0.0)])
@@ -176,12 +207,24 @@ def test_draft_model_reads_a_long_prompt_in_several_steps() -> None:
 @settings(max_examples=30)
 @given(scenarios())
 def test_random_schedules_give_right_tokens_and_free_all_resources(scenario: Scenario) -> None:
+    check_answers(scenario)
+
+
+@settings(max_examples=30)
+@given(scenarios(drafts_on_device=True))
+def test_random_schedules_of_device_drafts_give_right_tokens(scenario: Scenario) -> None:
+    check_answers(scenario)
+
+
+def check_answers(scenario: Scenario) -> None:
+    """Check that a scenario gives the right tokens and frees all resources."""
     manager, ports = make_manager(
         scenario.info, scenario.run_ahead, groups=scenario.groups, pp=scenario.pp, speculate=scenario.speculate
     )
-    if scenario.speculate != "off":
+    if scenario.speculate != "off" and not scenario.info.drafts_on_device:
         propose_expected(manager, scenario.accuracy)
-    ports.worker.draft_accuracy = scenario.model_accuracy or 0.0
+    accuracy = scenario.accuracy if scenario.info.drafts_on_device else scenario.model_accuracy
+    ports.worker.draft_accuracy = accuracy or 0.0
     watch_preemptions(manager)
     messages: dict[int, list[ToManager]] = {}
     for rid, one in enumerate(scenario.arrivals):

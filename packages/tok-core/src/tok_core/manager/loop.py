@@ -19,7 +19,7 @@ from tok_core.manager.output_processor import OutputProcessor, Reported
 from tok_core.manager.reports import PATIENCE, Reporter
 from tok_core.manager.scheduling import RunAhead, Scheduler
 from tok_core.manager.sequences import SequenceTable
-from tok_core.manager.speculation import Speculator
+from tok_core.manager.speculation import DeviceSpeculator, HostSpeculator, Speculation
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineCommand, EngineInfo, Progress, Stats, StepInput, StepOutput, ToManager
 from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS
@@ -79,7 +79,11 @@ class Manager:
         words = config.tokenizer or config.model
         workers = workers or LocalWorkers(loader(words, info.vocab_size, info.eos_token_ids, tokenizer))
         self.grammars = GrammarManager(self.table, workers, info.vocab_size, self.faults, clock)
-        self.speculator = None if config.speculate == "off" else Speculator(self.paging, config.speculate, info)
+        self.speculator: Speculation | None = None
+        if config.speculate != "off" and info.drafts_on_device:
+            self.speculator = DeviceSpeculator(self.paging, config.speculate)
+        elif config.speculate != "off":
+            self.speculator = HostSpeculator(self.paging, config.speculate, info)
         self.grammars.draft = None if self.speculator is None else self.speculator.draft_guided
         self.scheduler = Scheduler(
             *(info, self.paging, self.lengths, self.stops, self.grammars, self.faults),
@@ -129,7 +133,7 @@ class Manager:
         advanced = [] if outputs else self.output_processor.jump_forward()
         if self.speculator is not None and (outputs or advanced):
             self.speculator.learn(len(self.output_processor.in_flight))
-            self.run_ahead.few = self.speculator.active
+            self.run_ahead.few, self.run_ahead.drafts = self.speculator.active, self.speculator.drafts_ahead
         self.intake.submit_compiled()
         if advanced or self.faults:
             self._report(advanced)

@@ -14,7 +14,7 @@ from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
 from tok_core.manager.sequences import SequenceTable, State
-from tok_core.manager.speculation import Drafts, Speculator
+from tok_core.manager.speculation import Drafts, Speculation
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopSets, TokenRows
 from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
 
@@ -56,7 +56,7 @@ class OutputProcessor:
         grammars: GrammarManager,
         faults: Faults,
         dtype: str,
-        speculator: Speculator | None = None,
+        speculator: Speculation | None = None,
     ) -> None:
         self.speculator = speculator
         self.table = table
@@ -69,6 +69,7 @@ class OutputProcessor:
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self.output_tokens = self.skipped_tokens = self.discarded_tokens = self.requests_finished = 0
         self._verified: tuple[Drafts, np.ndarray, StepOutput] | None = None  # with the slots of the output's rows
+        self._lent = np.zeros(table.slots, np.bool_)  # scratch; faster than `np.isin`
         self._dtype = dtype
         self._broken_before = False  # whether logits that are not finite have been logged
 
@@ -93,7 +94,9 @@ class OutputProcessor:
         if self.speculator is not None and (drafts := self.speculator.returned(output)) is not None:
             self._verified = drafts, slots, output
             drafted = len(drafts.lent)
-            live &= ~np.isin(slots, drafts.lent)
+            self._lent[drafts.lent] = True
+            live &= ~self._lent[slots]
+            self._lent[drafts.lent] = False
         if broken := self._find_broken(output.logprob, slots, live, scores, embedded):
             self._fail_broken(broken)
             live &= ~np.isin(self.table.rid[slots], list(broken))
@@ -111,7 +114,8 @@ class OutputProcessor:
         """Append the tokens sampled after accepted drafts; return one report per round of tokens.
 
         Call this after each `take`. A row of a draft counts if the token that it fed is the one sampled before it. A
-        row whose logits are not finite does not: the next step computes it again.
+        row whose logits are not finite does not: the next step computes it again. If the worker has accepted it, the
+        request fails.
         """
         if self._verified is None:
             return []
@@ -121,22 +125,33 @@ class OutputProcessor:
         row_of = np.zeros(table.slots, np.int64)
         row_of[slots] = np.arange(len(slots))
         sampled = output.token[row_of[np.column_stack((drafts.parent, drafts.slot[:, :-1]))]]
-        right = (sampled == drafts.token) & (drafts.slot >= 0)
-        self.speculator.verified(drafts, right)
+        right = self.speculator.verify(drafts, sampled, output)
+        if on_device := self.speculator.accepts_on_device:
+            right &= self._fail_broken_drafts(drafts, right, output.logprob[row_of[drafts.slot]])[:, None]
         left = np.arange(len(drafts.parent))
         for slot, equal in zip(drafts.slot.T, right.T, strict=True):
             parent = drafts.parent[left]
             follows = equal[left] & np.isfinite(output.logprob[row_of[slot[left]]])
-            follows &= (table.epoch[parent] == drafts.epoch[left]) & (table.state[parent] == State.DECODE)
+            follows &= table.epoch[parent] == drafts.epoch[left]
+            follows &= (table.state[parent] == State.DECODE) | (on_device & (table.state[parent] == State.PREEMPTED))
             left = left[follows]
             if not len(left):
                 break
             parent, row = drafts.parent[left], row_of[slot[left]]
             table.length[parent] += 1
-            table.moved[parent] = True
+            table.moved[parent] = not on_device
             self.speculator.count_accepted(drafts, left)
             reported.append(self._append_rows(parent, output, row))
         return reported
+
+    def _fail_broken_drafts(self, drafts: Drafts, right: np.ndarray, logprob: np.ndarray) -> np.ndarray:
+        """Fail requests with accepted rows whose logits are not finite; return which sequences are not of these."""
+        broken = (right & ~np.isfinite(logprob)).any(axis=1)
+        broken &= self.table.epoch[drafts.parent] == drafts.epoch
+        if broken.any():
+            self._fail_broken(set(self.table.rid[drafts.parent[broken]].tolist()))
+        unbroken: np.ndarray = ~broken
+        return unbroken
 
     def _append_rows(self, slots: Int64, output: StepOutput, rows: np.ndarray) -> Reported:
         """Append the tokens of these rows of the output, advance the grammars of sequences that go on, and report."""

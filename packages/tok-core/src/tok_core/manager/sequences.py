@@ -67,6 +67,7 @@ class SequenceTable:
     tokens             int32 [S, M], prompt and output tokens
     length             positions in the cache, or scheduled to be; while decoding, `tokens[slot, length]` is the next to
                        feed
+    ahead              drafted tokens in flight: positions by which `length` may grow once they are accepted
     target             tokens to prefill before the first token is sampled
     known              tokens whose values the manager has (prompt and returned ones)
     limit              tokens at which the sequence ends by length
@@ -121,6 +122,7 @@ class SequenceTable:
         self.family = np.zeros(slots, np.uint64)
         self.sample = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
+        self.ahead = np.zeros(slots, np.int32)
         self.target = np.zeros(slots, np.int32)
         self.known = np.zeros(slots, np.int32)
         self.prompt_len = np.zeros(slots, np.int32)
@@ -214,7 +216,7 @@ class SequenceTable:
         self.rid[slots] = request.rid
         self.family[slots] = request.family
         self.sample[slots] = samples
-        self.length[slots] = 0
+        self.length[slots] = self.ahead[slots] = 0
         self.target[slots] = self.known[slots] = len(tokens)
         self.prompt_len[slots] = prompt_len
         self.limit[slots] = request.limit
@@ -239,7 +241,15 @@ class SequenceTable:
         """
         slots = np.array(self._free[-len(sources) :])
         for column in (
-            *(self.rid, self.sample, self.length, self.prompt_len, self.unstopped_length, self.eos_from_position),
+            *(
+                self.rid,
+                self.sample,
+                self.length,
+                self.ahead,
+                self.prompt_len,
+                self.unstopped_length,
+                self.eos_from_position,
+            ),
             *(self.node, self.guided, self.allowed_set, self.filters, self.penalises, self.bias_until, self.greedy),
             self.top_logprobs,
         ):
@@ -271,6 +281,7 @@ class SequenceTable:
 
 
 NEVER: Final = 2**31 - 1
+DRAFT_MARGIN: Final = 3  # tokens: a step and its drafts leave a sequence at least two below its limit, in any case
 
 
 def _bias_until(request: Request) -> int:

@@ -53,6 +53,7 @@ from tok_core.messages.steps import (
     SlotMoves,
     StepInput,
     StepOutput,
+    VerifyRows,
 )
 
 __all__ = [
@@ -107,6 +108,7 @@ __all__ = [
     "ToManager",
     "ToWorker",
     "TransferTask",
+    "VerifyRows",
     "WeightsTask",
     "WorkerTask",
     "array",

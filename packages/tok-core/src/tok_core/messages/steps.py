@@ -19,6 +19,7 @@ class NewSlots(msgspec.Struct):
     last_token         input of the first decode row, before the slot has sampled a token: a sample that forks from a
                        prompt computed earlier feeds the prompt's last token
     eos_from_position  the first sampled position at which a model's end id ends the sample
+    salt               slots of equal salt learn from each other which token follows which
     sampling           columns of sampling parameters, as `tok_core.sampling_params.DEVICE_COLUMNS` lists them
     bias_*             ragged, with a slot's entries side by side: `bias_value[i]` is added to the logit of
                        `bias_token[i]` at sampled positions below `bias_until[i]`, for slot `bias_slot[i]`
@@ -31,6 +32,7 @@ class NewSlots(msgspec.Struct):
     last_token: np.ndarray
     eos_from_position: np.ndarray
     prompt_len: np.ndarray
+    salt: np.ndarray
     sample: np.ndarray
     sampling: dict[str, np.ndarray]
     bias_slot: np.ndarray
@@ -147,6 +149,23 @@ class ModelDrafts(msgspec.Struct):
     lent: np.ndarray
 
 
+class VerifyRows(msgspec.Struct):
+    """Decode rows that verify drafted tokens, for n sequences with up to k drafted tokens each.
+
+    The worker predicts the tokens that are not given, from its counts of which token has followed which. Row i of a
+    sequence feeds its drafted token i after the sequence's last token, with the sequence's parameters and page table.
+    After sampling, the worker advances the sequence past the drafted tokens that equal the token sampled before them.
+
+    parent  slots of the sequences, `[n]`
+    lent    slots of the rows, `[n, k]`; −1: none
+    given   drafted tokens, `[n, k]`; −1: the worker predicts the token
+    """
+
+    parent: np.ndarray
+    lent: np.ndarray
+    given: np.ndarray
+
+
 class StepInput(msgspec.Struct, tag=True):
     """One forward pass: the changes since the last step, then the tokens to compute. The worker proceeds in this order:
 
@@ -154,7 +173,7 @@ class StepInput(msgspec.Struct, tag=True):
        of their slots. Drop tokens of slots that have since been given to another sequence. The last stage, and a worker
        with all layers, have recorded them when they sampled them.
     2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
-       `(page_slot, page_index) = page_id`. Then move the slots of `moves`.
+       `(page_slot, page_index) = page_id`. Then move the slots of `moves`, and set those of `verify_rows`.
     3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
     4. Let the draft model draft the tokens of `drafts`.
     5. Compute. Each slot of `decode_slot` feeds its last token at position `length`; chunk c feeds `prefill_count[c]`
@@ -163,6 +182,8 @@ class StepInput(msgspec.Struct, tag=True):
        and its positions begin where those end.
     6. Sample. For each of the R rows, the logits of sequence `sample_row` of the step yield the next token of slot
        `sample_slot`. Several slots may sample from one sequence: that is a fork.
+    7. Advance the sequences of `verify_rows` past accepted tokens. Learn the tokens that were fed, those of rejected
+       drafts excepted. Predict the next `predicted_tokens` tokens of each slot of `predict_slot`, and return them.
 
     Fields that these steps do not name:
 
@@ -209,6 +230,9 @@ class StepInput(msgspec.Struct, tag=True):
     top_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     drafts: ModelDrafts | None = None
     moves: SlotMoves | None = None
+    verify_rows: VerifyRows | None = None
+    predict_slot: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    predicted_tokens: int = 0
 
 
 class StepOutput(msgspec.Struct, tag=True):
@@ -221,6 +245,10 @@ class StepOutput(msgspec.Struct, tag=True):
     device_seconds   time from the step's first operation on the device to its last
     expert_tokens    int32 `[layers, slots]`: tokens of each expert, or of each copy, by ranks; None: not counted
     draft_token      int32 `[n, k]`: the tokens of `ModelDrafts.lent`, with any value where there is no slot
+    accepted         int32 `[n]`: accepted drafted tokens of each sequence of `StepInput.verify_rows`
+    predictable      int32: how many of the tokens that each decode row fed the worker would have predicted; for a
+                     sequence with draft rows, of all that it has advanced by
+    predicted        int32 `[p, predicted_tokens]`: tokens predicted for `StepInput.predict_slot`; −1: unknown
     draft_seconds    the part of `device_seconds` that the draft model took
     capture_seconds  time of the worker to capture the step's CUDA graph before its launch; 0 for a captured one
     missing_graphs   CUDA graphs that are not captured yet: idle workers capture them, and steps that need them
@@ -238,6 +266,9 @@ class StepOutput(msgspec.Struct, tag=True):
     prompts: PromptValues | None = None
     expert_tokens: np.ndarray | None = None
     draft_token: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
+    accepted: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    predictable: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    predicted: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
     draft_seconds: float = 0.0
     capture_seconds: float = 0.0
     missing_graphs: int = 0

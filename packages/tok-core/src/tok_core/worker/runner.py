@@ -25,6 +25,7 @@ from tok_core.runtime import HEARTBEAT
 from tok_core.worker.cuda_graphs import NO_SAMPLED_TOKENS, DecodeGraph, DecodeGraphs
 from tok_core.worker.draft_model import DraftModelRunner
 from tok_core.worker.launch_watch import LaunchWatch
+from tok_core.worker.ngram_drafts import DraftOutputs, NgramDrafter, draft_arrays
 from tok_core.worker.prompt_outputs import PromptOutputs, compute_prompt_outputs, prompt_output_arrays
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
 from tok_core.worker.sleep import SleepingMemory
@@ -88,7 +89,8 @@ class LaunchedStep:
     samples        sampled tokens; only the first `sampled_rows` columns of `samples.tokens` count
     prompts        prompt outputs; None: the step has none
     expert_tokens  tokens of each expert; None: not counted
-    draft_token    drafted tokens
+    draft_token    tokens of the draft model
+    draft_outputs  of NgramDrafter; None: there is none
     began, done    the device's first and last operation of the step
     drafted        when the draft model was done; None: the step has no drafts
     """
@@ -99,6 +101,7 @@ class LaunchedStep:
     prompts: PromptOutputs | None
     expert_tokens: Tensor | None
     draft_token: Tensor
+    draft_outputs: DraftOutputs | None
     began: TimingEvent
     drafted: TimingEvent | None
     done: TimingEvent
@@ -110,7 +113,7 @@ class LaunchedStep:
         """Block until the device has finished the step, and return its output; only the last stage has tokens."""
         self.done.wait()
         token, logprob = self.samples.tokens[:, : self.sampled_rows].clone()
-        return StepOutput(
+        output = StepOutput(
             step=self.step,
             token=token.numpy(),
             logprob=logprob.view(torch.float32).numpy(),
@@ -125,6 +128,9 @@ class LaunchedStep:
             capture_seconds=self.capture_seconds,
             missing_graphs=self.missing_graphs,
         )
+        if self.draft_outputs is not None:
+            self.draft_outputs.fill(output)
+        return output
 
 
 class Runner:
@@ -163,6 +169,7 @@ class Runner:
         self.staging = Staging(state.device, MAX_STEPS_AHEAD)
         self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.host_lengths = HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
+        self._drafter = None if state.ngrams is None else NgramDrafter(backend, state)
         self._reader = None if draft_model is None else draft_model.reader
         self.graphs = DecodeGraphs(
             *(model, backend, state, self.staging, pipeline.coordinates),
@@ -207,6 +214,7 @@ class Runner:
 
         # Draft, run the layers, and sample or pass the residual stream on.
         draft_token, drafted = self._draft(step, staged)
+        drafted_tokens = None if self._drafter is None else self._drafter.draft(step, staged)
         hidden = self._forward(step, staged, graph, stream)
         if last_stage:
             samples, prompts = self._sample(step, staged, graph, hidden)
@@ -214,6 +222,7 @@ class Runner:
             samples, prompts = NO_SAMPLES, None
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
+        draft_outputs = None if self._drafter is None else self._drafter.advance(step, staged, drafted_tokens)
 
         # Copy the outputs to the host.
         sampled_rows = len(step.sample_slot) if last_stage else 0
@@ -231,6 +240,7 @@ class Runner:
             prompts=prompts,
             expert_tokens=expert_tokens,
             draft_token=draft_token,
+            draft_outputs=draft_outputs,
             began=began,
             drafted=drafted,
             done=done,
@@ -268,6 +278,8 @@ class Runner:
         arrays |= state_changes(step)
         if self.pipeline.coordinates.last:
             arrays |= sampling_arrays(step) | prompt_output_arrays(step)
+        if self._drafter is not None:
+            arrays |= draft_arrays(step)
         if pending_tokens:
             arrays["pending_slot"] = np.concatenate([pending.slot for pending in pending_tokens])
         if step.drafts is not None:

@@ -21,13 +21,13 @@ from tok_core.messages import NewSlots, StepInput
 from tok_core.model_config import ModelConfig
 from tok_core.sampling_params import DEVICE_COLUMNS
 from tok_core.worker.sleep import MemoryRegion
-from tok_kernels import LayerCache, SlotColumns, kv_position_bytes
+from tok_kernels import LayerCache, NgramTable, SlotColumns, kv_position_bytes
 
 MAX_COPY_BYTES = 32 << 20  # gathered at once while pages are copied, unless one position of each page is more
 _COLUMN_ALIGNMENT = 64  # entries: 256 bytes or more
 _RANDOM_KEYS = ("seed", "sample", "length")
 _FIRST_COLUMNS = {
-    "int64": (*_RANDOM_KEYS, "last_token", "eos_from_position", "prompt_len"),
+    "int64": (*_RANDOM_KEYS, "last_token", "eos_from_position", "prompt_len", "salt"),
     "int32": ("ended",),
     "float32": (),
 }
@@ -58,6 +58,7 @@ class WorkerState:
     pages_per_slot      width of the page table
     scales              scales of cached keys and values, float32 `[layers, 2, K]`; None: there are none by head
     processed_logprobs  `SamplingBatch.processed` of every step
+    predicts            whether to learn which token follows which, to predict drafts
     memory              memory of the KV cache, for an engine that may sleep; None: PyTorch's
 
     Attributes, besides these:
@@ -65,6 +66,7 @@ class WorkerState:
     kv            KV cache, `[layers, 2, pages, page_size, K, head_dim]`; `caches` are its layers
     token_scales  scales of an int8 cache, float32 `[layers, 2, pages, K, page_size]`; None: another dtype
     hidden        hidden states that a draft head reads, `[pages, page_size, N]`; None: there is no such head
+    ngrams        counts of which token follows which; None without `predicts`
     columns       columns that kernels read and advance: last token, length, page table, …
     sampling      columns of sampling parameters, by the names of DEVICE_COLUMNS
     """
@@ -81,6 +83,7 @@ class WorkerState:
         pages_per_slot: int,
         scales: Tensor | None = None,
         processed_logprobs: bool = False,
+        predicts: bool = False,
         memory: MemoryRegion | None = None,
     ) -> None:
         self.device = device
@@ -121,6 +124,7 @@ class WorkerState:
             scratch=num_pages * page_size,
         )
         self.columns.ended[slots] = 1
+        self.ngrams = NgramTable.empty(columns["salt"]) if predicts else None
         self.prompt_len = columns["prompt_len"]
         self.sampling = {name: columns[name] for name in DEVICE_COLUMNS}
         # Bias entries of each slot, `[slots, entries]`. The tables have no entries until a request needs some.
@@ -168,7 +172,7 @@ class WorkerState:
         if len(step.page_slot):
             self.columns.page_table[staged["page_slot"], staged["page_index"]] = staged["page_id"]
         if step.moves is not None:
-            self._move_slots(staged)
+            self._move_slots(staged, step.max_kv)
         if len(step.copy_src):
             self._copy_pages(staged["copy_src"].long(), staged["copy_dst"].long())
 
@@ -177,6 +181,8 @@ class WorkerState:
         for column in (self.columns.last_token, self.columns.length, self.columns.ended, self.columns.page_table):
             column.zero_()
         self.columns.ended[self.slots :].fill_(1)
+        if self.ngrams is not None:
+            self.ngrams.clear()
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy pages to pages, all at once: a page may be the source of one copy and the target of another.
@@ -204,16 +210,34 @@ class WorkerState:
         if len(new.bias_slot) or self.bias_token.shape[1]:
             self._set_biases(slot, new, staged)
 
-    def _move_slots(self, staged: Mapping[str, Tensor]) -> None:
+    def _move_slots(self, staged: Mapping[str, Tensor], max_kv: int) -> None:
         """Move slots to other positions of their sources' sequences (`SlotMoves`): copy columns, pages and biases."""
         slot, source = staged["move_slot"], staged["move_source"]
+        self._copy_slots(slot, source, max_kv)
+        self.columns.length.index_copy_(0, slot, staged["move_length"])
+        self.columns.last_token.index_copy_(0, slot, staged["move_last_token"])
+
+    def set_verify_rows(self, staged: Mapping[str, Tensor], draft_nk: Tensor, max_kv: int) -> None:
+        """Let each slot of `VerifyRows.lent` feed its drafted token next; a slot without a token is ended.
+
+        `staged` has `draft_arrays` on the device. `draft_nk` holds the drafted tokens, int64; −1: none. No sequence has
+        more than `max_kv` positions.
+        """
+        slot, source, index = staged["lent_slot"], staged["lent_source"], staged["lent_index"]
+        self._copy_slots(slot, source, max_kv)
+        token = draft_nk.flatten().index_select(0, index)
+        self.columns.length.index_add_(0, slot, staged["lent_offset"])
+        self.columns.last_token.index_copy_(0, slot, token.clamp(min=0))
+        self.columns.ended.index_add_(0, slot, (token < 0).int())
+
+    def _copy_slots(self, slot: Tensor, source: Tensor, max_kv: int) -> None:
+        """Copy columns, biases, and page tables of up to `max_kv` positions of slots to other slots."""
         for columns in self._columns_of_dtype.values():
             columns.index_copy_(1, slot, columns.index_select(1, source))
         biases = (self.bias_token, self.bias_value, self.bias_until, self.bias_prefix)
-        for table in (self.columns.page_table, *(bias for bias in biases if bias.numel())):
+        pages = self.columns.page_table[:, : -(-max_kv // self.page_size)]
+        for table in (pages, *(bias for bias in biases if bias.numel())):
             table.index_copy_(0, slot, table.index_select(0, source))
-        self.columns.length.index_copy_(0, slot, staged["move_length"])
-        self.columns.last_token.index_copy_(0, slot, staged["move_last_token"])
 
     def _set_biases(self, slot: Tensor, new: NewSlots, staged: Mapping[str, Tensor]) -> None:
         """Write each slot's bias entries from index 0 on; `bias_until` 0 marks the others as unused."""

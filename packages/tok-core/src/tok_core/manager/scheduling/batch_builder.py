@@ -14,7 +14,18 @@ from tok_core.manager.prefix_groups import Groups
 from tok_core.manager.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import NEVER, SequenceTable
-from tok_core.messages import EMPTY, Int32, Int64, ModelDrafts, NewSlots, SharedPages, SlotMoves, StepInput, array
+from tok_core.messages import (
+    EMPTY,
+    Int32,
+    Int64,
+    ModelDrafts,
+    NewSlots,
+    SharedPages,
+    SlotMoves,
+    StepInput,
+    VerifyRows,
+    array,
+)
 from tok_core.sampling_params import DEVICE_COLUMNS, DeviceColumn, SamplingParams
 
 
@@ -49,6 +60,8 @@ class BatchBuilder:
         self.starts: list[Int64] = []  # slots that begin with a decode row
         self.asking: list[int] = []  # indices of the chunks whose requests ask for prompt outputs
         self.drafts: ModelDrafts | None = None
+        self.verify_rows: VerifyRows | None = None
+        self.predicted_tokens = 0  # tokens to predict for each guided sequence
         self._faulty: set[int] = set()  # requests that cannot be written
 
     @property
@@ -175,7 +188,7 @@ class BatchBuilder:
             bias_row=_rows(table.length[sample_slot] < table.bias_until[sample_slot]),
             top_logprobs=int(table.top_logprobs[sample_slot].max(initial=0)),
             all_greedy=bool(table.greedy[sample_slot].all()),
-            max_kv=int(table.length[computed].max(initial=0)),
+            max_kv=int((table.length[computed] + table.ahead[computed]).max(initial=0)),
             prompts=requested_prompt_outputs(table, self.chunks, self.asking) if self.asking else None,
             shared=changes.shared,
             mask_row=masked,
@@ -184,7 +197,19 @@ class BatchBuilder:
             top_row=_rows(table.top_logprobs[sample_slot]),
             drafts=self.drafts,
             moves=self._slot_moves(decode) if self.moves else None,
+            verify_rows=self.verify_rows,
+            predict_slot=self._predicted_slots(sample_slot),
+            predicted_tokens=self.predicted_tokens,
         )
+
+    def _predicted_slots(self, sample_slot: Int32) -> Int32:
+        """Return the slots of the guided sequences that sample, whose next tokens the worker predicts."""
+        if not self.predicted_tokens:
+            return EMPTY
+        slots = sample_slot[self.table.guided[sample_slot]]
+        if len(slots) and self.verify_rows is not None:
+            slots = slots[np.isin(slots, self.verify_rows.lent, invert=True)]
+        return slots
 
     def _slot_moves(self, decode: Int64) -> SlotMoves:
         """Return the moves; the decode rows of their slots have advanced `length` by one already."""
@@ -206,6 +231,7 @@ class BatchBuilder:
             last_token=table.tokens[slots, table.known[slots] - 1],
             eos_from_position=table.eos_from_position[slots],
             prompt_len=table.prompt_len[slots],
+            salt=(table.family[slots] >> np.uint64(32)).astype(np.int32),
             sample=table.sample[slots],
             sampling={name: _column(params, name, column)[owner] for name, column in DEVICE_COLUMNS.items()},
             **self._bias_columns(slots),

@@ -20,7 +20,7 @@ from tok_core.manager.scheduling.prefill import ChunkedPrefill
 from tok_core.manager.scheduling.reclaimer import Reclaimer
 from tok_core.manager.scheduling.steps_in_flight import Microbatches, TokenBudget
 from tok_core.manager.sequences import State
-from tok_core.manager.speculation import Speculator
+from tok_core.manager.speculation import Speculation
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
 
@@ -49,7 +49,7 @@ class Scheduler:
         groups: bool,
         admission: AdmissionName,
         stages: int,
-        speculator: Speculator | None,
+        speculator: Speculation | None,
         clock: Callable[[], float],
     ) -> None:
         self.info = info
@@ -179,12 +179,15 @@ class Scheduler:
             budget = admitter.admit(builder, decode, budget, self.computed_tokens)
         return max(budget, 0), max(-budget, 0)
 
-    def _add_drafts(self, speculator: Speculator, builder: BatchBuilder, decode: Int64) -> Int64:
+    def _add_drafts(self, speculator: Speculation, builder: BatchBuilder, decode: Int64) -> Int64:
         """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
-        lent, builder.drafts = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
-        moved = decode[self.table.moved[decode]]
-        builder.move(moved, moved)
-        builder.move(lent.slots, lent.sources)
+        builder.predicted_tokens = speculator.predicted_tokens
+        lent = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
+        builder.drafts, builder.verify_rows = lent.model_drafts, lent.verify_rows
+        if builder.verify_rows is None:
+            moved = decode[self.table.moved[decode]]
+            builder.move(moved, moved)
+            builder.move(lent.slots, lent.sources)
         return np.concatenate((decode, lent.slots))
 
     def _build(self, builder: BatchBuilder, decode: Int64) -> StepInput:
@@ -212,7 +215,7 @@ class Scheduler:
         table = self.table
         while True:
             slots = self.microbatches.rows()
-            full = table.length[slots] == table.num_pages[slots] * table.page_size
+            full = table.length[slots] + table.ahead[slots] >= table.num_pages[slots] * table.page_size
             count = int(np.count_nonzero(full))
             if not count:
                 return slots

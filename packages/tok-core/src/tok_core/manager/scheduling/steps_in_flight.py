@@ -8,10 +8,11 @@ from collections import deque
 import numpy as np
 
 from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.sequences import DRAFT_MARGIN, SequenceTable, State
 from tok_core.messages import Int64
 
 QUEUED_SECONDS = 3e-3  # seconds of queued device time in which the manager processes an output and builds a step
+DRAFT_QUEUED_SECONDS = 6e-3  # the same for steps with drafts, in which manager and worker have more to do
 MIN_QUEUED_STEPS, MAX_QUEUED_STEPS = 2, 8  # the step in progress included
 AVERAGE_WEIGHT = 0.1  # weight of the newest step in the moving average
 
@@ -27,11 +28,13 @@ class RunAhead:
     In a pipeline, `stages` more steps are in flight: each stage computes another one, and one more is spare. The number
     above then bounds how many of them may wait for each other.
 
-    few  whether to queue two steps only, however short they are, since a draft waits for the values of all
+    few     whether to queue two steps only, however short they are, since a draft waits for the values of all
+    drafts  whether steps have drafts that wait for no values: DRAFT_QUEUED_SECONDS are queued
     """
 
     def __init__(self, fixed: int | None, stages: int = 1) -> None:
         self.few = False
+        self.drafts = False
         self._fixed = fixed
         self._others = stages if stages > 1 else 0
         self._mean: float | None = None
@@ -39,9 +42,9 @@ class RunAhead:
     def observe(self, seconds: float) -> None:
         """Update the average with the device time of a step.
 
-        The time is clamped to 0 … 2 · QUEUED_SECONDS, since a clock may jump. Longer steps make no difference.
+        The time is clamped to 0 … 2 · DRAFT_QUEUED_SECONDS, since a clock may jump. Longer steps make no difference.
         """
-        seconds = min(max(seconds, 0.0), 2 * QUEUED_SECONDS)
+        seconds = min(max(seconds, 0.0), 2 * DRAFT_QUEUED_SECONDS)
         self._mean = seconds if self._mean is None else self._mean + AVERAGE_WEIGHT * (seconds - self._mean)
 
     @property
@@ -56,7 +59,8 @@ class RunAhead:
             return self._fixed
         if self._mean is None or self.few:
             return MIN_QUEUED_STEPS
-        queued = math.ceil(QUEUED_SECONDS / max(self._mean, QUEUED_SECONDS / MAX_QUEUED_STEPS))
+        wanted = DRAFT_QUEUED_SECONDS if self.drafts else QUEUED_SECONDS
+        queued = math.ceil(wanted / max(self._mean, wanted / MAX_QUEUED_STEPS))
         return min(max(1 + queued, MIN_QUEUED_STEPS), MAX_QUEUED_STEPS)
 
 
@@ -91,11 +95,18 @@ class Microbatches:
         self._chains: deque[tuple[int, int]] = deque()  # steps in flight, each with the length of its chain of waiting
 
     def rows(self) -> Int64:
-        """Return the slots that decode in this turn, ascending, without held ones."""
-        slots = self._table.in_state(State.DECODE)
-        if self._table.held.any():
-            slots = slots[~self._table.held[slots]]
-        return slots if self.count == 1 else slots[self._table.microbatch[slots] == self.turn]
+        """Return the slots that decode in this turn, ascending, without held ones.
+
+        Sequences that drafts in flight may bring to their limit wait, too.
+        """
+        table = self._table
+        slots = table.in_state(State.DECODE)
+        if table.held.any():
+            slots = slots[~table.held[slots]]
+        ahead = table.ahead[slots]
+        if ahead.any():
+            slots = slots[(ahead == 0) | (table.length[slots] + ahead + DRAFT_MARGIN <= table.limit[slots])]
+        return slots if self.count == 1 else slots[table.microbatch[slots] == self.turn]
 
     def sitting_out(self, decode: Int64) -> Int64:
         """Return the guided slots of this turn that are not in `decode`, but would be without a grammar.

@@ -1,7 +1,9 @@
-"""Speculative decoding by n-grams: draft tokens from earlier texts, and verify several in one step."""
+"""Speculative decoding: draft tokens, by n-grams or by a draft model, and verify several in one step."""
 
 from __future__ import annotations
 
-from tok_core.manager.speculation.speculator import Drafts, Speculator
+from tok_core.manager.speculation.device_speculator import DeviceSpeculator
+from tok_core.manager.speculation.drafts import Drafts, Speculation
+from tok_core.manager.speculation.host_speculator import HostSpeculator
 
-__all__ = ["Drafts", "Speculator"]
+__all__ = ["DeviceSpeculator", "Drafts", "HostSpeculator", "Speculation"]

@@ -70,11 +70,13 @@ class StepCosts:
 
     measured     False: nothing is measured. A step of r rows is assumed to take 1 + r / ASSUMED_ROWS, and ASSUMED_WAIT
                  more if it has drafts
+    assumed_wait time lost by waiting for a draft, as a share of a step's fixed time, if nothing is measured
     pass_share   share of the model's weights that a pass of the draft model reads
     """
 
-    def __init__(self, *, measured: bool, pass_share: float = 0.0) -> None:
+    def __init__(self, *, measured: bool, assumed_wait: float = ASSUMED_WAIT, pass_share: float = 0.0) -> None:
         self._measured = measured
+        self._assumed_wait = assumed_wait
         self._pass_share = pass_share
         self._passes = Recent()  # measured seconds of a pass, as a share of device(n)
         self._sizes: dict[int, Recent] = {}  # device seconds, by half octave of the rows
@@ -189,7 +191,7 @@ class StepCosts:
     def _wait(self, rows: NDArray[np.int64]) -> Float64:
         """Return the overhead in seconds of a step with drafts; while it is unknown, that of a step without."""
         if not self._measured:
-            return np.full(len(rows), ASSUMED_WAIT)
+            return np.full(len(rows), self._assumed_wait)
         if self._waited.known(self._step) or not self._queued.known(self._step):
             return self._waited.seconds * (1 + rows / HOST_ROWS)
         return np.full(len(rows), self._queued.seconds)

@@ -18,6 +18,7 @@ from tok_core.messages import (
     RequestedPromptOutputs,
     StepInput,
     StepOutput,
+    VerifyRows,
     array,
 )
 from tok_core.sampling_params import MAX_PROMPT_LOGPROBS
@@ -129,6 +130,17 @@ def dummy_drafts(rows: int, chunk_tokens: int, max_len: int) -> StepInput:
         end=zeros + np.int32(passes),
         lent=np.repeat(step.decode_slot[:, None], passes, axis=1),
     )
+    return step
+
+
+def dummy_verify_rows(sequences: int, tokens: int) -> StepInput:
+    """Build a step in which decode rows verify `tokens` drafted tokens for each of `sequences` sequences."""
+    step = dummy_step(decode=sequences * (1 + tokens))
+    parent, lent = np.split(step.decode_slot, [sequences])
+    lent = lent.reshape(sequences, tokens)
+    step.max_kv = 1 + tokens
+    step.verify_rows = VerifyRows(parent, lent, np.full_like(lent, -1))
+    step.predict_slot, step.predicted_tokens = parent, tokens
     return step
 
 

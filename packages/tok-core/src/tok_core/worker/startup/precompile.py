@@ -288,6 +288,7 @@ def meta_runner(config: EngineConfig) -> Runner:
         pages_per_slot=-(-(config.max_model_len or model_config.max_positions) // config.page_size),
         scales=scales,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        predicts=config.speculate != "off" and not config.draft,
     )
     return Runner(model, backend, state, prefix_groups=config.prefix_groups)
 

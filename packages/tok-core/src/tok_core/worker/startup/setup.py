@@ -45,7 +45,7 @@ from tok_core.worker.startup.tp_calibration import calibrate_tensor_parallel, lo
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
 from tok_core.worker.weights import fill_model
-from tok_kernels import Backend, DynamicScaling
+from tok_kernels import Backend, DynamicScaling, NgramTable
 
 if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
@@ -121,12 +121,15 @@ def set_up(
         timer.log_phase("largest step, and rows of graphs")
 
     # Allocate the KV cache in the memory that is left, and warm up.
-    num_pages = _cache_pages(settings, measured, workers_on_host)
+    num_pages = _cache_pages(settings, backend, measured, workers_on_host)
     num_tokens = num_pages * config.page_size
     max_model_len = resolve_max_model_len(config, settings.model, num_tokens)
     problem = f"a KV cache of {num_tokens} tokens does not fit: lower kv_cache_tokens"
     with _explain(problem, RuntimeError, EngineError):
-        state = _new_state(settings, scales, num_pages, max_model_len, sleeping_memory)
+        state = _new_state(
+            *(settings, scales, num_pages, max_model_len, sleeping_memory),
+            predicts=_predicts_drafts(settings, backend),
+        )
     runner = Runner(
         *(model, backend, state),
         tracer=_tracer(settings) if replica == 0 else None,
@@ -177,6 +180,7 @@ def _engine_info(settings: WorkerSettings, runner: Runner, max_model_len: int) -
         draft_slots=sizes.draft_slots,
         draft_len=0 if draft is None else min(draft.config.max_positions, max_model_len),
         draft_head=draft is not None and draft.config.eagle3 is not None,
+        drafts_on_device=runner.state.ngrams is not None,
         draft_share=0.0 if draft is None else draft.weight_share(model, settings.dtype, settings.quantization),
     )
 
@@ -268,13 +272,20 @@ def _measure_steps(
         torch.cuda.empty_cache()
 
 
-def _cache_pages(settings: WorkerSettings, measured: StepMemory | None, workers_on_host: int) -> int:
+def _predicts_drafts(settings: WorkerSettings, backend: Backend) -> bool:
+    """Return whether this worker predicts drafts: nothing else does, and its kernels read lengths on the device."""
+    planned = backend.needs_host_lengths & {"decode", "cascade"}
+    return settings.config.speculate != "off" and settings.draft is None and not planned
+
+
+def _cache_pages(settings: WorkerSettings, backend: Backend, measured: StepMemory | None, workers_on_host: int) -> int:
     """Return the number of pages of the KV cache: the least among the replica's workers."""
     config, draft, slots = settings.config, settings.draft, settings.sizes.slots
     bytes_per_token = kv_bytes_per_token(settings.local, settings.cache_dtype)
     if draft is not None:
         bytes_per_token += draft.bytes_per_token(settings.dtype)
     table_bytes = page_table_bytes(slots, config.max_model_len or settings.model.max_positions, config.page_size)
+    table_bytes += NgramTable.BYTES if _predicts_drafts(settings, backend) else 0
     tokens = cache_tokens(config, bytes_per_token, table_bytes, settings.device, measured, workers_on_host)
     return settings.peers.all_reduce_min(tokens) // config.page_size
 
@@ -285,6 +296,8 @@ def _new_state(
     num_pages: int,
     max_len: int,
     sleeping_memory: SleepingMemory | None = None,
+    *,
+    predicts: bool = False,
 ) -> WorkerState:
     config = settings.config
     return WorkerState(
@@ -297,6 +310,7 @@ def _new_state(
         pages_per_slot=-(-max_len // config.page_size),
         scales=scales,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        predicts=predicts,
         memory=None if sleeping_memory is None else sleeping_memory.kv_cache,
     )
 

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from msgspec import structs
 
+from tok_core.config import MAX_DRAFT_TOKENS
 from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
 from tok_core.models import CausalLM, DecoderLayer
 from tok_core.parallel import choose_layout
@@ -17,7 +18,14 @@ from tok_core.worker.draft_model import DRAFT_GRAPH_SIZES
 from tok_core.worker.layer_kinds import different_layers, different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.sampling import MAX_GATHERED_ROWS
-from tok_core.worker.startup.dummy_steps import dummy_drafts, dummy_step, largest_draft, largest_step, run_dummy_step
+from tok_core.worker.startup.dummy_steps import (
+    dummy_drafts,
+    dummy_step,
+    dummy_verify_rows,
+    largest_draft,
+    largest_step,
+    run_dummy_step,
+)
 from tok_core.worker.startup.memory import SLACK, StepMemory
 
 LONG_PREFIX_TOKENS = 4096  # prefixes of this length use the kernels for long contexts
@@ -66,7 +74,14 @@ def steps_of(runner: Runner, max_step_tokens: int, mask_words: int) -> list[Step
 
 
 def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
-    """Return steps in which the draft model drafts for few and for many sequences, with and without chunks to read."""
+    """Return steps with drafts: rows that verify few and many tokens, or all ways in which the draft model is used.
+
+    The draft model drafts for few and for many sequences, with and without chunks to read.
+    """
+    if runner.state.ngrams is not None:
+        rows = min(runner.state.slots, max_step_tokens)
+        lengths = {min(tokens, rows - 1, runner.max_len - 1) for tokens in (1, 3, MAX_DRAFT_TOKENS)}
+        return [dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0]
     if runner.draft_model is None:
         return []
     largest = largest_draft(runner, max_step_tokens)
