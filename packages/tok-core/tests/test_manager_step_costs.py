@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tok_core.manager.speculation.acceptance import WINDOW, Acceptance
 from tok_core.manager.speculation.step_costs import ASSUMED_ROWS, FORGET_STEPS, MIN_GAIN, DraftCandidate, StepCosts
+from tok_core.worker.startup.dummy_steps import dummy_step
 
 
 class World:
@@ -142,6 +143,18 @@ def test_sizes_are_tried_by_doubling_and_forgotten() -> None:
     assert largest == [0, 4, 4, 12, 12, 28, 28, 60, 60, 60, 60, 60]
     world.run(FORGET_STEPS + 1, 0.0, accepted=0.0)
     assert world.costs.choose(4, np.ones(60)) == 4
+
+
+def test_slow_step_of_few_rows_does_not_make_more_rows_seem_free() -> None:
+    """A prompt of one token is computed kernel by kernel, and takes longer than a CUDA graph of many rows."""
+    costs, now = StepCosts(measured=True, assumed_wait=0.0), 0.0
+    for rows, seconds in ((1, 9e-3), (20, 1.4e-3), (300, 4e-3), (20, 1.4e-3)) * 3:
+        costs.sent(dummy_step(decode=rows), 0, waited=False)
+        now += seconds
+        costs.returned(now, 0, seconds)
+    chances = np.repeat(0.78 ** np.arange(1, 17), 20)
+    speeds = [(20 + chances[:k].sum()) / (1.4 + 2.6 * k / 280) for k in range(len(chances) + 1)]
+    assert costs.choose(20, chances) == pytest.approx(int(np.argmax(speeds)), abs=20)
 
 
 def test_shares_are_those_of_the_family_and_of_all_while_it_is_new() -> None:

@@ -197,7 +197,7 @@ class StepCosts:
         return np.full(len(rows), self._queued.seconds)
 
     def _device(self, rows: NDArray[np.int64]) -> Float64:
-        """Return the device seconds of steps by their rows; they never fall as rows grow.
+        """Return the device seconds of steps by their rows: no more than any larger known size took.
 
         Beyond the largest known size the time grows as a power of the rows, as between the smallest and the largest.
         """
@@ -205,7 +205,7 @@ class StepCosts:
         if not known:
             return 1 + rows / ASSUMED_ROWS
         row, seconds = np.array(known).T
-        seconds = np.maximum.accumulate(np.maximum(seconds, 1e-9))
+        seconds = np.minimum.accumulate(np.maximum(seconds, 1e-9)[::-1])[::-1]
         if row[-1] >= 1.4 * row[0]:
             power = min(math.log(seconds[-1] / seconds[0]) / math.log(row[-1] / row[0]), 1.0)
             beyond = np.maximum(rows / row[-1], 1.0) ** power
