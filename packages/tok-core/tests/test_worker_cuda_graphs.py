@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,7 +67,8 @@ def state_of(model: CausalLM) -> WorkerState:
 
 
 @pytest.fixture
-def graphs(model: CausalLM, recorder: Recorder) -> DecodeGraphs:
+def graphs(model: CausalLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
+    monkeypatch.setattr(cuda_graphs, "MAX_STALL_SECONDS", np.inf)  # a capture may take long on a busy machine
     return graphs_of(model)
 
 
