@@ -11,10 +11,13 @@ from support.schedules import assert_all_given_back, drive, engine_info, expecte
 from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
 from tok_core.config import Speculate
+from tok_core.manager.kv_cache import Paging
 from tok_core.manager.loop import Manager
+from tok_core.manager.scheduling import scheduler
 from tok_core.manager.sequences import SequenceTable, State
-from tok_core.manager.speculation import DeviceSpeculator
+from tok_core.manager.speculation import DeviceSpeculator, device_speculator
 from tok_core.manager.speculation.device_speculator import PRIOR, SLOT_WINDOW, PredictableShares
+from tok_core.manager.speculation.drafts import reserve_pages
 from tok_core.messages import Int32, Int64, StepInput, StepOutput
 
 PROMPT = [1, 2, 3]
@@ -92,13 +95,12 @@ def test_sequences_stay_below_their_limit_if_all_drafts_are_accepted(
 
 def test_short_cache_has_no_pages_for_drafts_and_preempts_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, ports = drafting(run_ahead=3, page_size=1, num_pages=150, max_step_tokens=32)
-    speculator, reclaimer = manager.speculator, manager.reclaimer
-    assert isinstance(speculator, DeviceSpeculator)
-    reserve, preempt, reserved, left = speculator._reserve, reclaimer.preempt_for_pages, list[bool](), list[int]()
+    reclaimer = manager.reclaimer
+    preempt, reserved, left = reclaimer.preempt_for_pages, list[bool](), list[int]()
 
-    def recorded_reserve(slots: Int64, drafted: Int64) -> bool:
+    def recorded_reserve(paging: Paging, slots: Int64, length: Int64) -> bool:
         preemptions, pages = reclaimer.preemptions, manager.table.num_pages.copy()
-        reserved.append(reserve(slots, drafted))
+        reserved.append(reserve_pages(paging, slots, length))
         assert reclaimer.preemptions == preemptions
         assert reserved[-1] or (manager.table.num_pages == pages).all()
         return reserved[-1]
@@ -107,7 +109,7 @@ def test_short_cache_has_no_pages_for_drafts_and_preempts_for_none(monkeypatch: 
         left.append(manager.paging.available)
         preempt(slot)
 
-    monkeypatch.setattr(speculator, "_reserve", recorded_reserve)
+    monkeypatch.setattr(device_speculator, "reserve_pages", recorded_reserve)
     monkeypatch.setattr(reclaimer, "preempt_for_pages", recorded_preempt)
     params = SamplingParams(n=4, max_tokens=60, seed=1, ignore_eos=True)
     drive(manager, ports, {0: [submit(0, PROMPT, params)]})
@@ -256,3 +258,50 @@ def test_share_of_a_sequence_outweighs_its_family_after_some_tokens() -> None:
     for _ in range(int(SLOT_WINDOW)):  # an estimate follows a change: older tokens count less
         observe(shares, 1, 0, 1)
     assert shares.of(one(1))[0] < 0.4
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 1.0])
+@pytest.mark.parametrize(("page_size", "num_pages"), [(16, 13), (4, 52)])
+def test_only_pages_that_are_certainly_needed_lead_to_preemption(
+    accuracy: float, page_size: int, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = engine_info(max_running=16, drafts_on_device=True, page_size=page_size, num_pages=num_pages)
+    manager, ports = make_manager(info, 4, groups=False, speculate=8, admission="watermark")
+    ports.worker.draft_accuracy = accuracy
+    expect_acceptance(manager)
+    table, preempt, missing = manager.table, manager.reclaimer.preempt_for_pages, list[int]()
+
+    def recorded_preempt(slot: int) -> None:
+        full = table.length == table.num_pages * page_size
+        missing.append(int(np.count_nonzero(full & (table.state == State.DECODE))) - manager.paging.available)
+        preempt(slot)
+
+    monkeypatch.setattr(manager.reclaimer, "preempt_for_pages", recorded_preempt)
+    params = SamplingParams(n=6, max_tokens=50, seed=1, ignore_eos=True)
+    drive(manager, ports, {0: [submit(0, PROMPT, params)]})
+    assert_tokens(ports, 1, params)
+    assert min(missing, default=1) > 0
+    assert manager.stats().drafted_tokens > 0
+
+
+def test_more_guided_sequences_than_may_draft_ask_for_no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_DRAFTING", 2)
+    manager, ports = drafting(run_ahead=2)
+    params = SamplingParams(n=3, max_tokens=10, seed=1, ignore_eos=True)
+    drive(manager, ports, {0: [submit(0, PROMPT, params)]})
+    asked = {len(step.decode_slot) > 2: step.predicted_tokens for step in ports.steps if step.verify_rows is None}
+    assert asked[True] == 0
+    assert asked[False] == 3
+
+
+@pytest.mark.parametrize("salt", [b"", 16 * b"a"])
+def test_family_of_a_prompt_outlives_a_cleared_cache(salt: bytes) -> None:
+    manager, ports = drafting(run_ahead=2)
+    params, families = SamplingParams(max_tokens=10, seed=1), list[int]()
+    for rid, salts in enumerate((salt, salt, 16 * b"b")):
+        ports.inbox.append(submit(rid, PROMPT, params, salt=salts))
+        manager.turn()
+        families.append(manager.requests[rid].family)
+        manager.intake.start_new_cache()
+    assert families[0] == families[1]
+    assert families[0] >> 32 != families[2] >> 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from support.schedules import (
 from support.simulated_worker import collect
 from tok_core import SamplingParams
 from tok_core.config import Speculate
+from tok_core.manager.sequences import State
 from tok_core.messages import Cancel, EngineInfo, StepInput, StepOutput, ToManager
 
 
@@ -146,22 +148,24 @@ def test_sequences_preempted_with_drafts_in_flight_get_right_tokens(
         drafts_on_device=True, max_running=24, max_step_tokens=48, page_size=page_size, num_pages=160 // page_size
     )
     manager, ports = make_manager(info, run_ahead, speculate=4, admission="watermark")
-    reclaimer, ahead = manager.reclaimer, list[int]()
-    preempt = reclaimer.preempt_for_pages
+    table, turns, preempted = manager.table, count(), list[int]()
 
-    def recorded_preempt(slot: int) -> None:
-        ahead.append(int(manager.table.ahead[slot]))
-        preempt(slot)
+    def preempt_some() -> bool:
+        drafting = [slot for slot in table.in_state(State.DECODE).tolist() if table.ahead[slot] > 0]
+        if drafting and next(turns) % 5 == 0:
+            preempted.append(drafting[0])
+            manager.reclaimer.preempt_for_slots(drafting[:1])
+        return False
 
-    setattr(reclaimer, "preempt_for_pages", recorded_preempt)  # noqa: B010
     params = SamplingParams(n=3, max_tokens=50, seed=1, ignore_eos=ignore_eos)
     prompts = [[1, 2, 3], [4] * 10, [5, 6] * 4, [7]]
-    drive(manager, ports, {3 * rid: [submit(rid, prompt, params)] for rid, prompt in enumerate(prompts)})
+    arrivals = {3 * rid: [submit(rid, prompt, params)] for rid, prompt in enumerate(prompts)}
+    drive(manager, ports, arrivals, preempt_some)
     tokens, _ = collect(ports.reports)
     for rid, prompt in enumerate(prompts):
         for sample in range(params.n):
             assert tokens[rid, sample] == expected(prompt, sample, params)
-    assert max(ahead) > 0 or run_ahead == 1  # with it, nothing is in flight while a step is built
+    assert len(preempted) > 3
     assert manager.stats().accepted_tokens > 100
     assert_all_given_back(manager)
 

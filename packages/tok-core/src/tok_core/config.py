@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
                          the pages needed now leave 1 % of the cache free
     run_ahead            steps queued at the worker before their tokens return; None: two, or more if steps are short
-    speculate            tokens to draft for a sample in a step, by its prompt and by samples of the same prompt. The
+    speculate            tokens to draft for a sample in a step, by prompts and samples of the same salt. The
                          step verifies the drafts, so that samples stay as they are without them. auto: as many as
                          measured step times make worth it; a number: at most so many, by assumed step times; off: none
     draft                directory or hub id of a small model with the same tokens, or of an EAGLE-3 head for the model,

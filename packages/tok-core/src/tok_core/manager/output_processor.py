@@ -126,6 +126,7 @@ class OutputProcessor:
         row_of[slots] = np.arange(len(slots))
         sampled = output.token[row_of[np.column_stack((drafts.parent, drafts.slot[:, :-1]))]]
         right = self.speculator.verify(drafts, sampled, output)
+        right &= np.isfinite(output.logprob[row_of[drafts.parent]])[:, None]  # otherwise `take` has left the token out
         if on_device := self.speculator.accepts_on_device:
             right &= self._fail_broken_drafts(drafts, right, output.logprob[row_of[drafts.slot]])[:, None]
         left = np.arange(len(drafts.parent))

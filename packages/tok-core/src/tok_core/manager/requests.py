@@ -48,7 +48,7 @@ class Request:
     grammar_state         state of its grammar
     parked_matchers       matcher states of samples that wait for a slot again, by sample
     tenant, salt, banned  as in `Submit`
-    family                numbers of its salt and its prompt, for drafts (`Speculator.open`); 0 without speculation
+    family                numbers of its salt and its prompt, for drafts (`Speculation.open`); 0 without speculation
     allowed_set           number of its allowed tokens in `AllowedTokens`; −1: all tokens
     account               its caller's account
     queued_at             when it joined the queue, in seconds

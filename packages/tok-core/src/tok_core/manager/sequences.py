@@ -237,7 +237,8 @@ class SequenceTable:
     def lend(self, sources: Int64) -> Int64:
         """Return a unused slot for each of `sources`, filled for a decode row with the parameters of its sequence.
 
-        The slots remain unused: they must be back before another is claimed. Their limit is never reached.
+        The slots remain unused. They may be claimed once the step is sent if the worker accepts the drafts, or once it
+        is back if the manager does. Their limit is never reached.
         """
         slots = np.array(self._free[-len(sources) :])
         for column in (

@@ -173,9 +173,9 @@ class StepInput(msgspec.Struct, tag=True):
        of their slots. Drop tokens of slots that have since been given to another sequence. The last stage, and a worker
        with all layers, have recorded them when they sampled them.
     2. Set the `new` slots. Write page table entries: those of `shared`, in order, then
-       `(page_slot, page_index) = page_id`. Then move the slots of `moves`, and set those of `verify_rows`.
+       `(page_slot, page_index) = page_id`. Then move the slots of `moves`.
     3. Copy pages `copy_src` to `copy_dst`, with the contents that earlier steps left. No page is a target twice.
-    4. Let the draft model draft the tokens of `drafts`.
+    4. Let the draft model draft the tokens of `drafts`. Predict the tokens of `verify_rows`, and set its slots.
     5. Compute. Each slot of `decode_slot` feeds its last token at position `length`; chunk c feeds `prefill_count[c]`
        tokens of `prefill_token` (concatenated) to `prefill_slot[c]`, from position `prefill_start[c]` on. `levels[0]`
        has the prefix groups that begin at position 0. A group of `levels[k + 1]` lies within a group of `levels[k]`,
@@ -196,7 +196,7 @@ class StepInput(msgspec.Struct, tag=True):
     mask         `[m, ⌈V/32⌉]` bitmasks: token t is allowed if bit t mod 32 of word t div 32 is set
     top_row      which of the R rows need top log-probabilities, of up to `top_logprobs` tokens
     all_greedy   whether all R rows sample at temperature 0
-    max_kv       tokens of the longest sequence after the step
+    max_kv       upper bound of the tokens of the longest sequence after the step
     prompts      requested log-probabilities and embeddings of prompts; None: none in this step
     """
 

@@ -78,9 +78,15 @@ class NgramDrafter:
         self._ngrams = state.ngrams
         self._ones = torch.ones(state.slots, dtype=torch.int32, device=state.device)
         self._learned = 0  # tokens since the counts were halved
+        self._ngrams.age()  # loads its kernels
+
+    def reset(self) -> None:
+        """Forget what was learned."""
+        self._ngrams.clear()
+        self._learned = 0
 
     def draft(self, step: StepInput, staged: Mapping[str, Tensor]) -> Tensor | None:
-        """Draft the tokens of the step's draft rows, before the forward pass; return them, int64 `[n, k]`."""
+        """Draft the tokens of the step's `verify_rows`, before the forward pass; return them, int64 `[n, k]`."""
         if step.verify_rows is None:
             return None
         longest = step.verify_rows.lent.shape[1]

@@ -214,6 +214,7 @@ class Runner:
 
         # Draft, run the layers, and sample or pass the residual stream on.
         draft_token, drafted = self._draft(step, staged)
+        assert step.verify_rows is None or self._drafter is not None
         drafted_tokens = None if self._drafter is None else self._drafter.draft(step, staged)
         hidden = self._forward(step, staged, graph, stream)
         if last_stage:
@@ -253,6 +254,8 @@ class Runner:
         """Reset to the state before the first step: no slot has a sequence."""
         self.pipeline.reset()
         self.state.reset()
+        if self._drafter is not None:
+            self._drafter.reset()
         self._watch.reset()
         if self.host_lengths is not None:
             self.host_lengths.reset()

@@ -181,8 +181,6 @@ class WorkerState:
         for column in (self.columns.last_token, self.columns.length, self.columns.ended, self.columns.page_table):
             column.zero_()
         self.columns.ended[self.slots :].fill_(1)
-        if self.ngrams is not None:
-            self.ngrams.clear()
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy pages to pages, all at once: a page may be the source of one copy and the target of another.

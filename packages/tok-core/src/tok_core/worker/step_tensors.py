@@ -112,7 +112,7 @@ class HostLengthTracker:
     """Lengths of sequences as the host can compute them, for backends whose attention kernels are planned on the host.
 
     The host does not know that a sequence has ended on the device: its slot's length keeps growing here until the slot
-    gets a new sequence.
+    gets a new sequence. Nor does it know which drafts the device has accepted; then only prompts are planned here.
     """
 
     def __init__(self, slots: int) -> None:

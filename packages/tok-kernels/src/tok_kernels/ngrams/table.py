@@ -45,6 +45,7 @@ class NgramTable:
     """
 
     BYTES: ClassVar[int] = 16 << ENTRY_BITS
+    MAX_VOCAB: ClassVar[int] = 1 << TOKEN_BITS
 
     pair_count: Tensor
     total: Tensor
@@ -66,8 +67,9 @@ class NgramTable:
         """Halve all counts, so that contexts seen once are forgotten and the table never fills up."""
         self.pair_count.bitwise_right_shift_(1)
         self.total.bitwise_right_shift_(1)
-        count = self.best >> (COUNT_SHIFT + 1)
-        self.best.bitwise_and_((1 << COUNT_SHIFT) - 1).bitwise_or_(count << COUNT_SHIFT).mul_(count > 0)
+        for best in self.best.chunk(8):  # bounds the memory of `count`
+            count = best >> (COUNT_SHIFT + 1)
+            best.bitwise_and_((1 << COUNT_SHIFT) - 1).bitwise_or_(count << COUNT_SHIFT).mul_(count > 0)
 
     def clear(self) -> None:
         """Forget all contexts."""

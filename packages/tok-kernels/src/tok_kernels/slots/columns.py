@@ -16,7 +16,7 @@ class SlotColumns:
 
     last_token         int64 [S]     input token of the slot's next decode row
     length             int64 [S]     positions in the cache
-    ended              int32 [S]     1 after an end id was sampled, until the slot is reassigned: its rows are padding
+    ended              int32 [S]     not 0 once an end id was sampled, until the slot has a new owner: padding rows
     eos_from_position  int64 [S]     first position at which a sampled end id ends the sequence
     page_table         int32 [S, P]  page ids of every slot
     token_of           int64 [C]     the token whose key and value each cache row holds

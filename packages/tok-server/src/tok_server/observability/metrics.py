@@ -37,7 +37,7 @@ COUNTERS = {
     "skipped_tokens": "Output tokens that a grammar determined, so that they were not sampled.",
     "discarded_tokens": "Tokens computed past the end of a sample, and discarded.",
     "draft_steps": "Forward passes that verified drafted tokens.",
-    "drafted_tokens": "Tokens drafted by --speculate.",
+    "drafted_tokens": "Rows of forward passes that --speculate added, one for each drafted token.",
     "accepted_tokens": "Drafted tokens that were accepted; each saved its sample a forward pass.",
     "model_drafted_tokens": "Tokens that the model of --draft has drafted.",
     "model_accepted_tokens": "Tokens that the model of --draft has drafted and that were accepted.",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tok_core.config import AdmissionName
+from tok_core.config import MAX_DRAFTING, AdmissionName
 from tok_core.manager.admission import FairShares, LengthModel, SequenceStarter, make_admission
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar_manager import GrammarManager
@@ -181,7 +181,7 @@ class Scheduler:
 
     def _add_drafts(self, speculator: Speculation, builder: BatchBuilder, decode: Int64) -> Int64:
         """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
-        builder.predicted_tokens = speculator.predicted_tokens
+        builder.predicted_tokens = speculator.predicted_tokens if len(decode) <= MAX_DRAFTING else 0
         lent = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
         builder.drafts, builder.verify_rows = lent.model_drafts, lent.verify_rows
         if builder.verify_rows is None:
@@ -209,19 +209,26 @@ class Scheduler:
     def _grow_decoders(self) -> Int64:
         """Allocate a page for each decoding slot of this turn whose last page is full.
 
-        If pages are short, evict cached pages, then retained prompts, then preempt sequences, these slots included.
-        Return the decoding slots of this turn that have space in the cache for their next token.
+        If pages are short, evict cached pages, then let sequences wait whose drafts in flight may fill their last page,
+        then evict retained prompts, then preempt sequences, these slots included. Return the decoding slots of this
+        turn that have space in the cache for their next token.
         """
-        table = self.table
+        table, short = self.table, False
         while True:
             slots = self.microbatches.rows()
-            full = table.length[slots] + table.ahead[slots] >= table.num_pages[slots] * table.page_size
+            space = table.num_pages[slots] * table.page_size - table.length[slots]
+            if short:
+                slots, space = (column[(space == 0) | (space > table.ahead[slots])] for column in (slots, space))
+            full = space <= table.ahead[slots]
             count = int(np.count_nonzero(full))
             if not count:
                 return slots
             if self.reclaimer.make_room(count):
                 self.paging.grow(slots[full], self.paging.allocator.allocate(count))
                 return slots
+            if not short and table.ahead[slots[full]].any():
+                short = True
+                continue
             if self.retained_prompts.drop_lowest_ranked():
                 continue
             running = table.active()

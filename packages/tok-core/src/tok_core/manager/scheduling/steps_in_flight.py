@@ -42,9 +42,9 @@ class RunAhead:
     def observe(self, seconds: float) -> None:
         """Update the average with the device time of a step.
 
-        The time is clamped to 0 … 2 · DRAFT_QUEUED_SECONDS, since a clock may jump. Longer steps make no difference.
+        The time is clamped to 0 … twice what is queued, since a clock may jump. Longer steps make no difference.
         """
-        seconds = min(max(seconds, 0.0), 2 * DRAFT_QUEUED_SECONDS)
+        seconds = min(max(seconds, 0.0), 2 * self._queued_seconds)
         self._mean = seconds if self._mean is None else self._mean + AVERAGE_WEIGHT * (seconds - self._mean)
 
     @property
@@ -59,9 +59,12 @@ class RunAhead:
             return self._fixed
         if self._mean is None or self.few:
             return MIN_QUEUED_STEPS
-        wanted = DRAFT_QUEUED_SECONDS if self.drafts else QUEUED_SECONDS
-        queued = math.ceil(wanted / max(self._mean, wanted / MAX_QUEUED_STEPS))
+        queued = math.ceil(self._queued_seconds / max(self._mean, self._queued_seconds / MAX_QUEUED_STEPS))
         return min(max(1 + queued, MIN_QUEUED_STEPS), MAX_QUEUED_STEPS)
+
+    @property
+    def _queued_seconds(self) -> float:
+        return DRAFT_QUEUED_SECONDS if self.drafts else QUEUED_SECONDS
 
 
 MIN_MICROBATCH_ROWS = 8  # rows of a microbatch: fewer gain nothing by being computed separately

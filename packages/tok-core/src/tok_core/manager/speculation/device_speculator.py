@@ -6,7 +6,6 @@ Legend: n sequences with draft rows, k tokens of the longest draft.
 from __future__ import annotations
 
 from collections import deque
-from hashlib import blake2b
 from typing import Final, Literal
 
 import numpy as np
@@ -23,7 +22,9 @@ from tok_core.manager.speculation.drafts import (
     Drafts,
     LentRows,
     falling,
+    family_of,
     no_tokens,
+    reserve_pages,
 )
 from tok_core.manager.speculation.step_costs import StepCosts
 from tok_core.messages import Int32, Int64, StepInput, StepOutput, VerifyRows
@@ -95,13 +96,8 @@ class DeviceSpeculator:
         return bool(self._in_flight)
 
     def open(self, request: Request) -> None:
-        """Number the request's salt, and its salt and prompt together.
-
-        The upper half of `family` stands for the salt: requests of one salt learn from each other, as they share cached
-        prefixes. The lower half stands for the prompt: its samples are equally easy to predict.
-        """
-        salt, text = (blake2b(one, digest_size=4).digest() for one in (request.salt, request.prompt.tobytes()))
-        request.family = int.from_bytes(salt + text)
+        """Set the request's family."""
+        request.family = family_of(request)
 
     def lend_rows(self, step: int, decode: Int64, others: int, budget: int) -> LentRows:
         """Choose how many drafted tokens of which of `decode` the step verifies (`Speculation.lend_rows`)."""
@@ -110,7 +106,8 @@ class DeviceSpeculator:
         if room <= 0 or not 0 < len(decode) <= MAX_DRAFTING or not self.costs.allows(rows):
             return NO_ROWS
         parents, count, given = self._choose(decode, rows, room)
-        if not len(parents) or not self._reserve(parents, count):
+        length = table.length[parents] + table.ahead[parents] + 1 + count
+        if not len(parents) or not reserve_pages(self._paging, parents, length):
             return NO_ROWS
         drafted = np.arange(count.max()) < count[:, None]
         slots, given = np.full(drafted.shape, -1), given[:, : drafted.shape[1]]
@@ -150,21 +147,6 @@ class DeviceSpeculator:
         count: Int64 = used.reshape(probability.shape).sum(axis=1)
         drafting = count > 0
         return parents[drafting], count[drafting], given[drafting]
-
-    def _reserve(self, slots: Int64, drafted: Int64) -> bool:
-        """Allocate the pages that the drafts may need; return False, and allocate none, if too few can be free.
-
-        No sequence is preempted for drafts.
-        """
-        paging, table = self._paging, self._table
-        length = table.length[slots] + table.ahead[slots] + 1 + drafted
-        short = (-(-length // paging.page_size) > table.num_pages[slots]).nonzero()[0].tolist()
-        missing = sum(paging.missing(int(slots[i]), int(length[i])) for i in short)
-        if missing > paging.available or not paging.evict_until_free(missing):
-            return False
-        for i in short:
-            paging.reserve(int(slots[i]), int(length[i]))
-        return True
 
     def sent(self, step: StepInput) -> None:
         """Record the step, and forget the masks of its rows."""

@@ -5,15 +5,18 @@ Legend: n sequences with a draft, k tokens of the longest draft.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
 from tok_core.messages import Int32, Int64, ModelDrafts, StepInput, StepOutput, VerifyRows
 
+SALT_BYTES: Final = 16  # of a caller's salt, if there is one; what `RequestIntake` appends is shorter
 MAX_GUIDED_DRAFT: Final = 8  # drafted tokens of a guided sequence, each of which needs a mask
 MIN_GUIDED_PROBABILITY: Final = 0.3  # acceptance probability of a token that is worth its mask
 NOBODY: Final[Int64] = np.empty(0, np.int64)
@@ -24,7 +27,7 @@ class LentRows(NamedTuple):
 
     slots         slots lent to drafted tokens
     sources       slots of the sequences that each stands for
-    verify_rows    the rows, if the worker accepts the drafts
+    verify_rows   the rows, if the worker accepts the drafts
     model_drafts  what the draft model does before
     """
 
@@ -135,6 +138,31 @@ class Speculation(Protocol):
     def draft_guided(self, slots: Int64) -> list[tuple[list[int], list[float]]]:
         """Return a draft for each guided sequence: tokens after its last known one, and their probabilities."""
         ...
+
+
+def family_of(request: Request) -> int:
+    """Return `Request.family`, 64 bits.
+
+    The upper half stands for the caller's salt: requests of one salt learn from each other, also across changes of the
+    weights. The lower half stands for the prompt: its samples are equally easy to predict.
+    """
+    salt = request.salt[:SALT_BYTES] if len(request.salt) >= SALT_BYTES else b""
+    halves = (blake2b(one, digest_size=4).digest() for one in (salt, request.prompt.tobytes()))
+    return int.from_bytes(b"".join(halves))
+
+
+def reserve_pages(paging: Paging, slots: Int64, length: Int64) -> bool:
+    """Allocate the pages of these lengths; return False, and allocate none, if too few are free or can be evicted.
+
+    No sequence is preempted for drafts.
+    """
+    short = (-(-length // paging.page_size) > paging.table.num_pages[slots]).nonzero()[0].tolist()
+    missing = sum(paging.missing(int(slots[i]), int(length[i])) for i in short)
+    if missing > paging.available or not paging.evict_until_free(missing):
+        return False
+    for i in short:
+        paging.reserve(int(slots[i]), int(length[i]))
+    return True
 
 
 def no_tokens(rows: int, count: int = 1) -> Int32:

@@ -6,7 +6,6 @@ Legend: n sequences with a draft, k tokens of the longest draft.
 from __future__ import annotations
 
 from collections import deque
-from hashlib import blake2b
 from typing import Final, Literal
 
 import numpy as np
@@ -25,7 +24,9 @@ from tok_core.manager.speculation.drafts import (
     Drafts,
     LentRows,
     falling,
+    family_of,
     no_tokens,
+    reserve_pages,
 )
 from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
 from tok_core.manager.speculation.step_costs import DraftCandidate, StepCosts
@@ -120,13 +121,8 @@ class HostSpeculator:
         return self._idle_turns <= LAZY_STEPS
 
     def open(self, request: Request) -> None:
-        """Take note of the prompt of a new request, which `learn` will learn in parts.
-
-        The upper half of `family` stands for the salt: requests of one salt learn from each other, as they share cached
-        prefixes. The lower half stands for the prompt: its samples are equally easy to predict.
-        """
-        salt, text = (blake2b(one, digest_size=4).digest() for one in (request.salt, request.prompt.tobytes()))
-        request.family = int.from_bytes(salt + text)
+        """Take note of the prompt of a new request, which `learn` will learn in parts."""
+        request.family = family_of(request)
         prompt, salt_number = request.prompt[-MAX_PROMPT_TOKENS:].copy(), request.family >> 32
         parts = (prompt[at : at + MAX_LEARNT] for at in range(0, len(prompt), MAX_LEARNT))
         self._prompts.extend((salt_number, part) for part in parts)
@@ -213,7 +209,8 @@ class HostSpeculator:
         token = self._draft(parents, min(budget - rows, table.lendable_slots), rows)
         drafted = token != NO_TOKEN
         parents, token, drafted = (array[drafted.any(axis=1)] for array in (parents, token, drafted))
-        if not len(parents) or not self._grow(parents, drafted.sum(axis=1)):
+        length = table.length[parents] + 1 + drafted.sum(axis=1)
+        if not len(parents) or not reserve_pages(self._paging, parents, length):
             return NO_ROWS
         chunks = np.empty((3, 0), np.int64)
         modelled = token[:, 0] == FROM_MODEL
@@ -350,20 +347,6 @@ class HostSpeculator:
         candidates += [DraftCandidate(mixed.ravel()[one], count) for one, count in zip(used[1:], passes, strict=True)]
         best, count = self.costs.choose_among(rows, candidates)
         return used[best][:count], best > 0
-
-    def _grow(self, slots: Int64, drafted: Int64) -> bool:
-        """Allocate the pages that the drafts need; return False, and allocate none, if too few are free or evictable.
-
-        No sequence is preempted for drafts.
-        """
-        paging, length = self._paging, self._table.length[slots] + 1 + drafted
-        short = (-(-length // paging.page_size) > self._table.num_pages[slots]).nonzero()[0].tolist()
-        missing = sum(paging.missing(int(slots[i]), int(length[i])) for i in short)
-        if missing > paging.available or not paging.evict_until_free(missing):
-            return False
-        for i in short:
-            paging.reserve(int(slots[i]), int(length[i]))
-        return True
 
     def _windows(self, slots: Int64, end: Int64 | Int32) -> Int32:
         """Return the tokens of each slot before position `end`, `[W, n]`."""

@@ -139,7 +139,7 @@ def dummy_verify_rows(sequences: int, tokens: int) -> StepInput:
     parent, lent = np.split(step.decode_slot, [sequences])
     lent = lent.reshape(sequences, tokens)
     step.max_kv = 1 + tokens
-    step.verify_rows = VerifyRows(parent, lent, np.full_like(lent, -1))
+    step.verify_rows = VerifyRows(parent, lent, np.zeros_like(lent))  # given: the kernels of guided drafts, too
     step.predict_slot, step.predicted_tokens = parent, tokens
     return step
 

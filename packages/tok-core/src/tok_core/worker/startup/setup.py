@@ -121,14 +121,19 @@ def set_up(
         timer.log_phase("largest step, and rows of graphs")
 
     # Allocate the KV cache in the memory that is left, and warm up.
-    num_pages = _cache_pages(settings, backend, measured, workers_on_host)
+    predicts = bool(peers.all_reduce_min(_predicts_drafts(settings, backend)))  # ranks may have chosen other kernels
+    if config.speculate != "off" and coordinates.number == 0:
+        log.debug(
+            "drafts are accepted by the %s", "worker" if predicts else "manager: steps with drafts wait for values"
+        )
+    num_pages = _cache_pages(settings, measured, workers_on_host, predicts=predicts)
     num_tokens = num_pages * config.page_size
     max_model_len = resolve_max_model_len(config, settings.model, num_tokens)
     problem = f"a KV cache of {num_tokens} tokens does not fit: lower kv_cache_tokens"
     with _explain(problem, RuntimeError, EngineError):
         state = _new_state(
             *(settings, scales, num_pages, max_model_len, sleeping_memory),
-            predicts=_predicts_drafts(settings, backend),
+            predicts=predicts,
         )
     runner = Runner(
         *(model, backend, state),
@@ -273,19 +278,20 @@ def _measure_steps(
 
 
 def _predicts_drafts(settings: WorkerSettings, backend: Backend) -> bool:
-    """Return whether this worker predicts drafts: nothing else does, and its kernels read lengths on the device."""
+    """Return whether this worker can predict drafts, and nothing else does: its kernels read lengths on the device."""
     planned = backend.needs_host_lengths & {"decode", "cascade"}
-    return settings.config.speculate != "off" and settings.draft is None and not planned
+    config, vocab_size = settings.config, settings.model.vocab_size
+    return config.speculate != "off" and settings.draft is None and not planned and vocab_size <= NgramTable.MAX_VOCAB
 
 
-def _cache_pages(settings: WorkerSettings, backend: Backend, measured: StepMemory | None, workers_on_host: int) -> int:
+def _cache_pages(settings: WorkerSettings, measured: StepMemory | None, workers_on_host: int, *, predicts: bool) -> int:
     """Return the number of pages of the KV cache: the least among the replica's workers."""
     config, draft, slots = settings.config, settings.draft, settings.sizes.slots
     bytes_per_token = kv_bytes_per_token(settings.local, settings.cache_dtype)
     if draft is not None:
         bytes_per_token += draft.bytes_per_token(settings.dtype)
     table_bytes = page_table_bytes(slots, config.max_model_len or settings.model.max_positions, config.page_size)
-    table_bytes += NgramTable.BYTES if _predicts_drafts(settings, backend) else 0
+    table_bytes += NgramTable.BYTES if predicts else 0
     tokens = cache_tokens(config, bytes_per_token, table_bytes, settings.device, measured, workers_on_host)
     return settings.peers.all_reduce_min(tokens) // config.page_size
 

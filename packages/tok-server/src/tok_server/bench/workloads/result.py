@@ -38,7 +38,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     group_rows_share  share of the sampled tokens, discarded ones included, whose rows read a shared prefix as part of a
                       prefix group
     discarded_tokens  tokens computed past the end of a sample and thrown away
-    drafted_tokens    tokens drafted by --speculate
+    drafted_tokens    rows that --speculate added to steps, one for each drafted token
     accepted_tokens   drafted tokens that were accepted; each saves its sample one step
     draft_steps       steps that verified drafts
     model_drafted_tokens   tokens drafted by the model of --draft
