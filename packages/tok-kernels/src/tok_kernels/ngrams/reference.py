@@ -5,7 +5,7 @@ Legend: n sequences or tokens, k tokens of a draft, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -33,33 +33,29 @@ def learn_tokens(slot_n: Tensor, count_n: Tensor, max_count: int, slots: SlotCol
     row, offset = ((offset < count_n[:, None]) & (slots.ended[slot] == 0)[:, None]).nonzero(as_tuple=True)
     slot = slot[row]
     position = slots.length[slot] - count_n[row] + offset
-    token = _tokens(slots, slot, position)
-    window = [_tokens(slots, slot, position - 1 - i) for i in range(MAX_CONTEXT)]
-    right = _predict(window, ngrams.salt[slot], ngrams) == token
-    learned = []
-    for state, known in _contexts(window, ngrams.salt[slot]):
-        pair = _pair_state(state, token)[known] & ngrams.mask
-        ngrams.pair_count.index_add_(0, pair, torch.ones_like(pair, dtype=torch.int32))
-        learned.append((state[known], pair, token[known]))
-    for state, pair, followed_by in learned:  # after all pairs are counted, so that their order makes no difference
-        entry, count = _entry(state, ngrams), ngrams.pair_count[pair].long().clamp(max=MAX_COUNT)
-        ngrams.total.index_add_(0, entry, torch.ones_like(entry, dtype=torch.int32))
-        packed = (count << COUNT_SHIFT) | (followed_by << CHECK_BITS) | _check(state)
-        ngrams.best.scatter_reduce_(0, entry, packed, "amax")
+    recent = _tokens(slots, slot[:, None], position[:, None] - torch.arange(1 + MAX_CONTEXT, device=slot.device))
+    token, state, known = recent[:, :1], *_contexts(recent[:, 1:], ngrams.salt[slot])
+    right = _predict(state, known, ngrams) == token[:, 0]
+    pair, state, token = _pair_state(state, token)[known] & ngrams.mask, state[known], token.expand_as(known)[known]
+    ones = torch.ones_like(pair, dtype=torch.int32)
+    ngrams.pair_count.index_add_(0, pair, ones)
+    entry = _entry(state, ngrams)
+    count = ngrams.pair_count[pair].long().clamp(max=MAX_COUNT)  # once all are counted: their order makes no difference
+    ngrams.total.index_add_(0, entry, ones)
+    packed = (count << COUNT_SHIFT) | (token << CHECK_BITS) | _check(state)
+    ngrams.best.scatter_reduce_(0, entry, packed, "amax")
     return torch.zeros_like(count_n).index_add_(0, row, right.to(count_n.dtype))
 
 
 def predict_tokens(slot_n: Tensor, count: int, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
     """Compute `Backend.predict_tokens`."""
     slot = slot_n.long()
-    length, salt = slots.length[slot], ngrams.salt[slot]
-    window = [slots.last_token[slot], *(_tokens(slots, slot, length - 1 - i) for i in range(MAX_CONTEXT - 1))]
-    predicted = []
+    position = slots.length[slot][:, None] - torch.arange(1, MAX_CONTEXT, device=slot.device)
+    window = torch.cat((slots.last_token[slot][:, None], _tokens(slots, slot[:, None], position)), 1)
     for _ in range(count):
-        token = _predict(window, salt, ngrams)
-        window = [token, *window[:-1]]
-        predicted.append(token)
-    return torch.stack(predicted, 1) if count else slot.new_empty((len(slot), 0))
+        token = _predict(*_contexts(window[:, :MAX_CONTEXT], ngrams.salt[slot]), ngrams)
+        window = torch.cat((token[:, None], window), 1)
+    return window[:, :count].flip(1)
 
 
 def accept_drafts(slot_n: Tensor, lent_nk: Tensor, draft_nk: Tensor, slots: SlotColumns) -> Tensor:
@@ -84,17 +80,29 @@ def _tokens(slots: SlotColumns, slot: Tensor, position: Tensor) -> Tensor:
     return torch.where(before, NO_TOKEN, slots.token_of[page * slots.page_size + position % slots.page_size])
 
 
-def _contexts(window: list[Tensor], salt: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the hash of each context, shortest first, and whether all its tokens are known.
+def _contexts(window_nW: Tensor, salt_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hash of each context, shortest first, and whether all its tokens are known, `[n, C]`.
 
-    `window` holds the last tokens, the last one first; NO_TOKEN for unknown ones and before the start.
+    `window_nW` holds the last W = MAX_CONTEXT tokens, the last one first; NO_TOKEN: unknown, or before the start.
     """
-    state, known = salt, torch.ones_like(salt, dtype=torch.bool)
-    for i, token in enumerate(window):
-        state, known = state * TOKEN_MULTIPLIER + token + 1, known & (token >= 0)
-        if i + 1 in CONTEXTS:
-            mixed = (state ^ (i + 1)) * CONTEXT_MULTIPLIER
-            yield mixed ^ ((mixed >> 32) & 0xFFFFFFFF), known
+    powers, salt_powers, lengths = (torch.tensor(one, device=salt_n.device) for one in (POWERS, SALT_POWERS, CONTEXTS))
+    state = ((window_nW[:, None] + 1) * powers).sum(2) + salt_n[:, None] * salt_powers
+    mixed = (state ^ lengths) * CONTEXT_MULTIPLIER
+    known = (window_nW >= 0).cumprod(1)[:, lengths - 1].bool()
+    return mixed ^ ((mixed >> 32) & 0xFFFFFFFF), known
+
+
+def _signed(number: int) -> int:
+    """Return the 64-bit number of these last bits, as torch computes with it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+# The hash of a context: salt, then token + 1 from the last token on, each after a multiplication of what was before.
+SALT_POWERS: Final = [_signed(TOKEN_MULTIPLIER**length) for length in CONTEXTS]
+POWERS: Final = [
+    [_signed(TOKEN_MULTIPLIER ** (length - 1 - i)) if i < length else 0 for i in range(MAX_CONTEXT)]
+    for length in CONTEXTS
+]
 
 
 def _entry(state: Tensor, ngrams: NgramTable) -> Tensor:
@@ -110,18 +118,16 @@ def _pair_state(state: Tensor, token: Tensor) -> Tensor:
     return (mixed >> 32) & 0xFFFFFFFF
 
 
-def _predict(window: list[Tensor], salt: Tensor, ngrams: NgramTable) -> Tensor:
-    """Return the most probable next token of each window, NO_TOKEN if no context is known.
+def _predict(state_nC: Tensor, known_nC: Tensor, ngrams: NgramTable) -> Tensor:
+    """Return the most probable next token after the contexts of each sequence, NO_TOKEN if none is known.
 
     The share of the best token among those that followed a context, c / (total + 1), decides between the contexts; of
     equal shares, the longer context's.
     """
-    token, best_count, best_total = torch.full_like(salt, NO_TOKEN), torch.zeros_like(salt), torch.ones_like(salt)
-    for state, known in _contexts(window, salt):
-        entry = _entry(state, ngrams)
-        packed, total = ngrams.best[entry], ngrams.total[entry].long() + 1
-        count = packed >> COUNT_SHIFT
-        better = known & (count > 0) & (_check(packed) == _check(state)) & (count * best_total >= best_count * total)
-        token = torch.where(better, (packed >> CHECK_BITS) & ((1 << TOKEN_BITS) - 1), token)
-        best_count, best_total = torch.where(better, count, best_count), torch.where(better, total, best_total)
-    return token
+    entry = _entry(state_nC, ngrams)
+    packed = ngrams.best[entry]
+    count = torch.where(known_nC & (_check(packed) == _check(state_nC)), packed >> COUNT_SHIFT, 0)
+    share = (count / (ngrams.total[entry] + 1).double()).flip(1)  # the longest context first
+    best = share.argmax(1, keepdim=True)
+    token = (packed.flip(1).gather(1, best) >> CHECK_BITS) & ((1 << TOKEN_BITS) - 1)
+    return torch.where(share.gather(1, best) > 0, token, NO_TOKEN)[:, 0]
