@@ -54,9 +54,9 @@ class DeviceSpeculator:
     drafted token is accepted with its probability, as in rejection sampling from a deterministic draft (Leviathan et
     al. 2023). Tokens are those of plain decoding at every temperature, up to the rounding of steps of other sizes.
 
-    With each step the worker tells which tokens it would have predicted, drafted or not. `PredictableShares` estimates
-    from that the probability that the next one is right, and `StepCosts` chooses how many drafted tokens a step
-    verifies.
+    The worker returns with each step which tokens it would have predicted, drafted or not. `PredictableShares`
+    estimates from that the probability that the next one is right, and `StepCosts` chooses how many drafted tokens a
+    step verifies.
 
     A guided sequence waits for the mask after each token anyway. The worker predicts the tokens that may follow, and
     the grammar's worker returns masks for those that the grammar allows: these are drafted (`draft_guided`).
@@ -79,7 +79,7 @@ class DeviceSpeculator:
         self._max_draft = MAX_DRAFT_TOKENS if tokens == "auto" else tokens
         self.predicted_tokens = min(self._max_draft, MAX_GUIDED_DRAFT)
         self._in_flight = deque[Drafts]()
-        # Of each step in flight: slots of decode rows, their epochs, and slots of predictions.
+        # Slots of decode rows, their epochs, and slots that ask for predictions, of each step in flight.
         self._sent = deque[tuple[Int64, Int64, Int32]]()
         self._predicted = dict[int, Int32]()  # by slot: tokens predicted after the last token of guided sequences
         self._accepted_before = 0
