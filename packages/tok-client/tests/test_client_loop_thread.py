@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 
 import pytest
 
@@ -41,6 +42,23 @@ def test_sigint_in_another_thread_interrupts_a_blocking_call(loop: LoopThread) -
     with pytest.raises(KeyboardInterrupt):
         loop.call(interrupt)
     assert not uninterrupted
+
+
+def test_sigint_while_a_call_begins_leaves_no_unawaited_coroutine(
+    loop: LoopThread, recwarn: pytest.WarningsRecorder
+) -> None:
+    waiting = threading.main_thread().ident
+    assert waiting is not None
+
+    def begin() -> Coroutine[object, object, None]:
+        begun = nothing()
+        signal.pthread_kill(waiting, signal.SIGINT)
+        return begun
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.call(begin)
+    gc.collect()
+    assert not recwarn.list
 
 
 def test_blocking_calls_wait_and_raise_only_their_own_timeouts(

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import TypeVar
 
@@ -45,10 +45,11 @@ class LoopThread:
         An exception that interrupts the wait cancels the coroutine. RuntimeError: the loop was stopped before or during
         the call, or the process was forked since the first call.
         """
-        with self._lock:  # so that `stop` cancels this coroutine, too
-            loop = self._running_loop()
-            future = asyncio.run_coroutine_threadsafe(function(), loop)
+        future: Future[T] = Future()
         try:
+            with self._lock:  # so that `stop` cancels this coroutine, too
+                # The loop's thread makes the coroutine: one made here would never be awaited if Ctrl-C came just then.
+                self._running_loop().call_soon_threadsafe(_start, function, future)
             return _result(future)
         except CancelledError as error:
             raise RuntimeError("the client was closed during the call") from error
@@ -59,8 +60,7 @@ class LoopThread:
     def post(self, function: Callable[[], None]) -> None:
         """Schedule `function()` on the loop without waiting; does nothing if the loop has stopped."""
         if self._loop is not None and self._pid == os.getpid():
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(function)
+            _post(self._loop, function)
 
     def stop(self) -> None:
         """Cancel all running coroutines, await `cleanup` and end the thread. Idempotent."""
@@ -82,6 +82,37 @@ class LoopThread:
         if self._pid != os.getpid():
             raise RuntimeError("the client was created before this process was forked; create one client per process")
         return self._loop
+
+
+def _start(function: Callable[[], Coroutine[object, object, T]], future: Future[T]) -> None:
+    """Run `function()` as a task that gives its result to `future` and ends when `future` is cancelled."""
+    if future.cancelled():
+        return
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(function())
+    task.add_done_callback(lambda _: _settle(task, future))
+
+    def follow(_: Future[T]) -> None:
+        if future.cancelled():
+            _post(loop, task.cancel)
+
+    future.add_done_callback(follow)
+
+
+def _settle(task: asyncio.Task[T], future: Future[T]) -> None:
+    """Give the task's result or exception to `future`."""
+    with suppress(InvalidStateError):  # the caller has cancelled `future`
+        if task.cancelled():
+            future.cancel()
+        elif (error := task.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
+
+
+def _post(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(function)
 
 
 def _result(future: Future[T]) -> T:

@@ -6,13 +6,14 @@ import argparse
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import tok_client
 from tok_client.types import UNSET
-from tok_core import AsyncEngine, InvalidField, ModelError, RequestStream, SamplingParams
+from tok_core import AsyncEngine, InvalidField, ModelError, SamplingParams
 from tok_server.flags import CHAT_TEMPERATURE, engine_config
 
 T = TypeVar("T")
@@ -52,15 +53,17 @@ class LocalChatBackend:
         text = engine.chat_template.render(messages)
         prompt = engine.tokenizer.encode(text, add_special_tokens=False)
         pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        stream = self._run(self._submit(prompt))
-        asyncio.run_coroutine_threadsafe(_forward(stream, pieces), self._loop)
+        tasks: list[asyncio.Task[None]] = []
+        # The loop's thread makes the coroutine: one made here would never be awaited if Ctrl-C came just then.
+        start = partial(_start_task, partial(self._forward, prompt, pieces), tasks)
         try:
+            self._loop.call_soon_threadsafe(start)
             while (piece := _next(pieces)) is not None:
                 if isinstance(piece, Exception):
                     raise piece
                 yield piece
         finally:
-            stream.abort()
+            self._loop.call_soon_threadsafe(_cancel, tasks)
 
     def close(self) -> None:
         """Close the engine and end its thread."""
@@ -69,8 +72,19 @@ class LocalChatBackend:
         self._thread.join()
         self._loop.close()
 
-    async def _submit(self, prompt: list[int]) -> RequestStream:
-        return self._engine.generate(prompt, self._params)
+    async def _forward(self, prompt: list[int], pieces: queue.SimpleQueue[Piece]) -> None:
+        """Put the answer's pieces into `pieces`, then the exception that ended it, or None. Cancellation aborts it."""
+        try:
+            stream = self._engine.generate(prompt, self._params)
+            try:
+                async for delta in stream:
+                    if delta.text:
+                        pieces.put(delta.text)
+            finally:
+                stream.abort()
+            pieces.put(None)
+        except Exception as error:
+            pieces.put(error)
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -86,14 +100,13 @@ def _next(pieces: queue.SimpleQueue[Piece]) -> Piece:
             return pieces.get(timeout=0.5)
 
 
-async def _forward(stream: RequestStream, pieces: queue.SimpleQueue[Piece]) -> None:
-    try:
-        async for delta in stream:
-            if delta.text:
-                pieces.put(delta.text)
-        pieces.put(None)
-    except Exception as error:
-        pieces.put(error)
+def _start_task(function: Callable[[], Coroutine[object, object, None]], tasks: list[asyncio.Task[None]]) -> None:
+    tasks.append(asyncio.get_running_loop().create_task(function()))
+
+
+def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 class RemoteChatBackend:
