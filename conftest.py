@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tok_core.manager.prefix_groups import CPU_COSTS
+
 # The same examples in every run: a failure seen once is seen again. `--hypothesis-profile=explore` draws new.
 # How long an example takes says nothing on a machine that runs more tests beside it.
 settings.register_profile(
@@ -26,6 +28,14 @@ def _seeds_repeat() -> Iterator[None]:
     """Give requests without a seed the same seeds in every run: no test passes or fails by luck."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tok_core.engine.core.random", SimpleNamespace(Random=lambda: random.Random(0)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_groups() -> Iterator[None]:
+    """Let the few and short sequences of tests form prefix groups on GPUs, too, where those would not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tok_core.manager.scheduling.scheduler.COSTS", CPU_COSTS)
         yield
 
 

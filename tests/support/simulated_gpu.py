@@ -219,7 +219,7 @@ def run(
     info = engine_info(
         page_size=16, num_pages=1 << 17, max_running=8192, max_step_tokens=8192, max_model_len=4096, vocab_size=1 << 17
     )
-    info = structs.replace(info, drafts_on_device=draft is None)
+    info = structs.replace(info, device="cuda", drafts_on_device=draft is None)
     if draft is not None:
         info = structs.replace(info, draft_len=info.max_model_len, draft_share=0.15)
     gpu = SimulatedGpu(info, states, probability, end, seconds, delay, capture, draft)

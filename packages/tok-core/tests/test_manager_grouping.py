@@ -40,10 +40,9 @@ class Rows:
         self.node_ids = np.array([node.id for node in self.nodes], np.int32)
         self.slots = np.arange(len(prompts))[::-1] * 3
 
-    def groups(self, member: float = 1, group: float = 0, level: float = 0, compute_bound: float = math.inf) -> Groups:
-        return MostPagesSaved(CascadeCosts(member, group, level, compute_bound)).choose(
-            self.tree, self.slots, self.node_ids
-        )
+    def groups(self, member: float = 1, group: float = 0, level: float = 0, *others: float) -> Groups:
+        """Choose groups by these fields of CascadeCosts."""
+        return MostPagesSaved(CascadeCosts(member, group, level, *others)).choose(self.tree, self.slots, self.node_ids)
 
 
 def tokens(prompt: tuple[int, ...]) -> Int32:
@@ -56,12 +55,19 @@ def rows(most: int, deepest: int = 8) -> st.SearchStrategy[Rows]:
     return st.lists(prompt, min_size=1, max_size=most).map(Rows)
 
 
-def costs(members: Sequence[float], levels: Sequence[float]) -> st.SearchStrategy[CascadeCosts]:
+def costs(
+    members: Sequence[float], levels: Sequence[float], firsts: Sequence[float] = (0,)
+) -> st.SearchStrategy[CascadeCosts]:
     """Draw costs; as multiples of a quarter, and with powers of two as compute-bound rows, their sums are exact."""
     group = st.integers(0, 16).map(lambda quarters: quarters / 4)
     compute_bound = st.sampled_from([math.inf, 4, 16])
     return st.builds(
-        CascadeCosts, st.sampled_from(members), st.just(0.0) | group, st.sampled_from(levels), compute_bound
+        CascadeCosts,
+        st.sampled_from(members),
+        st.just(0.0) | group,
+        st.sampled_from(levels),
+        compute_bound,
+        st.sampled_from(firsts),
     )
 
 
@@ -167,17 +173,19 @@ def test_best_cascade_saves_as_much_as_an_exhaustive_search(made: Rows, levels: 
     assert found.saved == best_saving(made, levels, cost)
 
 
-@given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20]))
+@given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20], [0, 3, 20]))
 def test_most_pages_saved_saves_what_best_cascade_computed(made: Rows, cost: CascadeCosts) -> None:
     groups = made.groups(*cost)
     meeting = cascade.find_branch_points(made.tree, np.bincount(made.node_ids))
     promised = [best_cascade(meeting, levels, cost).saved for levels in (1, 2, 3)]
-    assert saving(made, groups, cost) == pytest.approx(promised[max(0, len(groups.levels) - 1)])
+    assert bool(groups.levels) == (promised[0] > cost.first)
+    if groups.levels:
+        assert saving(made, groups, cost) == pytest.approx(promised[len(groups.levels) - 1])
     for more, less in zip(promised[1 : len(groups.levels)], promised, strict=False):
         assert more - less > cost.level
 
 
-@given(rows(most=30), costs([0, 0.25, 1], [0, 5]))
+@given(rows(most=30), costs([0, 0.25, 1], [0, 5], [0, 3]))
 def test_group_members_are_adjacent_and_share_all_pages_of_the_group(made: Rows, cost: CascadeCosts) -> None:
     assert_sound(made, made.slots, made.paths, made.groups(*cost))
 
@@ -200,10 +208,10 @@ def assert_sound(made: Rows, slots: Int64, paths: Sequence[list[int]], groups: G
 
 
 def test_samples_of_two_prompts_make_two_groups_by_default() -> None:
-    made = Rows([(0, *range(10, 25)), (0, *range(30, 45))] * 4)
+    made = Rows([(0, *range(10, 75)), (0, *range(100, 165))] * 10)
     found = listed(made, MostPagesSaved().choose(made.tree, made.slots, made.node_ids))
-    assert sorted(group.rows for group in found) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert {(group.level, group.start, group.end) for group in found} == {(0, 0, 16)}
+    assert sorted(group.rows for group in found) == [[*range(0, 20, 2)], [*range(1, 20, 2)]]
+    assert {(group.level, group.start, group.end) for group in found} == {(0, 0, 66)}
 
 
 def test_prefix_group_that_saves_less_than_its_cost_is_not_made() -> None:
@@ -226,7 +234,8 @@ def test_prefix_group_that_saves_less_than_its_cost_is_not_made() -> None:
         (256, 4, 128, 8, [(1, 128)]),
         (1024, 8, 64, 64, [(1, 64), (128, 128)]),
         (1024, 2, 0, 22, []),
-        (1024, 2, 0, 25, [(512, 25)]),
+        (1024, 2, 0, 25, []),
+        (1024, 2, 0, 27, [(512, 27)]),
     ],
 )
 def test_default_costs_make_no_small_groups_of_short_questions(
@@ -252,11 +261,11 @@ def test_system_prompt_examples_and_questions_make_two_cascade_levels() -> None:
     system, examples = tuple(range(40)), [tuple(range(100 + 30 * i, 130 + 30 * i)) for i in range(3)]
     questions = [system + examples[i % 3] + tuple(range(1000 + 20 * i, 1020 + 20 * i)) for i in range(12)]
     made = Rows([questions[row % 12] for row in range(48)])
-    found = listed(made, made.groups(level=20))
+    found = listed(made, made.groups(1, 0, 20))
     assert [(group.level, group.start, group.end, len(group.rows)) for group in found] == (
         [(0, 0, 70, 16)] * 3 + [(1, 70, 90, 4)] * 12
     )
-    assert [len(made.groups(level=pages).levels) for pages in (40, 600)] == [2, 1]
+    assert [len(made.groups(1, 0, pages).levels) for pages in (40, 600)] == [2, 1]
 
 
 def test_groups_stand_side_by_side_where_nesting_costs_more() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from tok_core.manager.prefix_groups.cascade import COSTS, CPU_COSTS
 from tok_core.manager.prefix_groups.grouping import Grouping, GroupingRule, Groups, MostPagesSaved
 
 __all__ = [
+    "COSTS",
+    "CPU_COSTS",
     "Grouping",
     "GroupingRule",
     "Groups",

@@ -156,23 +156,31 @@ class CascadeCosts(NamedTuple):
     level   per level after the first, in a step: more kernels in every layer, and no CUDA graph
     compute_bound_rows  rows of a group whose matmuls take as long as reading its pages once. A group of r rows hides
                         the share r / compute_bound_rows of each read behind its matmuls
+    first   for the first level, in a step: more kernels in every layer
     """
 
     member: float
     group: float
     level: float
     compute_bound_rows: float = math.inf
+    first: float = 0.0
 
 
-COSTS = CascadeCosts(member=2, group=20, level=4096, compute_bound_rows=40)
+COSTS = CascadeCosts(member=2, group=20, level=4096, compute_bound_rows=40, first=1024)
 """Measured on an H200: decode attention of one layer, pages of 16 tokens, 256 to 8192 rows with 16 or more common
 pages, in no group, in one level and in two. A least-squares fit of the relative error gives 1.7 pages per member, 19
 per group and 2800 per level with the Triton kernels, and 3.6, 21 and 2900 with FlashInfer's. A page takes 0.0068 µs.
 The CUDA graph that further levels lose comes on top of these.
 
+first: of 5 rows of an 8B model, which read 128 common pages in a group, the group's kernels and the merge took 15 µs a
+layer, as long as 1,100 of its pages of 64 KiB.
+
 compute_bound_rows: 700 TFLOP/s over 4.5 TB/s are 156 operations per byte. With 4 query heads per key head, bfloat16
 keys and values take 4 operations per byte and row. docs/ablations.md has the figures with and without this term.
 """
+
+CPU_COSTS = COSTS._replace(first=0)
+"""Costs on a CPU, which launches no kernels; nothing else was measured there."""
 
 
 class CascadePlan(NamedTuple):

@@ -106,9 +106,9 @@ class Grouping:
 class MostPagesSaved:
     """Groups that save the most page reads, minus the costs of groups and members (`CascadeCosts`).
 
-    Each level after the first must save `costs.level` more than the best choice without it. No other groups of as many
-    levels save more, unless very many nodes of one path are held (`find_branch_points`). Rows are handled by a fixed
-    number of array operations.
+    The first level must save `costs.first`, and each further one `costs.level` more than the best choice without it. No
+    other groups of as many levels save more, unless very many nodes of one path are held (`find_branch_points`). Rows
+    are handled by a fixed number of array operations.
     """
 
     def __init__(self, costs: CascadeCosts = COSTS) -> None:
@@ -116,10 +116,13 @@ class MostPagesSaved:
 
     def choose(self, tree: PrefixTree, slots: Int64, node_ids: Int32 | Int64) -> Groups:
         """See `GroupingRule`."""
+        nothing = Groups(np.arange(len(node_ids)), [], 0)
+        if tree.depth[node_ids].sum() <= self._costs.first:  # no choice can save more than all pages
+            return nothing
         branches = find_branch_points(tree, np.bincount(node_ids))
         chain = _best_chains(branches, self._costs)
         if not chain.any():
-            return Groups(np.arange(len(node_ids)), [], 0)
+            return nothing
         return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
 
 
@@ -165,10 +168,12 @@ def _shrink_level(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
 
 
 def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
-    """Return the chain of each branch, in as many levels as pay off."""
+    """Return the chain of each branch, in as many levels as pay off; 0 everywhere if none does."""
     pages = branches.depth - branches.depth[branches.up]
     all_shared = float(((branches.rows * read_cost(1, costs) - read_cost(branches.rows, costs)) * pages).sum())
     best = best_cascade(branches, 1, costs)
+    if best.saved <= costs.first:
+        return np.zeros_like(best.chain)
     for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.height_start) - 2)):
         if all_shared - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
             break

@@ -12,7 +12,7 @@ from tok_core.manager.admission import FairShares, LengthModel, SequenceStarter,
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.kv_cache import LeastWorkLost, Paging
-from tok_core.manager.prefix_groups import Grouping, Groups, MostPagesSaved
+from tok_core.manager.prefix_groups import COSTS, CPU_COSTS, Grouping, Groups, MostPagesSaved
 from tok_core.manager.requests import Pending, Request
 from tok_core.manager.scheduling.admitter import Admitter
 from tok_core.manager.scheduling.batch_builder import BatchBuilder, Changes
@@ -73,9 +73,8 @@ class Scheduler:
             self.starter, self.fair_shares, self.admission, self.microbatches, self.reclaimer, self.prefill, faults
         )
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
-        self.groupings = (
-            [Grouping(paging.tree, MostPagesSaved()) for _ in range(self.microbatches.count)] if groups else []
-        )  # one per microbatch
+        rule = MostPagesSaved(CPU_COSTS if info.device == "cpu" else COSTS)
+        self.groupings = [Grouping(paging.tree, rule) for _ in range(self.microbatches.count if groups else 0)]
         self.computed_tokens = 0
         self.group_rows = 0
         self.steps = 0
