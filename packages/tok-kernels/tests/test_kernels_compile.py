@@ -28,6 +28,7 @@ from tok_kernels import (
     AttentionBatch,
     CascadeLevel,
     Contexts,
+    DraftSlots,
     Exchange,
     ExpertCopies,
     ExpertWeights,
@@ -224,10 +225,13 @@ def sample_with_edits() -> None:
 
 
 def advance_slots() -> None:
-    column, token_of, end_ids = (meta(size, dtype=INT64) for size in (SLOTS, SLOTS * PAGE, 2))
-    slots = SlotColumns(column, column, meta(SLOTS), column, meta(SLOTS, PAGES), token_of, end_ids, PAGE, 0)
+    columns = meta(4, SLOTS, dtype=INT64), meta(2, SLOTS), meta(5, SLOTS, dtype=FLOAT)
+    column, token_of, end_ids = columns[0][1], meta(SLOTS * PAGE, dtype=INT64), meta(2, dtype=INT64)
+    slots = SlotColumns(column, column, columns[1][0], column, meta(SLOTS, PAGES), token_of, end_ids, PAGE, 0)
     BACKEND.decode_rows(meta(32), slots)
     BACKEND.record_sampled_tokens(meta(32), meta(32, dtype=INT64), meta(32, dtype=FLOAT), slots)
+    lent = DraftSlots(*(meta(32, dtype=INT64) for _ in range(3)))
+    BACKEND.set_draft_slots(lent, meta(8, 4, dtype=INT64), columns, PAGES * PAGE, slots)
     BACKEND.accept_drafts(meta(32), meta(32, 4), meta(32, 4, dtype=INT64), slots)
     ngrams = NgramTable.empty(column)
     BACKEND.learn_tokens(meta(32), meta(32), 5, slots, ngrams)

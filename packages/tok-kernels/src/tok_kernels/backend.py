@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, Sampl
 from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
 from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 from tok_kernels.ngrams.table import NgramTable
-from tok_kernels.slots.columns import DecodeRows, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, DraftSlots, SlotColumns
 
 
 class Backend(Protocol):
@@ -267,6 +268,20 @@ class Backend(Protocol):
         A slot ends if its token is an end id and its length, which is the token's position, is at least
         `SlotColumns.eos_from_position`. Return int32 `[2, R]` for the host: the tokens, and the bits of their float32
         log-probabilities.
+        """
+        ...
+
+    def set_draft_slots(
+        self, lent: DraftSlots, draft_nk: Tensor, columns: Sequence[Tensor], max_kv: int, slots: SlotColumns
+    ) -> None:
+        """Let each slot lent feed its drafted token next, of `draft_nk` (int64).
+
+        It gets the columns of the sequence that the draft continues, and the pages of its first `max_kv` positions. Its
+        length is that of the sequence and the drafted tokens up to its own. It has ended if its token is −1, or the
+        sequence has ended.
+
+        columns  all columns of slots by dtype: int64, int32 and float32, each `[·, S]`. `last_token`, `length` and
+                 `ended` of `slots` are rows of them
         """
         ...
 

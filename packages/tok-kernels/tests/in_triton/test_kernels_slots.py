@@ -1,4 +1,4 @@
-"""Tests of decode rows built from slots, and of sampled tokens written back, by Triton and by the reference."""
+"""Tests of decode rows built from slots, sampled tokens written back, and slots filled for drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.interpreted import outside, rerun
-from tok_kernels import Backend, SlotColumns
+from tok_kernels import Backend, DraftSlots, SlotColumns
 from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
 
@@ -101,3 +101,44 @@ def test_a_decode_row_appends_its_last_token_and_stops_at_an_eos_id(device: torc
         assert slots.ended[:2].tolist() == [1, 0]  # slot 1 may not end before position 5; its token is at 4
         again = backend.decode_rows(slot, slots)
         assert again.kv_len.tolist() == [4 + 1, 0]
+
+
+def drafting(seed: int, device: torch.device) -> tuple[SlotColumns, list[torch.Tensor]]:
+    """Return slots as `columns` does, and all their columns by dtype, of which `last_token`, … are rows."""
+    slots, source = columns(seed, device), torch.Generator().manual_seed(seed)
+    int64 = torch.randint(99, (5, SLOTS + 3), generator=source).to(device)
+    int32 = torch.randint(99, (2, SLOTS + 3), generator=source).int().to(device)
+    float32 = torch.rand((3, SLOTS + 3), generator=source).to(device)
+    int64[1, : SLOTS + 1], int64[3, : SLOTS + 1] = slots.length, slots.last_token
+    int32[1, : SLOTS + 1] = slots.ended
+    whole = [one[:, : SLOTS + 1] for one in (int64, int32, float32)]  # padded, as those of an engine
+    return replace(slots, length=whole[0][1], last_token=whole[0][3], ended=whole[1][1]), whole
+
+
+@given(seed=st.integers(0, 2**20), order=st.permutations(range(SLOTS)), length=st.integers(1, 4), data=st.data())
+def test_triton_fills_slots_for_drafts_as_the_reference_does(
+    device: torch.device, seed: int, order: list[int], length: int, data: st.DataObject
+) -> None:
+    sources, lent = order[:3], order[3:]
+    index = data.draw(st.lists(st.integers(0, 3 * length - 1), unique=True, max_size=len(lent)))
+    max_kv = data.draw(st.integers(1, PAGES_EACH * PAGE))
+    draft_nk = torch.randint(-1, 20, (3, length), generator=torch.Generator().manual_seed(seed))
+    results = []
+    for backend, here in ((ReferenceBackend(), torch.device("cpu")), (TritonBackend(), device)):
+        slots, whole = drafting(seed, here)
+        before = [one.clone() for one in (*whole, slots.page_table)]
+        columns_of = (lent[: len(index)], [sources[i // length] for i in index], index)
+        rows = DraftSlots(*(torch.tensor(one, dtype=torch.int64, device=here) for one in columns_of))
+        backend.set_draft_slots(rows, draft_nk.to(here), whole, max_kv, slots)
+        results.append([one.cpu() for one in (*whole, slots.page_table)])
+        for slot, source, i in zip(*columns_of, strict=True):
+            token = int(draft_nk.flatten()[i])
+            assert int(slots.length[slot]) == int(before[0][1, source]) + 1 + i % length
+            assert int(slots.last_token[slot]) == max(token, 0)
+            assert bool(slots.ended[slot]) == (token < 0 or bool(before[1][1, source]))
+            assert torch.equal(whole[2][:, slot], before[2][:, source])
+            pages = -(-max_kv // PAGE)
+            assert torch.equal(slots.page_table[slot, :pages], before[3][source, :pages])
+            assert torch.equal(slots.page_table[slot, pages:], before[3][slot, pages:])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tok_core.messages import StepInput, StepOutput, VerifyRows
 from tok_core.worker.staging import copy_to_host
 from tok_core.worker.state import WorkerState
-from tok_kernels import AGE_TOKENS, Backend
+from tok_kernels import AGE_TOKENS, Backend, DraftSlots
 
 
 def draft_arrays(step: StepInput) -> dict[str, np.ndarray]:
@@ -41,7 +41,6 @@ def _row_arrays(rows: VerifyRows, decode_slot: np.ndarray) -> dict[str, np.ndarr
         "lent_index": index,
         "lent_slot": lent.astype(np.int64),
         "lent_source": rows.parent[index // rows.lent.shape[1]].astype(np.int64),
-        "lent_offset": 1 + index % rows.lent.shape[1],
         "lent_row": row_of[lent],
     }
 
@@ -94,7 +93,9 @@ class NgramDrafter:
         if "draft_given" in staged:
             given_nk = staged["draft_given"].long()
             draft_nk = torch.where(given_nk >= 0, given_nk, draft_nk)
-        self._state.set_verify_rows(staged, draft_nk, step.max_kv)
+        lent, state = DraftSlots(staged["lent_slot"], staged["lent_source"], staged["lent_index"]), self._state
+        self._backend.set_draft_slots(lent, draft_nk, state.all_columns, step.max_kv, state.columns)
+        state.copy_biases(lent.slot, lent.source)
         return draft_nk
 
     def advance(self, step: StepInput, staged: Mapping[str, Tensor], draft_nk: Tensor | None) -> DraftOutputs:

@@ -135,6 +135,12 @@ class WorkerState:
         self.bias_prefix = torch.zeros((slots, 0, 0), dtype=torch.int64, device=device)
 
     @property
+    def all_columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all columns of slots by dtype: int64, int32 and float32, each `[·, slots + 1]`."""
+        int64, int32, float32 = self._columns_of_dtype.values()
+        return int64, int32, float32
+
+    @property
     def max_len(self) -> int:
         """Return how many positions the page table of a slot covers."""
         return self.columns.page_table.shape[1] * self.page_size
@@ -211,31 +217,19 @@ class WorkerState:
     def _move_slots(self, staged: Mapping[str, Tensor], max_kv: int) -> None:
         """Move slots to other positions of their sources' sequences (`SlotMoves`): copy columns, pages and biases."""
         slot, source = staged["move_slot"], staged["move_source"]
-        self._copy_slots(slot, source, max_kv)
+        pages = self.columns.page_table[:, : -(-max_kv // self.page_size)]
+        pages.index_copy_(0, slot, pages.index_select(0, source))
+        for of_dtype in self.all_columns:
+            of_dtype.index_copy_(1, slot, of_dtype.index_select(1, source))
+        self.copy_biases(slot, source)
         self.columns.length.index_copy_(0, slot, staged["move_length"])
         self.columns.last_token.index_copy_(0, slot, staged["move_last_token"])
 
-    def set_verify_rows(self, staged: Mapping[str, Tensor], draft_nk: Tensor, max_kv: int) -> None:
-        """Let each slot of `VerifyRows.lent` feed its drafted token next; a slot without a token is ended.
-
-        `staged` has `draft_arrays` on the device. `draft_nk` holds the drafted tokens, int64; −1: none. No sequence has
-        more than `max_kv` positions.
-        """
-        slot, source, index = staged["lent_slot"], staged["lent_source"], staged["lent_index"]
-        self._copy_slots(slot, source, max_kv)
-        token = draft_nk.flatten().index_select(0, index)
-        self.columns.length.index_add_(0, slot, staged["lent_offset"])
-        self.columns.last_token.index_copy_(0, slot, token.clamp(min=0))
-        self.columns.ended.index_add_(0, slot, (token < 0).int())
-
-    def _copy_slots(self, slot: Tensor, source: Tensor, max_kv: int) -> None:
-        """Copy columns, biases, and page tables of up to `max_kv` positions of slots to other slots."""
-        for columns in self._columns_of_dtype.values():
-            columns.index_copy_(1, slot, columns.index_select(1, source))
-        biases = (self.bias_token, self.bias_value, self.bias_until, self.bias_prefix)
-        pages = self.columns.page_table[:, : -(-max_kv // self.page_size)]
-        for table in (pages, *(bias for bias in biases if bias.numel())):
-            table.index_copy_(0, slot, table.index_select(0, source))
+    def copy_biases(self, slot: Tensor, source: Tensor) -> None:
+        """Copy the bias entries of slots to other slots."""
+        for bias in (self.bias_token, self.bias_value, self.bias_until, self.bias_prefix):
+            if bias.numel():
+                bias.index_copy_(0, slot, bias.index_select(0, source))
 
     def _set_biases(self, slot: Tensor, new: NewSlots, staged: Mapping[str, Tensor]) -> None:
         """Write each slot's bias entries from index 0 on; `bias_until` 0 marks the others as unused."""

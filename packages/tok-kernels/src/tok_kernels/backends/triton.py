@@ -16,7 +16,7 @@ from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 from tok_kernels.sampling.triton.sampling import sample
-from tok_kernels.slots.triton import decode_rows, record_sampled_tokens
+from tok_kernels.slots.triton import decode_rows, record_sampled_tokens, set_draft_slots
 
 
 class TritonBackend:
@@ -42,6 +42,7 @@ class TritonBackend:
     sample = staticmethod(sample)
     decode_rows = staticmethod(decode_rows)
     record_sampled_tokens = staticmethod(record_sampled_tokens)
+    set_draft_slots = staticmethod(set_draft_slots)
     learn_tokens = staticmethod(learn_tokens)
     predict_tokens = staticmethod(predict_tokens)
     accept_drafts = staticmethod(accept_drafts)

@@ -1,1 +1,1 @@
-"""Gather decode rows from per-slot columns, and scatter sampled tokens back."""
+"""Gather decode rows from per-slot columns, scatter sampled tokens back, and fill slots for drafts."""

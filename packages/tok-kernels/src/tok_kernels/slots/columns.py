@@ -1,6 +1,7 @@
-"""Define `SlotColumns`, the state of running sequences on the device, and `DecodeRows`, a decode step's inputs.
+"""Define `SlotColumns`, the state of running sequences on the device, and what decode steps take from it.
 
-Axes: S slots, P maximum pages of a slot, C cache rows (pages × page size), B decode rows, E end ids (EOS tokens).
+Axes: S slots, P maximum pages of a slot, C cache rows (pages × page size), B decode rows, R draft rows,
+E end ids (EOS tokens).
 """
 
 from __future__ import annotations
@@ -52,3 +53,17 @@ class DecodeRows:
     position: Tensor
     kv_index: Tensor
     kv_len: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSlots:
+    """Slots that feed drafted tokens in a step, each lent to one token of a draft.
+
+    slot    int64 [R]  slots lent
+    source  int64 [R]  slots of the sequences that the drafts continue
+    index   int64 [R]  indices of the tokens among all drafts, n × length + i: the i-th token of the n-th draft
+    """
+
+    slot: Tensor
+    source: Tensor
+    index: Tensor

@@ -1,11 +1,13 @@
-"""Make decode rows from slots and store sampled tokens in slots, in plain torch."""
+"""Make decode rows from slots, store sampled tokens in slots, and fill slots for drafts, in plain torch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tok_kernels.slots.columns import DecodeRows, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, DraftSlots, SlotColumns
 
 
 def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
@@ -28,3 +30,17 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
     ends = torch.isin(token_R, slots.end_ids) & (slots.length[slot] >= slots.eos_from_position[slot])
     slots.ended[slot] |= ends
     return torch.stack((token_R.int(), logprob_R.view(torch.int32)))
+
+
+def set_draft_slots(
+    lent: DraftSlots, draft_nk: Tensor, columns: Sequence[Tensor], max_kv: int, slots: SlotColumns
+) -> None:
+    """Compute `Backend.set_draft_slots`."""
+    pages = slots.page_table[:, : -(-max_kv // slots.page_size)]
+    pages.index_copy_(0, lent.slot, pages.index_select(0, lent.source))
+    for of_dtype in columns:
+        of_dtype.index_copy_(1, lent.slot, of_dtype.index_select(1, lent.source))
+    token = draft_nk.flatten().index_select(0, lent.index)
+    slots.length.index_add_(0, lent.slot, 1 + lent.index % draft_nk.shape[1])
+    slots.last_token.index_copy_(0, lent.slot, token.clamp(min=0))
+    slots.ended.index_add_(0, lent.slot, (token < 0).int())

@@ -1,7 +1,9 @@
-"""Make decode rows from slots and store sampled tokens in slots: one kernel each, with one thread per row."""
+"""Make decode rows from slots, store sampled tokens in slots, and fill slots for drafts: one kernel each."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -10,9 +12,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options
-from tok_kernels.slots.columns import DecodeRows, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, DraftSlots, SlotColumns
 
 _BLOCK = 128  # rows of a program
+_PAGE_BLOCK = 256  # page ids that a program copies at once
 
 
 def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
@@ -46,6 +49,35 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
             **pdl_options(slot_R.device),
         )
     return out
+
+
+def set_draft_slots(
+    lent: DraftSlots, draft_nk: Tensor, columns: Sequence[Tensor], max_kv: int, slots: SlotColumns
+) -> None:
+    """Compute `Backend.set_draft_slots`."""
+    row_count = lent.slot.shape[0]
+    if not row_count:
+        return
+    int64, int32, float32 = columns
+    _set_draft_slots_kernel[(row_count,)](
+        *(lent.slot, lent.source, lent.index, draft_nk, draft_nk.shape[1]),
+        *(int64, int64.stride(0), int32, int32.stride(0), float32, float32.stride(0)),
+        *(slots.page_table, slots.page_table.stride(0), triton.cdiv(max_kv, slots.page_size)),
+        INT64_COUNT=int64.shape[0],
+        INT32_COUNT=int32.shape[0],
+        FLOAT32_COUNT=float32.shape[0],
+        LENGTH=_row_of(slots.length, int64),
+        LAST_TOKEN=_row_of(slots.last_token, int64),
+        ENDED=_row_of(slots.ended, int32),
+        COLUMN_BLOCK=triton.next_power_of_2(max(one.shape[0] for one in columns)),
+        PAGE_BLOCK=_PAGE_BLOCK,
+        num_warps=1,
+    )
+
+
+def _row_of(column: Tensor, columns: Tensor) -> int:
+    """Return which row of `columns` a column is."""
+    return (column.storage_offset() - columns.storage_offset()) // columns.stride(0)
 
 
 @triton.jit(
@@ -134,3 +166,61 @@ def _record_sampled_tokens_kernel(
     tl.store(out_ptr + rows, token.to(tl.int32), mask=in_range)
     logprob = tl.load(logprob_ptr + rows, mask=in_range, other=0.0)
     tl.store(out_ptr + row_count + rows, logprob.to(tl.int32, bitcast=True), mask=in_range)
+
+
+@triton.jit(
+    do_not_specialize=["draft_length", "int64_stride", "int32_stride", "float32_stride", "page_table_stride", "pages"],
+    do_not_specialize_on_alignment=["slot_ptr", "source_ptr", "index_ptr", "draft_ptr"],
+)
+def _set_draft_slots_kernel(
+    slot_ptr: tl.tensor,
+    source_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    draft_ptr: tl.tensor,
+    draft_length: tl.tensor,
+    int64_ptr: tl.tensor,
+    int64_stride: tl.tensor,
+    int32_ptr: tl.tensor,
+    int32_stride: tl.tensor,
+    float32_ptr: tl.tensor,
+    float32_stride: tl.tensor,
+    page_table_ptr: tl.tensor,
+    page_table_stride: tl.tensor,
+    pages: tl.tensor,
+    INT64_COUNT: tl.constexpr,
+    INT32_COUNT: tl.constexpr,
+    FLOAT32_COUNT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LAST_TOKEN: tl.constexpr,
+    ENDED: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    PAGE_BLOCK: tl.constexpr,
+) -> None:
+    """Fill one slot that is lent to a drafted token. Grid: `(R,)`.
+
+    slot_ptr to index_ptr        int64 [R], fields of `DraftSlots`
+    draft_ptr                    int64 [n, draft_length], drafted tokens
+    int64_ptr to float32_stride  columns of each dtype, [COUNT, S]
+    page_table_ptr               int32 [S, ≥ pages]
+    pages                        pages of a slot to copy
+    LENGTH, LAST_TOKEN           rows of `SlotColumns.length` and `last_token` among the int64 columns
+    ENDED                        row of `SlotColumns.ended` among the int32 columns
+    """
+    slot = tl.load(slot_ptr + tl.program_id(0))
+    source = tl.load(source_ptr + tl.program_id(0))
+    index = tl.load(index_ptr + tl.program_id(0))
+    token = tl.load(draft_ptr + index)
+    column = tl.arange(0, COLUMN_BLOCK)
+    int64 = tl.load(int64_ptr + column * int64_stride + source, mask=column < INT64_COUNT, other=0)
+    int64 = tl.where(column == LENGTH, int64 + 1 + index % draft_length, int64)
+    int64 = tl.where(column == LAST_TOKEN, tl.maximum(token, 0), int64)
+    tl.store(int64_ptr + column * int64_stride + slot, int64, mask=column < INT64_COUNT)
+    int32 = tl.load(int32_ptr + column * int32_stride + source, mask=column < INT32_COUNT, other=0)
+    int32 = tl.where(column == ENDED, int32 + (token < 0).to(tl.int32), int32)
+    tl.store(int32_ptr + column * int32_stride + slot, int32, mask=column < INT32_COUNT)
+    float32 = tl.load(float32_ptr + column * float32_stride + source, mask=column < FLOAT32_COUNT)
+    tl.store(float32_ptr + column * float32_stride + slot, float32, mask=column < FLOAT32_COUNT)
+    for start in range(0, pages, PAGE_BLOCK):
+        page = start + tl.arange(0, PAGE_BLOCK)
+        page_id = tl.load(page_table_ptr + source * page_table_stride + page, mask=page < pages)
+        tl.store(page_table_ptr + slot * page_table_stride + page, page_id, mask=page < pages)
