@@ -221,7 +221,7 @@ def test_predictable_shares_lie_between_zero_and_one(data: st.DataObject) -> Non
 def test_new_owner_of_a_slot_starts_with_the_share_of_its_family() -> None:
     shares, table = shares_of(4)
     table.family[:] = [1, 1, 2, 2]
-    for _ in range(50):
+    for _ in range(200):
         observe(shares, 0, 1, 1)
         observe(shares, 2, 0, 1)
     (kept,) = shares.of(one(0))

@@ -217,8 +217,8 @@ class DeviceSpeculator:
 
 NO_PREDICTION: Final[Int32] = np.empty(0, np.int32)
 FAMILY_BITS: Final = 12  # last bits of a family's number; families that agree in them share their counts
-SLOT_WINDOW, FAMILY_WINDOW = 16.0, 64.0  # tokens that an estimate remembers; with more, its counts are halved
-PRIOR: Final = 4.0  # tokens; weight of the family's share for a sequence, and of all families' share for a family
+SLOT_WINDOW, FAMILY_WINDOW = 64.0, 256.0  # tokens that an estimate remembers; with more, its counts are halved
+PRIOR: Final = 16.0  # tokens; weight of the family's share for a sequence, and of all families' share for a family
 
 
 class PredictableShares:
