@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from tok_core.manager.prefix_groups.cascade import COSTS, CPU_COSTS
-from tok_core.manager.prefix_groups.grouping import Grouping, GroupingRule, Groups, MostPagesSaved
+from tok_core.manager.prefix_groups.draft_groups import group_drafts
+from tok_core.manager.prefix_groups.grouping import NO_GROUPS, Grouping, GroupingRule, Groups, MostPagesSaved
 
 __all__ = [
     "COSTS",
     "CPU_COSTS",
+    "NO_GROUPS",
     "Grouping",
     "GroupingRule",
     "Groups",
     "MostPagesSaved",
+    "group_drafts",
 ]

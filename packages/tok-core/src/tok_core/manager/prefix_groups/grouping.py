@@ -13,6 +13,7 @@ from tok_core.manager.prefix_groups.cascade import (
     COSTS,
     BranchPoints,
     CascadeCosts,
+    CascadePlan,
     best_cascade,
     choices,
     find_branch_points,
@@ -43,13 +44,16 @@ class Groups(NamedTuple):
             without a group come last
     levels  from the outermost on; a group's `start` is an index into `order`
     rows    number of rows in groups
+    saved   page reads saved, minus the costs of groups, members and levels
     """
 
     order: Int64
     levels: list[GroupLevel]
     rows: int
+    saved: float
 
 
+NO_GROUPS = Groups(np.empty(0, np.int64), [], 0, 0.0)
 NOBODY: Int64 = np.empty((3, 0), np.int64)
 
 
@@ -64,7 +68,7 @@ class Grouping:
         self._tree = tree
         self._rule = rule
         self._known = NOBODY  # slots, nodes and epochs for which `_groups` were chosen
-        self._groups = Groups(np.empty(0, np.int64), [], 0)
+        self._groups = NO_GROUPS
 
     def groups_of(self, slots: Int64, node_ids: Int32, epochs: Int64, sitting_out: Int64 = NOBODY) -> Groups:
         """Return the groups of decode rows. They are chosen again only if rows were added, removed or moved.
@@ -100,7 +104,7 @@ class Grouping:
         until = np.append(0, np.cumsum(stays))  # number of staying rows before each row
         levels = [_shrink_level(level, until, slots[order]) for level in self._groups.levels]
         levels = [level for level in levels if len(level.start)]  # groups are nested: only the last levels get empty
-        return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
+        return Groups(order, levels, int(levels[0].count.sum()) if levels else 0, self._groups.saved)
 
 
 class MostPagesSaved:
@@ -116,18 +120,19 @@ class MostPagesSaved:
 
     def choose(self, tree: PrefixTree, slots: Int64, node_ids: Int32 | Int64) -> Groups:
         """See `GroupingRule`."""
-        nothing = Groups(np.arange(len(node_ids)), [], 0)
+        nothing = Groups(np.arange(len(node_ids)), [], 0, 0.0)
         if tree.depth[node_ids].sum() <= self._costs.first:  # no choice can save more than all pages
             return nothing
         branches = find_branch_points(tree, np.bincount(node_ids))
-        chain = _best_chains(branches, self._costs)
-        if not chain.any():
+        best = _best_cascade(branches, self._costs)
+        if not best.chain.any():
             return nothing
-        return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
+        return _arranged(branches, best, branches.of[node_ids], slots, tree.page_size)
 
 
-def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
+def _arranged(branches: BranchPoints, best: CascadePlan, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
     """Return the groups that the branches' chains make of rows at the branches `branch_of`."""
+    chain = best.chain
     # Depth first: by the first level's group, within it by the second's; branches in no group of a level come last.
     order = np.lexsort(np.where(chain, chain, len(chain)).T[::-1])
     rank = np.empty(len(order), np.uint16 if len(order) < 1 << 16 else np.int64)  # NumPy radix-sorts 16 bits
@@ -140,7 +145,7 @@ def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int
     starts = np.zeros_like(ends)
     starts[:, 1:] = ends[:, :-1]
     levels = [_level(chain[:, i], count, starts[:, i], ends[:, i], slots, rows) for i in range(chain.shape[1])]
-    return Groups(rows, levels, int(levels[0].count.sum()))
+    return Groups(rows, levels, int(levels[0].count.sum()), best.saved)
 
 
 def _drop_singletons(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
@@ -167,21 +172,22 @@ def _shrink_level(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
     return GroupLevel(*(column.astype(np.int32) for column in columns))
 
 
-def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
+def _best_cascade(branches: BranchPoints, costs: CascadeCosts) -> CascadePlan:
     """Return the chain of each branch, in as many levels as pay off; 0 everywhere if none does."""
     pages = branches.depth - branches.depth[branches.up]
     all_shared = float(((branches.rows * read_cost(1, costs) - read_cost(branches.rows, costs)) * pages).sum())
     best = best_cascade(branches, 1, costs)
     if best.saved <= costs.first:
-        return np.zeros_like(best.chain)
+        return CascadePlan(0.0, np.zeros_like(best.chain))
+    extra = costs.first
     for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.height_start) - 2)):
         if all_shared - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
             break
         more = best_cascade(branches, levels, costs)
         if more.saved - best.saved <= costs.level:
             break
-        best = more
-    return best.chain
+        best, extra = more, extra + costs.level
+    return best._replace(saved=best.saved - extra)
 
 
 def _level(group: Int64, count: Int64, start: Int64, end: Int64, slots: Int64, rows: Int64) -> GroupLevel:

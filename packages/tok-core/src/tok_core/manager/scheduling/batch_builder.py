@@ -14,16 +14,15 @@ from tok_core.manager.prefix_groups import Groups
 from tok_core.manager.prompt_outputs import requested_prompt_outputs
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import NEVER, SequenceTable
+from tok_core.manager.speculation import NO_ROWS
 from tok_core.messages import (
     EMPTY,
     Int32,
     Int64,
-    ModelDrafts,
     NewSlots,
     SharedPages,
     SlotMoves,
     StepInput,
-    VerifyRows,
     array,
 )
 from tok_core.sampling_params import DEVICE_COLUMNS, DeviceColumn, SamplingParams
@@ -59,8 +58,7 @@ class BatchBuilder:
         self.sampling_chunks: list[int] = []  # index of the chunk for each of these
         self.starts: list[Int64] = []  # slots that begin with a decode row
         self.asking: list[int] = []  # indices of the chunks whose requests ask for prompt outputs
-        self.drafts: ModelDrafts | None = None
-        self.verify_rows: VerifyRows | None = None
+        self.lent = NO_ROWS
         self.predicted_tokens = 0  # tokens to predict for each guided sequence
         self._faulty: set[int] = set()  # requests that cannot be written
 
@@ -195,9 +193,9 @@ class BatchBuilder:
             mask_of=masks.which,
             mask=masks.words,
             top_row=_rows(table.top_logprobs[sample_slot]),
-            drafts=self.drafts,
+            drafts=self.lent.model_drafts,
             moves=self._slot_moves(decode) if self.moves else None,
-            verify_rows=self.verify_rows,
+            verify_rows=self.lent.verify_rows,
             predict_slot=self._predicted_slots(sample_slot),
             predicted_tokens=self.predicted_tokens,
         )
@@ -207,8 +205,8 @@ class BatchBuilder:
         if not self.predicted_tokens:
             return EMPTY
         slots = sample_slot[self.table.guided[sample_slot]]
-        if len(slots) and self.verify_rows is not None:
-            slots = slots[np.isin(slots, self.verify_rows.lent, invert=True)]
+        if len(slots) and self.lent.verify_rows is not None:
+            slots = slots[np.isin(slots, self.lent.slots, invert=True)]
         return slots
 
     def _slot_moves(self, decode: Int64) -> SlotMoves:
