@@ -4,12 +4,16 @@ A search by pivots replaces the sort. It narrows two bounds on integer keys, whi
 number of passes is bounded. Each pass over the row's relevant blocks tests three pivots between the bounds. The search
 ends when no value of the logits' dtype, or none that occurs in the row, is left between the bounds.
 
-SHIFT is the number of low bits that the logits' dtype lacks compared to float32: 16 for bfloat16, whose keys have 16
-bits.
+SHIFT   number of low bits that the logits' dtype lacks compared to float32: 16 for bfloat16, whose keys have 16 bits
+BLOCK   entries of a block
+GROUP   blocks read at a time
+LISTED  whether blocks are those of a list, see `RowBlocks`
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +27,28 @@ _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 def shift_of(dtype: torch.dtype) -> int:
     """Return SHIFT for a dtype of logits: float32, float16 or bfloat16."""
     return _SHIFT[dtype]
+
+
+class RowBlocks(NamedTuple):
+    """Blocks of a vector of entries: of a row of logits, or of entries that were copied from one.
+
+    entries      pointer to the vector, in the logits' dtype or float32
+    size         its number of entries
+    block_list   numbers of the blocks, float32 `[block_count]`; not LISTED: the first `block_count` blocks instead
+    block_count  number of blocks
+    """
+
+    entries: tl.tensor
+    size: tl.tensor
+    block_list: tl.tensor
+    block_count: tl.tensor
+
+
+class SoftmaxScale(NamedTuple):
+    """A row's peak, and log2(e) / temperature, from which `weight_of` computes weights."""
+
+    peak: tl.tensor
+    inv_temperature: tl.tensor
 
 
 @triton.jit
@@ -40,52 +66,46 @@ def key_value(key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def load_blocks(
-    values: tl.tensor,
-    block_list: tl.tensor,
-    first: tl.tensor,
-    block_count: tl.tensor,
-    vocabulary: tl.tensor,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    LISTED: tl.constexpr = True,
-) -> tuple[tl.tensor, ...]:
-    """Load up to GROUP blocks of `values`; return their entries, float32 `[GROUP, BLOCK]`, and their numbers `[GROUP]`.
+def weight_of(logit: tl.tensor, scale: SoftmaxScale) -> tl.tensor:
+    """Return exp((logit − peak) / temperature), float32: the probability of an entry, up to a factor."""
+    return tl.exp2((logit - scale.peak) * scale.inv_temperature)
 
-    With LISTED, the blocks are `block_list[first]`, `block_list[first + 1]` and so on, and the list has `block_count`
-    entries. Otherwise the blocks are `first`, `first + 1` and so on, up to `block_count`. Entries past the end of
-    `values`, which has `vocabulary` entries, are −inf.
+
+@triton.jit
+def load_blocks(
+    blocks: RowBlocks, first: tl.tensor, BLOCK: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """Load up to GROUP blocks from the `first` one of `blocks` on.
+
+    Return their entries, float32 `[GROUP, BLOCK]`, and their numbers `[GROUP]`. Entries past the end are −inf.
     """
-    list_index = first + tl.arange(0, GROUP)
-    block = list_index
+    index = first + tl.arange(0, GROUP)
+    number = index
     if LISTED:
-        block = tl.load(block_list + list_index, mask=list_index < block_count, other=0.0).to(tl.int32)
-    entries = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    present = (list_index < block_count)[:, None] & (entries < vocabulary)
-    return tl.load(values + entries, mask=present, other=-float("inf")).to(tl.float32), block
+        number = tl.load(blocks.block_list + index, mask=index < blocks.block_count, other=0.0).to(tl.int32)
+    entry = number[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    present = (index < blocks.block_count)[:, None] & (entry < blocks.size)
+    return tl.load(blocks.entries + entry, mask=present, other=-float("inf")).to(tl.float32), number
 
 
 @triton.jit
 def collect_entries(
-    values: tl.tensor,
-    block_list: tl.tensor,
-    block_count: tl.tensor,
-    vocabulary: tl.tensor,
-    low: tl.tensor,
+    blocks: RowBlocks,
+    lower_bound: tl.tensor,
     out: tl.tensor,
     limit: tl.tensor,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Write the entries of the listed blocks that are at least `low` to `out`, float32, and return their number.
+    """Copy the entries of the listed blocks that are at least `lower_bound` to `out`, float32; return their number.
 
-    At most `limit` entries are written. Counting stops once the number exceeds `limit`.
+    At most `limit` entries are copied. Counting stops once the number exceeds `limit`.
     """
     count = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)
-    while (first < block_count) & (count <= limit):
-        value, _ = load_blocks(values, block_list, first, block_count, vocabulary, BLOCK, GROUP)
-        is_kept = (value >= low).to(tl.int32)
+    while (first < blocks.block_count) & (count <= limit):
+        value, _ = load_blocks(blocks, first, BLOCK, GROUP, True)
+        is_kept = (value >= lower_bound).to(tl.int32)
         number = tl.sum(is_kept, axis=1)
         out_index = (count + tl.cumsum(number) - number)[:, None] + tl.cumsum(is_kept, axis=1) - 1
         tl.store(out + out_index, value, mask=(is_kept != 0) & (out_index < limit))
@@ -96,87 +116,57 @@ def collect_entries(
 
 @triton.jit
 def mass_at_or_above(
-    values: tl.tensor,
-    block_list: tl.tensor,
-    block_count: tl.tensor,
-    vocabulary: tl.tensor,
+    blocks: RowBlocks,
     threshold: tl.tensor,
-    peak: tl.tensor,
-    inv_temperature: tl.tensor,
+    scale: SoftmaxScale,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of exponentials, relative to the peak, of the entries at or above `threshold`: float64."""
+    """Return the sum of the weights of the entries at or above `threshold`: float64."""
     sums = tl.zeros((GROUP, BLOCK), tl.float32)
-    for first in range(0, block_count, GROUP):
-        value, _ = load_blocks(values, block_list, first, block_count, vocabulary, BLOCK, GROUP, LISTED)
-        sums += tl.where(value >= threshold, tl.exp2((value - peak) * inv_temperature), 0.0)
+    for first in range(0, blocks.block_count, GROUP):
+        value, _ = load_blocks(blocks, first, BLOCK, GROUP, LISTED)
+        sums += tl.where(value >= threshold, weight_of(value, scale), 0.0)
     return tl.sum(tl.sum(sums, axis=1).to(tl.float64))
 
 
 @triton.jit
 def find_threshold(
-    values: tl.tensor,
-    block_list: tl.tensor,
-    block_count: tl.tensor,
-    vocabulary: tl.tensor,
-    low: tl.tensor,
+    blocks: RowBlocks,
+    lower_bound: tl.tensor,
     target: tl.tensor,
-    peak: tl.tensor,
-    inv_temperature: tl.tensor,
+    scale: SoftmaxScale,
     COUNTING: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the largest value from `low` to `peak` such that the entries at or above it reach the target.
+    """Return the largest value from `lower_bound` to the peak such that the entries at or above it reach the target.
 
-    With COUNTING, the target is a number of entries. Otherwise it is a sum of exponentials relative to the peak. Return
-    `low` if no value reaches the target. `values` to `vocabulary` and LISTED are those of `load_blocks`.
+    With COUNTING, the target is a number of entries; otherwise it is a sum of their weights. It is float64. Return
+    `lower_bound` if no value reaches the target.
     """
-    low_key, high_key = ordered_key(low, SHIFT), ordered_key(peak, SHIFT) + 1
+    # The threshold's key is at least `low_key` and less than `high_key`.
+    low_key, high_key = ordered_key(lower_bound, SHIFT), ordered_key(scale.peak, SHIFT) + 1
     round_index = 0
     while high_key - low_key > 1:
-        pivot1, pivot2, pivot3 = _pivots(low_key, high_key, round_index, SHIFT)
-        value1, value2, value3 = key_value(pivot1, SHIFT), key_value(pivot2, SHIFT), key_value(pivot3, SHIFT)
-        sum1 = tl.zeros((GROUP, BLOCK), tl.float32)
-        sum2 = tl.zeros((GROUP, BLOCK), tl.float32)
-        sum3 = tl.zeros((GROUP, BLOCK), tl.float32)
-        smallest = tl.full((GROUP, BLOCK), float("inf"), tl.float32)
-        largest = tl.full((GROUP, BLOCK), -float("inf"), tl.float32)
-        bottom_value, top_value = key_value(low_key, SHIFT), key_value(high_key, SHIFT)
-        for first in range(0, block_count, GROUP):
-            value, _ = load_blocks(values, block_list, first, block_count, vocabulary, BLOCK, GROUP, LISTED)
-            weight = tl.full((GROUP, BLOCK), 1.0, tl.float32) if COUNTING else tl.exp2((value - peak) * inv_temperature)
-            sum1 += tl.where(value >= value1, weight, 0.0)
-            sum2 += tl.where(value >= value2, weight, 0.0)
-            sum3 += tl.where(value >= value3, weight, 0.0)
-            if SHIFT == 0:
-                smallest = tl.minimum(smallest, tl.where(value >= bottom_value, value, float("inf")))
-                largest = tl.maximum(largest, tl.where(value < top_value, value, -float("inf")))
-        reaches1, reaches2, reaches3 = _reaches(sum1, target), _reaches(sum2, target), _reaches(sum3, target)
+        pivots = _choose_pivots(low_key, high_key, round_index, SHIFT)
+        reached, nearest = _test_pivots(
+            blocks, pivots, low_key, high_key, target, scale, COUNTING, SHIFT, BLOCK, GROUP, LISTED
+        )
         if SHIFT == 0:
             # Move each bound to the nearest entry between the bounds, since the threshold is an entry.
-            low_key = tl.maximum(low_key, ordered_key(tl.min(smallest), SHIFT))
-            high_key = tl.minimum(high_key, ordered_key(tl.max(largest), SHIFT) + 1)
-        reached = tl.where(reaches3, pivot3, tl.where(reaches2, pivot2, tl.where(reaches1, pivot1, low_key)))
-        low_key = tl.maximum(low_key, reached)
-        missed = tl.where(reaches1, tl.where(reaches2, tl.where(reaches3, high_key, pivot3), pivot2), pivot1)
-        high_key = tl.minimum(high_key, missed)
+            low_key = tl.maximum(low_key, ordered_key(nearest[0], SHIFT))
+            high_key = tl.minimum(high_key, ordered_key(nearest[1], SHIFT) + 1)
+        low_key, high_key = _narrow(low_key, high_key, pivots, reached)
         round_index += 1
     return key_value(low_key, SHIFT)
 
 
 @triton.jit
-def _reaches(sums: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """Return whether the total of float32 sums, `[GROUP, BLOCK]`, reaches the float64 target."""
-    return tl.sum(tl.sum(sums, axis=1).to(tl.float64)) >= target
-
-
-@triton.jit
-def _pivots(
+def _choose_pivots(
     low_key: tl.tensor, high_key: tl.tensor, round_index: tl.tensor, SHIFT: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
     """Return three ascending keys strictly between the bounds.
@@ -197,9 +187,64 @@ def _pivots(
 
 
 @triton.jit
-def kth_largest(values: tl.tensor, k: tl.tensor, low: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Return the k-th largest entry of the vector `values`, but at least `low`."""
-    low_key, high_key = ordered_key(low, SHIFT), ordered_key(tl.max(values), SHIFT) + 1
+def _test_pivots(
+    blocks: RowBlocks,
+    pivots: tl.tuple,
+    low_key: tl.tensor,
+    high_key: tl.tensor,
+    target: tl.tensor,
+    scale: SoftmaxScale,
+    COUNTING: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LISTED: tl.constexpr,
+) -> tuple[tl.tuple, ...]:
+    """Read the entries once, and return two tuples.
+
+    reached  for each of the three pivots: whether the entries at or above it reach the target
+    nearest  with SHIFT 0: the smallest entry from `low_key` on, and the largest one below `high_key`
+    """
+    value1, value2, value3 = key_value(pivots[0], SHIFT), key_value(pivots[1], SHIFT), key_value(pivots[2], SHIFT)
+    sum1 = tl.zeros((GROUP, BLOCK), tl.float32)
+    sum2 = tl.zeros((GROUP, BLOCK), tl.float32)
+    sum3 = tl.zeros((GROUP, BLOCK), tl.float32)
+    smallest = tl.full((GROUP, BLOCK), float("inf"), tl.float32)
+    largest = tl.full((GROUP, BLOCK), -float("inf"), tl.float32)
+    low_value, high_value = key_value(low_key, SHIFT), key_value(high_key, SHIFT)
+    for first in range(0, blocks.block_count, GROUP):
+        value, _ = load_blocks(blocks, first, BLOCK, GROUP, LISTED)
+        weight = tl.full((GROUP, BLOCK), 1.0, tl.float32) if COUNTING else weight_of(value, scale)
+        sum1 += tl.where(value >= value1, weight, 0.0)
+        sum2 += tl.where(value >= value2, weight, 0.0)
+        sum3 += tl.where(value >= value3, weight, 0.0)
+        if SHIFT == 0:
+            smallest = tl.minimum(smallest, tl.where(value >= low_value, value, float("inf")))
+            largest = tl.maximum(largest, tl.where(value < high_value, value, -float("inf")))
+    reached = (_reaches(sum1, target), _reaches(sum2, target), _reaches(sum3, target))
+    return reached, (tl.min(smallest), tl.max(largest))
+
+
+@triton.jit
+def _reaches(sums: tl.tensor, target: tl.tensor) -> tl.tensor:
+    """Return whether the total of float32 sums, `[GROUP, BLOCK]`, reaches the float64 target."""
+    return tl.sum(tl.sum(sums, axis=1).to(tl.float64)) >= target
+
+
+@triton.jit
+def _narrow(low_key: tl.tensor, high_key: tl.tensor, pivots: tl.tuple, reached: tl.tuple) -> tuple[tl.tensor, ...]:
+    """Return the bounds, moved to the last pivot that reaches the target and to the first that does not."""
+    last_reached = tl.where(reached[1], pivots[1], tl.where(reached[0], pivots[0], low_key))
+    last_reached = tl.where(reached[2], pivots[2], last_reached)
+    first_missed = tl.where(reached[1], tl.where(reached[2], high_key, pivots[2]), pivots[1])
+    first_missed = tl.where(reached[0], first_missed, pivots[0])
+    return tl.maximum(low_key, last_reached), tl.minimum(high_key, first_missed)
+
+
+@triton.jit
+def kth_largest(values: tl.tensor, k: tl.tensor, lower_bound: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """Return the k-th largest entry of the vector `values`, but at least `lower_bound`."""
+    low_key, high_key = ordered_key(lower_bound, SHIFT), ordered_key(tl.max(values), SHIFT) + 1
     while high_key - low_key > 1:
         middle = (low_key + high_key) // 2
         enough = tl.sum((values >= key_value(middle, SHIFT)).to(tl.int32)) >= k
