@@ -43,8 +43,8 @@ def test_words_hold_the_columns_that_the_docstring_names() -> None:
 def test_reference_multiplies_by_the_dequantised_weight() -> None:
     q = torch.arange(16, dtype=torch.int32).repeat(4, 5)
     scale, zero = noise(3, 4, device=CPU), torch.tensor([[3, 0, 15, 8]] * 3, dtype=torch.uint8)
-    arrived = torch.zeros(MAX_TILES, dtype=torch.int32)
-    weight = PackedWeight(pack_columns(q, 4), scale, zero, 4, 80, 32, torch.float32, arrived)
+    counters = torch.zeros(MAX_TILES, dtype=torch.int32)
+    weight = PackedWeight(pack_columns(q, 4), scale, zero, 4, 80, 32, torch.float32, counters)
     dense = torch.stack([(q[:, k] - zero[k // 32].int()) * scale[k // 32] for k in range(80)], 1)
     backend, x = choose(CPU), noise(3, 80, device=CPU)
     assert torch.equal(backend.dequantize(weight), dense)

@@ -136,7 +136,7 @@ class Backend(Protocol):
         """Compute `linear` with a weight of packed integers of 4 or 8 bits (W4A16, W8A16).
 
         Whether the dequantised W is rounded to the dtype of activations depends on the backend and on T. Calls with the
-        same weight must not run concurrently, since they count in `PackedWeight.arrived`.
+        same weight must not run concurrently, since they count in `PackedWeight.split_k_counters`.
         """
         ...
 

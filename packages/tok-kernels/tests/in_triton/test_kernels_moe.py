@@ -328,7 +328,7 @@ def test_fused_experts_take_packed_integers(
         groups = -(-width // (group or width))
         scale = (torch.rand((groups, rows), generator=source) + 0.5) / (1 << bits) / width**0.5 * 5
         zero = torch.randint(0, 1 << bits, (groups, rows), dtype=torch.uint8, generator=source) if zeros else None
-        arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
         names = None
         if ordered:
             of_part = [torch.randperm(width, generator=source) // (group or width) for _ in range(parts)]
@@ -336,7 +336,7 @@ def test_fused_experts_take_packed_integers(
         zero = None if zero is None else zero.to(device)
         words = pack_columns(q.to(device), bits)
         return PackedWeight(
-            words, scale.to(device), zero, bits, width, group, dtype, arrived, names, (rows // parts,) * parts
+            words, scale.to(device), zero, bits, width, group, dtype, counters, names, (rows // parts,) * parts
         )
 
     x_TN = noise(tokens, size, dtype=dtype, device=device)

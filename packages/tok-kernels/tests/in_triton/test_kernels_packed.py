@@ -52,7 +52,7 @@ def packed_weight(
         columns=columns,
         group=group,
         dtype=dtype,
-        arrived=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+        split_k_counters=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
     )
     if device.type == "cuda":
         torch.cuda.synchronize()  # with PDL a GEMM may read its weights before earlier kernels have ended
@@ -64,7 +64,7 @@ def wide(weight: PackedWeight) -> Tensor:
     exact = PackedWeight(
         *(weight.words, weight.scale_GF, weight.zero_GF, weight.bits, weight.columns, weight.group),
         dtype=torch.float64,
-        arrived=weight.arrived,
+        split_k_counters=weight.split_k_counters,
     )
     return exact.dense()
 
@@ -108,7 +108,7 @@ def test_columns_may_name_their_groups(device: torch.device) -> None:
     plain = packed_weight(40, 96, device, group=32)
     order = torch.stack([torch.randperm(96, generator=torch.Generator().manual_seed(part)) // 32 for part in (0, 1)])
     weight = PackedWeight(
-        *(plain.words, plain.scale_GF, plain.zero_GF, 4, 96, 32, torch.float16, plain.arrived),
+        *(plain.words, plain.scale_GF, plain.zero_GF, 4, 96, 32, torch.float16, plain.split_k_counters),
         group_of_column=order.int().to(device),
         part_rows=(16, 24),
     )
@@ -133,7 +133,7 @@ def test_packed_linear_equals_a_float64_matmul(
     result = packed_linear(x, weight, bias[0], norm=norm, residual_TN=residual)
     assert result is residual
     assert_near(result, expected, 8)
-    assert not weight.arrived.any()
+    assert not weight.split_k_counters.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -173,7 +173,7 @@ def test_every_launch_with_tensor_cores_equals_a_float64_matmul(
     for gated in (False, True):
         found = launch_packed_gemm(launch, x, weight, None, None, gated=gated)
         assert_near(found, expect(x, weight, gated=gated), 8 if scaled else 4)
-        assert not weight.arrived.any()
+        assert not weight.split_k_counters.any()
 
 
 def test_norm_may_have_another_dtype_than_the_weight(device: torch.device) -> None:
@@ -245,7 +245,7 @@ def test_every_size_of_real_models_equals_a_float64_matmul(rows: int, columns: i
         assert_near(packed_linear(x, weight, residual_TN=residual), expected + before, 8)
         gate, up = expected.chunk(2, 1)
         assert_near(packed_gated_linear(x, weight), functional.silu(gate) * up, 12)
-        assert not weight.arrived.any()
+        assert not weight.split_k_counters.any()
 
 
 @pytest.mark.gpu
@@ -269,5 +269,5 @@ def test_graphs_replay_and_repeated_runs_give_equal_bits(tokens: int) -> None:
         graph.replay()
         assert torch.equal(captured, expected)
         assert torch.equal(layer(layer(x)), expected)
-    assert not gate_up.arrived.any()
-    assert not down.arrived.any()
+    assert not gate_up.split_k_counters.any()
+    assert not down.split_k_counters.any()

@@ -101,8 +101,8 @@ class PackedMethod(LinearMethod):
         if self.act_order:
             layer.register_parameter("group_of_column", make(len(layer.parts), layer.inputs.count, dtype=torch.int32))
         device = layer.get_parameter("weight_packed").device
-        arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-        layer.register_buffer("arrived", arrived, persistent=False)
+        counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        layer.register_buffer("split_k_counters", counters, persistent=False)
 
     def targets(self, layer: LinearLayer) -> Iterator[tuple[str, WeightTarget]]:
         counts = [rows.count for rows in layer.parts.values()]
@@ -146,7 +146,7 @@ class PackedMethod(LinearMethod):
             columns=layer.inputs.count,
             group=self.group,
             dtype=layer.dtype,
-            arrived=layer.get_buffer("arrived"),
+            split_k_counters=layer.get_buffer("split_k_counters"),
             group_of_column=layer.get_parameter("group_of_column") if self.act_order else None,
             part_rows=tuple(rows.count for rows in layer.parts.values()),
         )

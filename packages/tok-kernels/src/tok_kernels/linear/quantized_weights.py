@@ -17,7 +17,7 @@ MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 WORD_BITS = 32
 CHUNK_WORDS = 4  # words that together hold consecutive columns
-MAX_TILES = 1024  # entries of `PackedWeight.arrived`
+MAX_TILES = 1024  # entries of `PackedWeight.split_k_counters`
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ class QuantizedRows:
 class PackedWeight:
     """A weight `(q - zero) * scale` of unsigned integers q of `bits` bits, packed in words (GPTQ, AWQ and others).
 
-    words            int32 [F, W], made by `pack_columns`
-    scale_GF         float32 [G, F]
-    zero_GF          uint8 [G, F]; None: half of q's range (symmetric)
-    columns          K; the last words are padded with zeros
-    group            number of consecutive columns that share a scale; None: all
-    dtype            dtype of activations, to which dequantised weights are rounded
-    arrived          int32 [MAX_TILES], split-K arrival counters, which kernels leave as zeros
-    group_of_column  int32 [parts, K], the group of each column of each stacked matrix (`g_idx` of GPTQ); None: `group`
-                     applies
-    part_rows        number of rows of each stacked matrix
+    words             int32 [F, W], made by `pack_columns`
+    scale_GF          float32 [G, F]
+    zero_GF           uint8 [G, F]; None: half of q's range (symmetric)
+    columns           K; the last words are padded with zeros
+    group             number of consecutive columns that share a scale; None: all
+    dtype             dtype of activations, to which dequantised weights are rounded
+    split_k_counters  int32 [MAX_TILES], number of programs that have finished each tile; 0 between kernels
+    group_of_column   int32 [parts, K], the group of each column of each stacked matrix (`g_idx` of GPTQ); None: `group`
+                      applies
+    part_rows         number of rows of each stacked matrix
     """
 
     words: Tensor
@@ -86,7 +86,7 @@ class PackedWeight:
     columns: int
     group: int | None
     dtype: torch.dtype
-    arrived: Tensor
+    split_k_counters: Tensor
     group_of_column: Tensor | None = None
     part_rows: tuple[int, ...] = ()
 

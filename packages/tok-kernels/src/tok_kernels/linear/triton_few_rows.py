@@ -60,7 +60,7 @@ def few_rows_kernel(
     out_token_stride: tl.tensor,
     out_column_stride: tl.tensor,
     partial_ptr: tl.tensor,
-    arrived_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
     tokens: tl.tensor,
     outputs: tl.tensor,
     K: tl.tensor,
@@ -95,7 +95,7 @@ def few_rows_kernel(
     bias_ptr           [rows]
     out_ptr            [tokens, outputs], with two strides; ADD_RESIDUAL adds to its values
     partial_ptr        float32 [SPLIT_K, tiles, BLOCK_N, BLOCK_M], partial sums
-    arrived_ptr        int32 [tiles], counts of arrived programs, which are 0 before and after
+    counters_ptr       int32 [tiles], number of programs that have finished a tile, 0 before and after the kernel
     EVEN_K             K is a multiple of BLOCK_K
     ROUNDED            round the sums to the weight's dtype before bias, activation and residual
     PDL                this kernel may start before its predecessor ends
@@ -147,12 +147,12 @@ def few_rows_kernel(
         offset = tile_index * tile_size + lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partial_ptr + split * tiles * tile_size + offset, acc)
         tl.debug_barrier()  # all threads of the program have stored their partial sums
-        if tl.atomic_add(arrived_ptr + tile_index, 1, sem="acq_rel") < SPLIT_K - 1:
+        if tl.atomic_add(counters_ptr + tile_index, 1, sem="acq_rel") < SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_N, BLOCK_M), acc.dtype)
         for other_split in tl.static_range(SPLIT_K):
             acc += tl.load(partial_ptr + other_split * tiles * tile_size + offset, cache_modifier=".cg")
-        tl.store(arrived_ptr + tile_index, 0)
+        tl.store(counters_ptr + tile_index, 0)
 
     # Apply scales, bias, activation and residual.
     y = acc.to(tl.float32)
@@ -179,7 +179,7 @@ def few_rows_kernel(
 
 
 class _Counters(threading.local):
-    """Split-K arrival counters of each device, which kernels leave as zeros.
+    """Counters of the programs that have finished each tile (split-K), by device; kernels leave them as zeros.
 
     Each host thread has its own counters, since launches of different threads may overlap.
     """
@@ -224,14 +224,14 @@ def launch_few_rows(
         out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
     tile_outputs = launch.block_n // 2 if gated else launch.block_n
     tiles = triton.cdiv(outputs, tile_outputs), triton.cdiv(tokens, launch.block_m)
-    partial = arrived = values_NK
+    partial = counters = values_NK
     if launch.splits > 1:
         size = launch.splits * tiles[0] * tiles[1] * launch.block_n * launch.block_m
         partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
-        arrived = _counters.on(x_TK.device)
+        counters = _counters.on(x_TK.device)
     few_rows_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), x_scale_T, values_NK, scale_N, values_NK if bias is None else bias.contiguous()),
-        *(out_TN, *out_TN.stride(), partial, arrived, tokens, outputs, inputs),
+        *(out_TN, *out_TN.stride(), partial, counters, tokens, outputs, inputs),
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,

@@ -145,7 +145,7 @@ def launch_packed_gemm(
     packed_gemm_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), tokens, weight.words, weight.words.stride(0), weight.scale_GF),
         *(_or_placeholder(weight.zero_GF, weight.scale_GF), _or_placeholder(bias, weight.scale_GF).contiguous()),
-        *(out_TN, out_TN.stride(0), outputs, partial, weight.arrived, launch.splits),
+        *(out_TN, out_TN.stride(0), outputs, partial, weight.split_k_counters, launch.splits),
         K=columns,
         GROUP_SIZE=weight.group or columns,
         BITS=weight.bits,

@@ -168,7 +168,7 @@ def packed_gemm_kernel(
     out_stride: tl.tensor,
     outputs: tl.tensor,
     partial_ptr: tl.tensor,
-    arrived_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
     splits: tl.tensor,
     K: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -201,7 +201,7 @@ def packed_gemm_kernel(
     bias_ptr             [rows]
     out_ptr              [tokens, outputs], with `out_stride` between tokens; ADD_RESIDUAL adds to its values
     partial_ptr          float32 [splits, tiles, BLOCK_N, BLOCK_M], partial sums
-    arrived_ptr          int32 [tiles], counts of arrived programs, which are 0 before and after
+    counters_ptr         int32 [tiles], number of programs that have finished a tile, 0 before and after the kernel
     BLOCK_K              columns of a `tl.dot`; they share a scale
     SCALE_WEIGHTS        apply scales to the weights, which are then rounded; otherwise to the sums
     ASM                  compiled for a GPU; otherwise for Triton's interpreter
@@ -279,12 +279,12 @@ def packed_gemm_kernel(
         offset = tile_index * tile_size + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partial_ptr + split * tiles * tile_size + offset, acc)
         tl.debug_barrier()  # all threads of the program have stored their partial sums
-        if tl.atomic_add(arrived_ptr + tile_index, 1, sem="acq_rel") < splits - 1:
+        if tl.atomic_add(counters_ptr + tile_index, 1, sem="acq_rel") < splits - 1:
             return
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for other_split in tl.range(0, splits, num_stages=1):
             acc += tl.load(partial_ptr + other_split * tiles * tile_size + offset, cache_modifier=".cg")
-        tl.store(arrived_ptr + tile_index, 0)
+        tl.store(counters_ptr + tile_index, 0)
 
     # Apply bias, activation and residual.
     if HAS_BIAS:

@@ -266,7 +266,7 @@ def _int4_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
         columns=columns,
         group=INT4_GROUP,
         dtype=dtype,
-        arrived=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+        split_k_counters=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
     )
 
 
