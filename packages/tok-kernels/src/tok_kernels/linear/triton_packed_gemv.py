@@ -5,6 +5,9 @@ thus exceeds `q · x` by 16 or 256 times the sum of x. This excess is the same f
 scale is applied:
 
     (16 + q0) · x0 + (256 + q1) · x1 = (q0 · x0 + q1 · x1) + (16 · x0 + 256 · x1)
+
+`pack_columns` defines which column each value of a word belongs to. Of a word's values 0 to 7, value 2p begins at bit
+4p, and value 2p + 1 at bit 16 + 4p. In word c of a chunk of four, they belong to columns 8p + 2c and 8p + 2c + 1.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -13,6 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# The mantissa bit of a float32 at which each value of a word is inserted. A q from bit 19 on makes 16 + q, one from bit
+# 15 on makes 256 + q. Three values take bit 15, so that five different shifts of a word serve all eight values.
+_MANTISSA_BIT: tl.constexpr = tl.constexpr((19, 19, 15, 15, 19, 19, 15, 19))
 
 
 @triton.jit
@@ -25,23 +32,29 @@ def _split_pairs(pairs: tl.tensor, FP16: tl.constexpr) -> tuple[tl.tensor, ...]:
 
 
 @triton.jit
-def _biased_value(words: tl.tensor, SHIFT: tl.constexpr, BIT: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
-    """Return 16 + q (BIT 19) or 256 + q (BIT 15) as float32; q begins at that bit after the words are shifted.
+def _offset_of(VALUE: tl.constexpr) -> tl.constexpr:
+    """Return by how much `_biased_value` exceeds q, for value VALUE of a word."""
+    return 16.0 if _MANTISSA_BIT[VALUE] == 19 else 256.0
 
-    SHIFT  bits to shift to the left; negative: to the right
-    """
-    if SHIFT >= 0:
-        shifted = words << SHIFT
+
+@triton.jit
+def _biased_value(words: tl.tensor, VALUE: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
+    """Return q + 16 or q + 256 (`_offset_of`) as float32, for value VALUE of each word."""
+    first_bit: tl.constexpr = VALUE // 2 * 4 + VALUE % 2 * 16
+    left_shift: tl.constexpr = _MANTISSA_BIT[VALUE] - first_bit
+    if left_shift >= 0:
+        shifted = words << left_shift
     else:
-        shifted = words >> (-SHIFT)
+        shifted = words >> (-left_shift)
     if ASM:
-        # LOP3 is one instruction; `&` and `|` become two.
-        operands: tl.constexpr = "0x00780000, 0x41800000" if BIT == 19 else "0x00078000, 0x43800000"
+        # LOP3 is one instruction; `&` with the mask and `|` with float32 16 or 256 become two.
+        operands: tl.constexpr = "0x00780000, 0x41800000" if _MANTISSA_BIT[VALUE] == 19 else "0x00078000, 0x43800000"
         bits = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, " + operands + ", 0xea;", "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        bits = (shifted & (0xF << BIT)) | (0x41800000 if BIT == 19 else 0x43800000)
+        mask: tl.constexpr = 0xF << _MANTISSA_BIT[VALUE]
+        bits = (shifted & mask) | (0x41800000 if _MANTISSA_BIT[VALUE] == 19 else 0x43800000)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -83,7 +96,7 @@ def _load_x(
             norm_even, norm_odd = _split_pairs(norm_weight, FP16)
             even *= norm_even
             odd *= norm_odd
-        excess += (256.0 if p == 1 or p == 3 else 16.0) * even + (256.0 if p == 1 else 16.0) * odd
+        excess += _offset_of(2 * p) * even + _offset_of(2 * p + 1) * odd
         x_sum += even + odd
         values += (even, odd)
     return values, excess, x_sum, squares
@@ -92,14 +105,9 @@ def _load_x(
 @triton.jit
 def _dot_words(words: tl.tensor, x: tl.tuple, ASM: tl.constexpr) -> tl.tensor:
     """Return the dot product of each word with its x, `[ROWS, words]`, which includes the excess."""
-    product = _biased_value(words, 19, 19, ASM) * x[0][None, :]
-    product += _biased_value(words, 3, 19, ASM) * x[1][None, :]
-    product += _biased_value(words, 11, 15, ASM) * x[2][None, :]
-    product += _biased_value(words, -5, 15, ASM) * x[3][None, :]
-    product += _biased_value(words, 11, 19, ASM) * x[4][None, :]
-    product += _biased_value(words, -5, 19, ASM) * x[5][None, :]
-    product += _biased_value(words, 3, 15, ASM) * x[6][None, :]
-    product += _biased_value(words, -9, 19, ASM) * x[7][None, :]
+    product = _biased_value(words, 0, ASM) * x[0][None, :]
+    for v in tl.static_range(1, 8):
+        product += _biased_value(words, v, ASM) * x[v][None, :]
     return product
 
 
