@@ -98,8 +98,8 @@ def draws_of(model: CausalLM) -> list[Draws]:
     for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty"):
         columns[name].uniform_(0, 1, generator=source)
     columns["repetition_penalty"].uniform_(1, 2, generator=source)
-    state.bias_token = torch.arange(ROWS).unsqueeze(1) % 512
-    state.bias_value, state.bias_until = torch.full((ROWS, 1), 50.0), torch.full((ROWS, 1), 99)
+    state.biases.token = torch.arange(ROWS).unsqueeze(1) % 512
+    state.biases.value, state.biases.until = torch.full((ROWS, 1), 50.0), torch.full((ROWS, 1), 99)
     plain = dummy_step(decode=ROWS)
     masked = np.arange(3, ROWS, 2, dtype=np.int32)
     masks = np.random.default_rng(5).integers(-(2**31), 2**31, (9, -(-model.config.vocab_size // 32)), np.int32)

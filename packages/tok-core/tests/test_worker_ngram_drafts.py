@@ -186,12 +186,10 @@ def test_draft_rows_take_over_sampling_parameters_and_biases(worker: Worker) -> 
         columns[:, :] = 0
         columns[:, 1] = torch.arange(1, len(columns) + 1) + number
     worker.set_sequence(1, 11, 12)
-    state.bias_token, state.bias_value = torch.zeros((SLOTS, 2), dtype=torch.int64), torch.zeros((SLOTS, 2))
-    state.bias_until, state.bias_prefix = (
-        torch.zeros_like(state.bias_token),
-        torch.zeros((SLOTS, 1, 3), dtype=torch.int64),
-    )
-    biases = state.bias_token, state.bias_value, state.bias_until, state.bias_prefix
+    tables = state.biases
+    tables.token, tables.value = torch.zeros((SLOTS, 2), dtype=torch.int64), torch.zeros((SLOTS, 2))
+    tables.until, tables.prefix = torch.zeros_like(tables.token), torch.zeros((SLOTS, 1, 3), dtype=torch.int64)
+    biases = tables.token, tables.value, tables.until, tables.prefix
     for number, bias in enumerate(biases, 1):
         bias[1] = number
     worker.set_rows(decode_step(1, lent=[[5, 6]], given=[[13, 14]]))

@@ -156,14 +156,13 @@ def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias 
     """Return all bias entries of `rows`; an entry that is not active adds 0 to token 0."""
     if rows is None:
         return None
-    slots = slot_R[rows]
-    active = state.bias_until[slots] > state.columns.length[slots].unsqueeze(1)
-    prefix = state.bias_prefix[slots]
-    if prefix.numel():
-        generated = state.generated_before(slots, prefix.shape[2]).unsqueeze(1)
-        active[:, : prefix.shape[1]] &= ((prefix == generated) | (prefix < 0)).all(-1)
-    token = torch.where(active, state.bias_token[slots], 0)
-    value = torch.where(active, state.bias_value[slots], 0.0)
+    slots, tables = slot_R[rows], state.biases
+    active = tables.until[slots] > state.columns.length[slots].unsqueeze(1)
+    _, entries, tokens = tables.prefix.shape
+    if entries:
+        active[:, :entries] &= tables.follows_prefix(slots, state.generated_before(slots, tokens))
+    token = torch.where(active, tables.token[slots], 0)
+    value = torch.where(active, tables.value[slots], 0.0)
     return LogitBias(rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())
 
 

@@ -4,8 +4,7 @@ Each step first writes what has changed since the last step (`state_changes`, `W
 slots, page table entries, slots that move to another position, page copies. The forward pass and sampling then update
 lengths, tokens and the KV cache.
 
-Legend: S slots, K key/value heads, N hidden size, F bias entries of a slot that depend on generated tokens, G such
-tokens of an entry.
+Legend: K key/value heads, N hidden size.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor
 from tok_core.messages import NewSlots, StepInput
 from tok_core.model_config import ModelConfig
 from tok_core.sampling_params import DEVICE_COLUMNS
+from tok_core.worker.bias_tables import BiasTables, bias_arrays
 from tok_core.worker.sleep import MemoryRegion
 from tok_kernels import LayerCache, NgramTable, SlotColumns, kv_position_bytes
 
@@ -69,6 +69,7 @@ class WorkerState:
     ngrams        counts of which token follows which; None without `predicts`
     columns       columns that kernels read and advance: last token, length, page table, …
     sampling      columns of sampling parameters, by the names of DEVICE_COLUMNS
+    biases        logit biases of each slot
     """
 
     def __init__(
@@ -127,12 +128,7 @@ class WorkerState:
         self.ngrams = NgramTable.empty(columns["salt"]) if predicts else None
         self.prompt_len = columns["prompt_len"]
         self.sampling = {name: columns[name] for name in DEVICE_COLUMNS}
-        # Bias entries of each slot, `[slots, entries]`. The tables have no entries until a request needs some.
-        self.bias_token = torch.zeros((slots, 0), dtype=torch.int64, device=device)
-        self.bias_value = torch.zeros((slots, 0), dtype=torch.float32, device=device)
-        self.bias_until = torch.zeros((slots, 0), dtype=torch.int64, device=device)
-        # A slot's first F entries hold only after these generated tokens, [S, F, G], last one first; −1: any token.
-        self.bias_prefix = torch.zeros((slots, 0, 0), dtype=torch.int64, device=device)
+        self.biases = BiasTables(slots, device)
 
     @property
     def all_columns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,8 +207,7 @@ class WorkerState:
         slot = staged["new_slot"]
         for dtype, columns in self._columns_of_dtype.items():
             columns.index_copy_(1, slot, staged[f"new_{dtype}"])
-        if len(new.bias_slot) or self.bias_token.shape[1]:
-            self._set_biases(slot, new, staged)
+        self.biases.replace(slot, new, staged)
 
     def _move_slots(self, staged: Mapping[str, Tensor], max_kv: int) -> None:
         """Move slots to other positions of their sources' sequences (`SlotMoves`): copy columns, pages and biases."""
@@ -227,27 +222,7 @@ class WorkerState:
 
     def copy_biases(self, slot: Tensor, source: Tensor) -> None:
         """Copy the bias entries of slots to other slots."""
-        for bias in (self.bias_token, self.bias_value, self.bias_until, self.bias_prefix):
-            if bias.numel():
-                bias.index_copy_(0, slot, bias.index_select(0, source))
-
-    def _set_biases(self, slot: Tensor, new: NewSlots, staged: Mapping[str, Tensor]) -> None:
-        """Write each slot's bias entries from index 0 on; `bias_until` 0 marks the others as unused."""
-        index = _index_within_slot(new.bias_slot)
-        self._widen_biases(int(index.max(initial=-1)) + 1)
-        self.bias_until.index_fill_(0, slot, 0)
-        self.bias_prefix.index_fill_(0, slot, -1)
-        if not len(index):
-            return
-        row, column = staged["new_bias_slot"].long(), staged["new_bias_index"].long()
-        self.bias_token[row, column] = staged["new_bias_token"].long()
-        self.bias_value[row, column] = staged["new_bias_value"]
-        self.bias_until[row, column] = staged["new_bias_until"].long()
-        if len(new.prefix_slot):
-            self._widen_prefixes(int(_index_within_slot(new.prefix_slot).max()) + 1, new.prefix.shape[1])
-            row, column = staged["new_prefix_slot"].long(), staged["new_prefix_index"].long()
-            tokens = staged["new_prefix"]
-            self.bias_prefix[row, column, : tokens.shape[1]] = tokens.long()
+        self.biases.copy(slot, source)
 
     def generated_before(self, slots: Tensor, count: int) -> Tensor:
         """Return the last `count` tokens of each slot, the last one first: int64 `[r, count]`; −2 for prompt tokens."""
@@ -255,19 +230,6 @@ class WorkerState:
         generated = position >= self.prompt_len[slots].unsqueeze(1)
         token = self.columns.token_of[self.kv_index(slots.unsqueeze(1), position.clamp(min=0))]
         return torch.where(generated, token, -2)
-
-    def _widen_biases(self, entries: int) -> None:
-        more = entries - self.bias_token.shape[1]
-        if more > 0:
-            for name in ("bias_token", "bias_value", "bias_until"):
-                table: Tensor = getattr(self, name)
-                setattr(self, name, torch.nn.functional.pad(table, (0, more)))
-
-    def _widen_prefixes(self, entries: int, tokens: int) -> None:
-        more_entries, more_tokens = entries - self.bias_prefix.shape[1], tokens - self.bias_prefix.shape[2]
-        if more_entries > 0 or more_tokens > 0:
-            padding = (0, max(more_tokens, 0), 0, max(more_entries, 0))
-            self.bias_prefix = torch.nn.functional.pad(self.bias_prefix, padding, value=-1)
 
 
 def state_changes(step: StepInput) -> dict[str, np.ndarray]:
@@ -278,22 +240,11 @@ def state_changes(step: StepInput) -> dict[str, np.ndarray]:
     for i, shared in enumerate(step.shared):
         arrays |= {f"shared_slot_{i}": shared.slot, f"shared_page_{i}": shared.page}
     if step.new is not None:
-        bias = ("bias_slot", "bias_token", "bias_value", "bias_until")
-        arrays |= {f"new_{name}": getattr(step.new, name) for name in bias}
         arrays["new_slot"] = step.new.slot.astype(np.int64)
         columns = {"ended": np.zeros_like(step.new.slot)} | step.new.sampling | structs.asdict(step.new)
         for dtype, names in _COLUMNS.items():
             arrays[f"new_{dtype}"] = np.array([columns[name] for name in names], dtype)
-        arrays["new_bias_index"] = _index_within_slot(step.new.bias_slot)
-        if len(step.new.prefix_slot):
-            arrays |= {"new_prefix_slot": step.new.prefix_slot, "new_prefix": step.new.prefix}
-            arrays["new_prefix_index"] = _index_within_slot(step.new.prefix_slot)
+        arrays |= bias_arrays(step.new)
     if step.moves is not None:
         arrays |= {f"move_{name}": getattr(step.moves, name).astype(np.int64) for name in step.moves.__struct_fields__}
     return {name: array for name, array in arrays.items() if len(array)}
-
-
-def _index_within_slot(slot: np.ndarray) -> np.ndarray:
-    """Return each entry's index among the entries of its slot, which are contiguous: `[4, 4, 7] -> [0, 1, 0]`."""
-    _, first, owner = np.unique(slot, return_index=True, return_inverse=True)
-    return (np.arange(len(slot)) - first[owner]).astype(np.int32)
