@@ -33,7 +33,7 @@ from tok_core.worker.startup.dummy_steps import dummy_step, largest_step, larges
 from tok_core.worker.startup.memory import StepMemory, largest_graph_rows
 from tok_core.worker.startup.warmup import draft_steps_of, row_counts, warm_up, warm_up_gemms, warm_up_steps
 from tok_core.worker.state import WorkerState, page_table_bytes
-from tok_kernels import Sampled, choose
+from tok_kernels import Sampled, SamplingBatch, choose
 from tok_kernels.backends.reference import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -133,18 +133,18 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
 def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_block(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, blocks, sample_block = runner_of(directory, 20, 64, 16, 64), list[slice](), sampling._sample_block
+    runner, rows, sample = runner_of(directory, 20, 64, 16, 64), list[int](), ReferenceBackend.sample
 
-    def recording(*arguments: Any) -> Sampled:
-        blocks.append(arguments[-1])
-        return sample_block(*arguments)
+    def recording(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
+        rows.append(len(logits_RV))
+        return sample(logits_RV, batch)
 
-    monkeypatch.setattr(sampling, "_sample_block", recording)
+    monkeypatch.setattr(ReferenceBackend, "sample", staticmethod(recording))
     monkeypatch.setattr(sampling, "MAX_GATHERED_ROWS", 8)
     words = -(-runner.model.config.vocab_size // 32)
     step = dummy_step(decode=20, masked=20, mask_words=words, filtered=20, penalised=20, top_logprobs=2)
     assert len(run_dummy_step(runner, step).token) == 20
-    assert blocks == [slice(0, 20)]
+    assert rows == [20]
 
 
 @pytest.mark.parametrize("coordinates", [RankCoordinates(), RankCoordinates(0, 2), RankCoordinates(1, 2)], ids=str)

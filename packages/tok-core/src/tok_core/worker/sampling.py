@@ -10,7 +10,8 @@ penalties, biases, masks, top log-probabilities. The step lists the rows of each
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,118 +69,128 @@ def sample_tokens(
     sampled in blocks of MAX_GATHERED_ROWS, and all ranks gather the logits of blocks with options. Logits of masked
     rows change in place.
     """
-    slot_R, rows = staged["sample_slot"].long(), len(step.sample_slot)
-    gathers = shards is not None and any(len(getattr(step, name)) for name in _OPTION_ROWS)
-    size = MAX_GATHERED_ROWS if gathers else max(rows, 1)
-    blocks = [
-        _sample_block(backend, state, step, staged, logits_RV, shards, slot_R, slice(start, start + size))
-        for start in range(0, max(rows, 1), size)
+    rows, has_options = len(step.sample_slot), any(len(getattr(step, name)) for name in _OPTION_ROWS)
+    size = MAX_GATHERED_ROWS if shards is not None and has_options else max(rows, 1)
+    blocks = [slice(start, start + size) for start in range(0, max(rows, 1), size)]
+    sampled = [
+        _sample(backend, logits_RV[block], _RowBlock(state, step, staged, block).sampling_batch(), shards)
+        for block in blocks
     ]
-    if len(blocks) == 1:
-        return blocks[0]
+    if len(sampled) == 1:
+        return sampled[0]
     return Sampled(
-        token=torch.cat([block.token for block in blocks]),
-        logprob=torch.cat([block.logprob for block in blocks]),
-        top_token=torch.cat([block.top_token for block in blocks]),
-        top_logprob=torch.cat([block.top_logprob for block in blocks]),
+        token=torch.cat([block.token for block in sampled]),
+        logprob=torch.cat([block.logprob for block in sampled]),
+        top_token=torch.cat([block.top_token for block in sampled]),
+        top_logprob=torch.cat([block.top_logprob for block in sampled]),
     )
 
 
-def _sample_block(
-    backend: Backend,
-    state: WorkerState,
-    step: StepInput,
-    staged: Mapping[str, Tensor],
-    logits_RV: Tensor,
-    shards: VocabularyShards | None,
-    slot_R: Tensor,
-    block: slice,
-) -> Sampled:
-    """Sample the tokens of a block of rows, with each option for those of its rows that have it."""
-    logits, slots = logits_RV[block], slot_R[block]
-    option_rows = {
-        name: _rows_in_block(getattr(step, name), staged[name], block) for name in _OPTION_ROWS if name in staged
-    }
-    gathering = shards if step.top_logprobs or any(rows is not None for rows in option_rows.values()) else None
-    if gathering is not None:
-        logits, shards = gathering.whole(logits), None
-    batch = replace(
-        sampling_batch(state, slots),
-        penalties=_penalties(state, step, staged, option_rows.get("penalty_row"), slots, block),
-        bias=_bias(state, option_rows.get("bias_row"), slots),
-        filters=_filters(state, option_rows.get("filter_row"), slots),
-        top_logprobs=step.top_logprobs,
-        all_greedy=step.all_greedy,
-        shards=shards,
-        masks=_masks(step, staged, option_rows.get("mask_row"), block),
-        top_rows=_top_rows(option_rows.get("top_row"), slots) if step.top_logprobs else None,
+def _sample(backend: Backend, logits_RV: Tensor, batch: SamplingBatch, shards: VocabularyShards | None) -> Sampled:
+    """Sample rows from logits of whole rows, or of a shard of the vocabulary: then ranks gather them if need be."""
+    needs_whole_rows = batch.top_logprobs or any(
+        option is not None for option in (batch.penalties, batch.bias, batch.filters, batch.masks)
     )
-    sampled = backend.sample(logits, batch)
-    if gathering is None:
-        return sampled
+    if shards is None or not needs_whole_rows:
+        return backend.sample(logits_RV, replace(batch, shards=shards))
+    sampled = backend.sample(shards.whole(logits_RV), batch)
     # Each rank has sampled from whole rows, but sums may differ between ranks in the last bit: use rank 0's tokens.
-    return replace(sampled, token=gathering.gather(sampled.token)[0])
+    return replace(sampled, token=shards.gather(sampled.token)[0])
 
 
-def _rows_in_block(host_rows: np.ndarray, rows: Tensor, block: slice) -> Tensor | None:
-    """Return which of an option's rows lie in the block, relative to its start, int64; None: no row does.
+class _OptionRows(NamedTuple):
+    """Rows of a block that have an option.
 
-    `host_rows` are the same ascending rows on the host.
+    rows     int64 [r], relative to the start of the block
+    entries  slice of the step's arrays of the option, such as `mask_of`, which have one entry for each of its rows
     """
-    first, last = np.searchsorted(host_rows, (block.start, block.stop))
-    return rows[first:last].long() - block.start if first < last else None
+
+    rows: Tensor
+    entries: slice
 
 
-def _masks(step: StepInput, staged: Mapping[str, Tensor], rows: Tensor | None, block: slice) -> Masks | None:
-    if rows is None:
-        return None
-    first = int(np.searchsorted(step.mask_row, block.start))
-    return Masks(rows, staged["mask_of"][first : first + len(rows)].long(), staged["mask"])
+@dataclass(frozen=True, slots=True)
+class _RowBlock:
+    """Consecutive rows of a step that are sampled at once.
 
+    staged  `sampling_arrays(step)` on the device
+    block   slice of the step's R rows
+    """
 
-def _top_rows(rows: Tensor | None, slot_R: Tensor) -> Tensor:
-    return slot_R[:0] if rows is None else rows
+    state: WorkerState
+    step: StepInput
+    staged: Mapping[str, Tensor]
+    block: slice
 
+    def sampling_batch(self) -> SamplingBatch:
+        """Return the parameters of all rows, with each option for those of its rows that have it."""
+        slot_R = self.staged["sample_slot"][self.block].long()
+        return replace(
+            sampling_batch(self.state, slot_R),
+            penalties=self._penalties(slot_R),
+            bias=self._bias(slot_R),
+            filters=self._filters(slot_R),
+            masks=self._masks(),
+            top_logprobs=self.step.top_logprobs,
+            top_rows=self._top_rows(slot_R) if self.step.top_logprobs else None,
+            all_greedy=self.step.all_greedy,
+        )
 
-def _filters(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> Filters | None:
-    if rows is None:
-        return None
-    return Filters(rows, **_stage_columns(state, "filter", slot_R[rows]))
+    def _option(self, name: str) -> _OptionRows | None:
+        """Return the rows of one of `_OPTION_ROWS` that lie in the block; None: no row does."""
+        # Rows ascend, so that the host knows without asking the device which of them lie in the block.
+        first, last = np.searchsorted(getattr(self.step, name), (self.block.start, self.block.stop)).tolist()
+        if first == last:
+            return None
+        return _OptionRows(self.staged[name][first:last].long() - self.block.start, slice(first, last))
 
+    def _masks(self) -> Masks | None:
+        option = self._option("mask_row")
+        if option is None:
+            return None
+        return Masks(option.rows, self.staged["mask_of"][option.entries].long(), self.staged["mask"])
 
-def _stage_columns(state: WorkerState, stage: Stage, slot_r: Tensor) -> dict[str, Tensor]:
-    """Return the sampling parameters of one stage for slots `slot_r`, by name."""
-    return {name: state.sampling[name][slot_r] for name, column in DEVICE_COLUMNS.items() if column.stage == stage}
+    def _top_rows(self, slot_R: Tensor) -> Tensor:
+        option = self._option("top_row")
+        return slot_R[:0] if option is None else option.rows
 
+    def _filters(self, slot_R: Tensor) -> Filters | None:
+        option = self._option("filter_row")
+        if option is None:
+            return None
+        return Filters(option.rows, **self._stage_columns("filter", slot_R[option.rows]))
 
-def _bias(state: WorkerState, rows: Tensor | None, slot_R: Tensor) -> LogitBias | None:
-    """Return all bias entries of `rows`; an entry that is not active adds 0 to token 0."""
-    if rows is None:
-        return None
-    slots, tables = slot_R[rows], state.biases
-    active = tables.until[slots] > state.columns.length[slots].unsqueeze(1)
-    _, entries, tokens = tables.prefix.shape
-    if entries:
-        active[:, :entries] &= tables.follows_prefix(slots, state.generated_before(slots, tokens))
-    token = torch.where(active, tables.token[slots], 0)
-    value = torch.where(active, tables.value[slots], 0.0)
-    return LogitBias(rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())
+    def _stage_columns(self, stage: Stage, slot_r: Tensor) -> dict[str, Tensor]:
+        """Return the sampling parameters of one stage for slots `slot_r`, by name."""
+        columns = self.state.sampling
+        return {name: columns[name][slot_r] for name, column in DEVICE_COLUMNS.items() if column.stage == stage}
 
+    def _bias(self, slot_R: Tensor) -> LogitBias | None:
+        """Return all bias entries of the rows that have some; an entry that is not active adds 0 to token 0."""
+        option = self._option("bias_row")
+        if option is None:
+            return None
+        slots, tables = slot_R[option.rows], self.state.biases
+        active = tables.until[slots] > self.state.columns.length[slots].unsqueeze(1)
+        _, entries, tokens = tables.prefix.shape
+        if entries:
+            active[:, :entries] &= tables.follows_prefix(slots, self.state.generated_before(slots, tokens))
+        token = torch.where(active, tables.token[slots], 0)
+        value = torch.where(active, tables.value[slots], 0.0)
+        return LogitBias(option.rows.repeat_interleave(token.shape[1]), token.flatten(), value.flatten())
 
-def _penalties(
-    state: WorkerState, step: StepInput, staged: Mapping[str, Tensor], rows: Tensor | None, slot_R: Tensor, block: slice
-) -> Penalties | None:
-    if rows is None:
-        return None
-    first = int(np.searchsorted(step.penalty_row, block.start))
-    slots, columns = slot_R[rows], state.columns
-    contexts = Contexts(
-        page_table=columns.page_table,
-        token_of=columns.token_of,
-        page_size=state.page_size,
-        slots=staged["context_slot"][first : first + len(rows)].long(),
-        length=columns.length[slots],
-        prompt_len=state.prompt_len[slots],
-        max_len=step.max_kv,
-    )
-    return Penalties(rows, contexts, **_stage_columns(state, "penalty", slots))
+    def _penalties(self, slot_R: Tensor) -> Penalties | None:
+        option = self._option("penalty_row")
+        if option is None:
+            return None
+        slots, columns = slot_R[option.rows], self.state.columns
+        contexts = Contexts(
+            page_table=columns.page_table,
+            token_of=columns.token_of,
+            page_size=self.state.page_size,
+            slots=self.staged["context_slot"][option.entries].long(),
+            length=columns.length[slots],
+            prompt_len=self.state.prompt_len[slots],
+            max_len=self.step.max_kv,
+        )
+        return Penalties(option.rows, contexts, **self._stage_columns("penalty", slots))
