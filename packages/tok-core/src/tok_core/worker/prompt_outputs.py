@@ -106,14 +106,21 @@ def _pool(model: CausalLM, staged: Mapping[str, Tensor], count_E: Int32, x_TN: T
 
 
 def _pooling_blocks(count_E: Int32) -> list[_PoolingBlock]:
-    """Cut the pooled rows of E chunks into blocks; `count_E` has the pooled rows of each chunk."""
-    chunk_end = np.cumsum(count_E)
-    rows, blocks = int(chunk_end[-1]) if len(chunk_end) else 0, []
-    for first in range(0, rows, MAX_POOLED_ROWS):
-        last = min(first + MAX_POOLED_ROWS, rows)
-        low, high = np.searchsorted(chunk_end, first, "right"), np.searchsorted(chunk_end, last) + 1
-        chunks = slice(int(low), int(high))
-        chunk_start = chunk_end[chunks] - count_E[chunks]
-        inside = np.clip(chunk_end[chunks], first, last) - np.clip(chunk_start, first, last)
-        blocks.append(_PoolingBlock(slice(first, last), chunks, array(inside)))
-    return blocks
+    """Cut the pooled rows, chunk after chunk, into blocks of MAX_POOLED_ROWS; `count_E` has the rows of each chunk.
+
+    In blocks of 4, chunks of `[3, 6]` rows become rows 0:4 (3 of chunk 0, 1 of chunk 1), 4:8 and 8:9 (both chunk 1).
+    """
+    total_rows = int(count_E.sum())
+    return [
+        _pooling_block(count_E, first, min(first + MAX_POOLED_ROWS, total_rows))
+        for first in range(0, total_rows, MAX_POOLED_ROWS)
+    ]
+
+
+def _pooling_block(count_E: Int32, first: int, last: int) -> _PoolingBlock:
+    """Return the block of the pooled rows `first` to `last` − 1."""
+    end_E = np.cumsum(count_E)
+    start_E = end_E - count_E
+    chunks = slice(int(np.searchsorted(end_E, first, "right")), int(np.searchsorted(start_E, last)))
+    row_count = np.minimum(end_E[chunks], last) - np.maximum(start_E[chunks], first)
+    return _PoolingBlock(slice(first, last), chunks, array(row_count))
