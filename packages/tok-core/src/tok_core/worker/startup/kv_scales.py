@@ -1,19 +1,20 @@
 """Choose the scales of an 8-bit KV cache, and log the error that the cache causes, by prompts on the loaded model.
 
-Axes: K key/value heads.
+Axes: K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
 
-from tok_core.messages import EMPTY, PromptValues, RequestedPromptOutputs, StepInput
+from tok_core.messages import EMPTY, RequestedPromptOutputs, StepInput
 from tok_core.models import CausalLM
 from tok_core.parallel import Pipeline
 from tok_core.worker.runner import Runner
@@ -33,9 +34,22 @@ FLOAT8_MAX = 448.0
 HEADROOM = 4.0
 
 
+class TrialResult(NamedTuple):
+    """Results of a prefill of n tokens.
+
+    kv         cached keys and values, `[layers, 2, pages, page_size, K, D]`
+    logprob    float32 `[n − 1]`: log-probabilities of the tokens but the first; empty at stages without logits
+    top_token  int32 `[n − 1, 1]`: most likely token in place of each of them
+    """
+
+    kv: Tensor
+    logprob: np.ndarray
+    top_token: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTrial:
-    """Trial of prompts of random tokens, one at a time, on a small KV cache of any dtype.
+    """Prefills prompts of random tokens, one at a time, on a small KV cache of any dtype.
 
     All workers of a replica run it together. A prompt of more than `max_step_tokens` is prefilled in several steps.
     """
@@ -52,13 +66,8 @@ class CacheTrial:
         count = min(max_tokens, config.max_positions)
         return np.random.default_rng(seed).integers(0, config.vocab_size, count).astype(np.int32)
 
-    def run(
-        self, tokens: np.ndarray, dtype: torch.dtype, scales: Tensor | None = None
-    ) -> tuple[WorkerState, list[PromptValues]]:
-        """Prefill the tokens on a cache of `dtype`; return the cache's state, and each step's log-probabilities.
-
-        The log-probabilities are those of all tokens but the first. Pipeline stages without logits return none.
-        """
+    def prefill(self, tokens: np.ndarray, dtype: torch.dtype, scales: Tensor | None = None) -> TrialResult:
+        """Prefill the tokens on a new cache of `dtype`, with `scales` by head if given, and score each next token."""
         pages = -(-len(tokens) // self.page_size)
         state = WorkerState(
             *(self.model.local, self.pipeline.peers.device, dtype),
@@ -69,10 +78,14 @@ class CacheTrial:
             scales=scales,
         )
         runner = Runner(self.model, self.backend, state, pipeline=self.pipeline)
-        starts = range(0, len(tokens), self.max_step_tokens)
-        scores = [run_dummy_step(runner, self._step(tokens, start, pages)).prompts for start in starts]
+        steps = [self._step(tokens, start, pages) for start in range(0, len(tokens), self.max_step_tokens)]
+        values = [step_values for step in steps if (step_values := run_dummy_step(runner, step).prompts) is not None]
         runner.reset()
-        return state, [score for score in scores if score is not None]
+        return TrialResult(
+            kv=state.kv[:, :, :pages],
+            logprob=np.concatenate([np.empty(0, np.float32), *(step_values.logprob for step_values in values)]),
+            top_token=np.concatenate([np.empty((0, 1), np.int32), *(step_values.top_token for step_values in values)]),
+        )
 
     def _step(self, tokens: np.ndarray, start: int, pages: int) -> StepInput:
         """Return the step that prefills the tokens from `start` on, and scores the tokens after them."""
@@ -111,8 +124,7 @@ def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, 
     if stored is not None:
         return stored, "with the checkpoint's scales"
     tokens = trial.random_tokens(MAX_CALIBRATION_TOKENS, seed=1)
-    state, _ = trial.run(tokens, trial.model.dtype)
-    scales = calibrated_scales(state.kv[:, :, : state.num_pages])
+    scales = calibrated_scales(trial.prefill(tokens, trial.model.dtype).kv)
     return scales, f"with scales calibrated on {len(tokens)} random tokens"
 
 
@@ -135,18 +147,14 @@ def log_cache_error(trial: CacheTrial, cache_dtype: torch.dtype, scales: Tensor 
     All workers of a replica call this; rank 0 of the last stage logs, a warning for a float8 cache without scales.
     """
     tokens, exact_dtype = trial.random_tokens(MAX_SCORED_TOKENS, seed=0), trial.model.dtype
-    (_, exact), (_, quantised) = trial.run(tokens, exact_dtype), trial.run(tokens, cache_dtype, scales)
-    if not exact or trial.pipeline.coordinates.rank:
+    exact, quantised = trial.prefill(tokens, exact_dtype), trial.prefill(tokens, cache_dtype, scales)
+    if not len(exact.logprob) or trial.pipeline.coordinates.rank:
         return
-    error = np.abs(_concatenated(quantised, "logprob") - _concatenated(exact, "logprob"))
+    error = np.abs(quantised.logprob - exact.logprob)
     log.log(
         logging.WARNING if scales is None and cache_dtype.is_floating_point else logging.INFO,
         "the KV cache holds %s %s: log-probabilities of %d random tokens differ by %.2g on average, and by %.2g at "
         "most, from those with a cache of %s; another token is the most likely one in %.1f %% of positions",
         *(dtype_name(cache_dtype), origin, len(error), error.mean(), error.max(), dtype_name(exact_dtype)),
-        100 * float((_concatenated(quantised, "top_token") != _concatenated(exact, "top_token")).mean()),
+        100 * float((quantised.top_token != exact.top_token).mean()),
     )
-
-
-def _concatenated(scores: list[PromptValues], name: str) -> np.ndarray:
-    return np.concatenate([getattr(score, name) for score in scores])
