@@ -48,8 +48,8 @@ class GuidedWorker(SimulatedWorker):
     """A simulated worker that samples only tokens that the masks of its steps allow."""
 
     def run(self, step: StepInput) -> StepOutput:
-        assert len({mask.tobytes() for mask in step.mask}) == len(step.mask) == len(set(step.mask_of.tolist()))
-        self.masks = dict(zip(step.sample_slot[step.mask_row].tolist(), step.mask[step.mask_of], strict=True))
+        assert len({mask.tobytes() for mask in step.bitmask}) == len(step.bitmask) == len(set(step.mask_index.tolist()))
+        self.masks = dict(zip(step.sample_slot[step.mask_row].tolist(), step.bitmask[step.mask_index], strict=True))
         return super().run(step)
 
     def _draw(self, context: np.ndarray, slot: int) -> int:

@@ -103,7 +103,7 @@ def draws_of(model: CausalLM) -> list[Draws]:
     plain = dummy_step(decode=ROWS)
     masked = np.arange(3, ROWS, 2, dtype=np.int32)
     masks = np.random.default_rng(5).integers(-(2**31), 2**31, (9, -(-model.config.vocab_size // 32)), np.int32)
-    which = masked % len(masks)
+    index = masked % len(masks)
     steps = [
         plain,
         dummy_step(decode=ROWS, greedy=True),
@@ -111,9 +111,15 @@ def draws_of(model: CausalLM) -> list[Draws]:
         dummy_step(decode=ROWS, penalised=5),
         dummy_step(decode=ROWS, top_logprobs=3),
         structs.replace(plain, bias_row=np.arange(MAX_GATHERED_ROWS - 1, MAX_GATHERED_ROWS + 1, dtype=np.int32)),
-        structs.replace(plain, mask_row=masked, mask_of=which, mask=masks),
+        structs.replace(plain, mask_row=masked, mask_index=index, bitmask=masks),
         structs.replace(
-            plain, mask_row=masked, mask_of=which, mask=masks, filter_row=masked[:9], top_logprobs=2, top_row=masked[4:]
+            plain,
+            mask_row=masked,
+            mask_index=index,
+            bitmask=masks,
+            filter_row=masked[:9],
+            top_logprobs=2,
+            top_row=masked[4:],
         ),
     ]
     hidden = torch.randn((ROWS, model.config.hidden_size), generator=source)

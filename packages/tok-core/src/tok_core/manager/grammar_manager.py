@@ -158,20 +158,23 @@ class GrammarManager:
         guided = self._table.guided[slots]
         if guided.all():
             return self._grammar_masks(slots)
-        sets, which = np.unique(self._table.allowed_set[slots[~guided]], return_inverse=True)
-        of_guided = self._grammar_masks(slots[guided]) if guided.any() else NO_MASKS
-        words = self._allowed.words(sets)
-        found = np.empty(len(slots), np.int32)
-        found[~guided], found[guided] = which, of_guided.which + len(words)
-        return StepMasks(np.concatenate([words, of_guided.words]) if guided.any() else words, found)
+        sets, set_index = np.unique(self._table.allowed_set[slots[~guided]], return_inverse=True)
+        bitmask, mask_index = self._allowed.words(sets), np.empty(len(slots), np.int32)
+        mask_index[~guided] = set_index
+        if guided.any():
+            grammar_masks = self._grammar_masks(slots[guided])
+            mask_index[guided] = len(bitmask) + grammar_masks.mask_index
+            bitmask = np.concatenate([bitmask, grammar_masks.bitmask])
+        return StepMasks(bitmask, mask_index)
 
     def _grammar_masks(self, slots: Int32) -> StepMasks:
         ahead, matchers = self._table.draft_masks, self._table.matchers
         masks = [ahead.get(slot) or (matchers.get(slot) or self._begin(slot)).mask for slot in slots.tolist()]
-        found = {id(mask): mask for mask in masks}
-        number = {one: i for i, one in enumerate(found)}
+        distinct = {id(mask): mask for mask in masks}
+        index_of = {key: index for index, key in enumerate(distinct)}
         return StepMasks(
-            np.stack([mask.words for mask in found.values()]), np.array([number[id(mask)] for mask in masks], np.int32)
+            bitmask=np.stack([mask.words for mask in distinct.values()]),
+            mask_index=np.array([index_of[id(mask)] for mask in masks], np.int32),
         )
 
     def follow(self, slots: Int64, token: Int32) -> None:

@@ -15,10 +15,14 @@ from tok_core.messages import EMPTY, Int32
 
 
 class StepMasks(NamedTuple):
-    """Masks of a step's masked rows: each distinct one once, packed, int32 [m, W], and each row's index, int32 [n]."""
+    """Masks of a step's masked rows.
 
-    words: Int32
-    which: Int32
+    bitmask     int32 [m, W]: the distinct masks, as packed sets of tokens
+    mask_index  int32 [n]: index in `bitmask` of each row's mask
+    """
+
+    bitmask: Int32
+    mask_index: Int32
 
 
 NO_MASKS = StepMasks(EMPTY.reshape(0, 0), EMPTY)

@@ -192,8 +192,8 @@ class StepInput(msgspec.Struct, tag=True):
     penalty_row  which of the R rows have penalties
     bias_row     which of the R rows have logit biases in effect
     mask_row     which of the R rows have a mask of allowed tokens, by a grammar or by their request
-    mask_of      the row of `mask` for each entry of `mask_row`
-    mask         `[m, ⌈V/32⌉]` bitmasks: token t is allowed if bit t mod 32 of word t div 32 is set
+    mask_index   index in `bitmask` of the mask of each entry of `mask_row`
+    bitmask      int32 `[m, ⌈V/32⌉]`, the distinct masks: token t is allowed if bit t mod 32 of word t div 32 is set
     top_row      which of the R rows need top log-probabilities, of up to `top_logprobs` tokens
     all_greedy   whether all R rows sample at temperature 0
     max_kv       upper bound of the tokens of the longest sequence after the step
@@ -225,8 +225,8 @@ class StepInput(msgspec.Struct, tag=True):
     prompts: RequestedPromptOutputs | None = None
     shared: list[SharedPages] = msgspec.field(default_factory=list)
     mask_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
-    mask_of: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
-    mask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
+    mask_index: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
+    bitmask: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
     top_row: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     drafts: ModelDrafts | None = None
     moves: SlotMoves | None = None

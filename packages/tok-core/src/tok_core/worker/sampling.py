@@ -32,7 +32,7 @@ def sampling_arrays(step: StepInput) -> dict[str, np.ndarray]:
     """Return the host arrays that `sample_tokens` needs, by name."""
     arrays = {"sample_slot": step.sample_slot}
     if len(step.mask_row):
-        arrays |= {"mask_of": step.mask_of, "mask": step.mask}
+        arrays |= {"mask_index": step.mask_index, "bitmask": step.bitmask}
     if len(step.penalty_row):
         # A fork's last page is copied after the step, so the context is read from the slot that computed the row.
         computing_slot = np.concatenate((step.decode_slot, step.prefill_slot))
@@ -102,7 +102,7 @@ class _OptionRows(NamedTuple):
     """Rows of a block that have an option.
 
     rows     int64 [r], relative to the start of the block
-    entries  slice of the step's arrays of the option, such as `mask_of`, which have one entry for each of its rows
+    entries  slice of the step's arrays of the option, such as `mask_index`, which have one entry for each of its rows
     """
 
     rows: Tensor
@@ -148,7 +148,7 @@ class _RowBlock:
         option = self._option("mask_row")
         if option is None:
             return None
-        return Masks(option.rows, self.staged["mask_of"][option.entries].long(), self.staged["mask"])
+        return Masks(option.rows, self.staged["mask_index"][option.entries].long(), self.staged["bitmask"])
 
     def _top_rows(self, slot_R: Tensor) -> Tensor:
         option = self._option("top_row")

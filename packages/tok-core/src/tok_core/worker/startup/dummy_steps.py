@@ -104,8 +104,8 @@ def dummy_step(
         max_kv=max(prefix, cached + int(chunk_tokens.max(initial=0)), 1),
         prompts=_all_prompt_outputs(chunk_tokens) if prompt_outputs else None,
         mask_row=np.arange(masked, dtype=np.int32),
-        mask_of=np.arange(masked, dtype=np.int32),
-        mask=np.full((masked, mask_words), -1, np.int32),
+        mask_index=np.arange(masked, dtype=np.int32),
+        bitmask=np.full((masked, mask_words), -1, np.int32),
         top_row=np.arange(len(rows) if top_logprobs else 0, dtype=np.int32),
     )
 
