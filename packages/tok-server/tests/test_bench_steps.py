@@ -38,29 +38,29 @@ def test_floor_counts_all_weights_but_an_embedding_that_is_looked_up(kind: str, 
     path = make_model(kind, tmp_path / kind)
     floor = floor_of(path)
     without = ("embed_tokens",) if kind == "llama-untied" else ()
-    assert (floor.weights, floor.experts) == (bytes_of(path, *without), 0)
+    assert (floor.weight_bytes, floor.expert_bytes) == (bytes_of(path, *without), 0)
     config = json.loads((path / "config.json").read_text())
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     cached = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head + 8
-    assert floor.kv_bytes == cached
-    assert floor.milliseconds(3, 100) == pytest.approx((floor.weights + 300 * cached) / BANDWIDTH * 1e3)
+    assert floor.kv_position_bytes == cached
+    assert floor.milliseconds(3, 100) == pytest.approx((floor.weight_bytes + 300 * cached) / BANDWIDTH * 1e3)
 
 
 def test_floor_of_stages_adds_up_to_that_of_the_model(tmp_path: Path) -> None:
     path = make_model("llama-untied", tmp_path / "m")
     whole, stages, ranks = floor_of(path), floor_of(path, pp=2), floor_of(path, tp=2)
-    assert stages.weights == whole.weights
-    assert whole.weights / 2 <= ranks.weights < 0.6 * whole.weights
-    assert ranks.kv_bytes < 0.6 * whole.kv_bytes
+    assert stages.weight_bytes == whole.weight_bytes
+    assert whole.weight_bytes / 2 <= ranks.weight_bytes < 0.6 * whole.weight_bytes
+    assert ranks.kv_position_bytes < 0.6 * whole.kv_position_bytes
 
 
 def test_floor_counts_the_experts_that_rows_are_expected_to_choose(tmp_path: Path) -> None:
     path = make_model("mixtral", tmp_path / "m")
     floor, share = floor_of(path), 2 / 4
-    assert floor.chosen_share == share
-    assert floor.weights + floor.experts == bytes_of(path, *([] if tied(path) else ["embed_tokens"]))
-    read = [floor.milliseconds(rows, 0) * BANDWIDTH / 1e3 - floor.weights for rows in (1, 2, 100)]
-    assert read == pytest.approx([floor.experts * one for one in (0.5, 0.75, 1.0)])
+    assert floor.activation_ratio == share
+    assert floor.weight_bytes + floor.expert_bytes == bytes_of(path, *([] if tied(path) else ["embed_tokens"]))
+    read = [floor.milliseconds(rows, 0) * BANDWIDTH / 1e3 - floor.weight_bytes for rows in (1, 2, 100)]
+    assert read == pytest.approx([floor.expert_bytes * one for one in (0.5, 0.75, 1.0)])
 
 
 def tied(path: Path) -> bool:

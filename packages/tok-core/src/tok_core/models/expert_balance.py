@@ -59,7 +59,7 @@ def _move(mixture: MixtureOfExperts, new: ExpertPlacement, tensor: TensorParalle
     source_S = [old.expert_S.index(expert) for expert in new.of_rank(tensor.rank)]
     for linear, names in ((mixture.gate_up_proj, GATE_UP), (mixture.down_proj, (DOWN,))):
         for name in names:
-            _exchange(linear, name, mixture.own_experts, source_S, tensor)
+            _exchange(linear, name, mixture.local_experts, source_S, tensor)
     mixture.place(new)
 
 

@@ -65,7 +65,7 @@ class MixtureOfExperts(FeedForward):
     (Lepikhin et al. 2021). It computes its part of all tokens' results, and the layout sums the parts. The matrices of
     a rank's experts are stacked in one `Linear`, so weight formats store, load and shard them like other layers.
 
-    placement  the expert of each slot of all ranks; this rank has the slots `held` (None: all)
+    placement  the expert of each slot of all ranks; this rank has `local_slots` (None: all)
     copies     the placement on the device, if some experts have copies, whose ranks share the expert's tokens
     """
 
@@ -78,7 +78,7 @@ class MixtureOfExperts(FeedForward):
         self.count_S: Tensor | None = None  # tokens of each slot, while `ExpertLoad` counts
         hidden, own = Slice.whole(config.hidden_size), placement.shard_plan.expert_columns
         slots, coordinates = placement.shard_plan.expert_slots, placement.shard_plan.coordinates
-        self.held = None if slots.is_whole else range(slots.start, slots.stop)
+        self.local_slots = None if slots.is_whole else range(slots.start, slots.stop)
         self.gate = Linear(hidden, {"gate": Slice.whole(moe.experts)}, placement)
         ranks = coordinates.ranks if coordinates.ep else 1
         self._rank = coordinates.rank if coordinates.ep else 0
@@ -100,7 +100,7 @@ class MixtureOfExperts(FeedForward):
             self.shared_expert_gate = Linear(hidden, {"shared_expert_gate": Slice.whole(1)}, placement)
 
     @property
-    def own_experts(self) -> tuple[int, ...]:
+    def local_experts(self) -> tuple[int, ...]:
         """Return the experts that this rank holds, in the order of their matrices."""
         return self.placement.of_rank(self._rank)
 
@@ -113,7 +113,7 @@ class MixtureOfExperts(FeedForward):
         self.copies.slot_EK.copy_(torch.tensor(placement.copies(), dtype=torch.int32))
 
     def _parts(self, *names: str) -> list[str]:
-        return [f"experts.{expert}.{name}" for expert in self.own_experts for name in names]
+        return [f"experts.{expert}.{name}" for expert in self.local_experts for name in names]
 
     def stacked_targets(self) -> Iterator[tuple[str, StackedTarget]]:
         """Yield the names and targets of checkpoint tensors that stack a matrix of all experts.
@@ -123,7 +123,7 @@ class MixtureOfExperts(FeedForward):
         for name, linear in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
             targets = dict(linear.targets())
             if all(end.endswith(".weight") and len(target.shape) == 2 for end, target in targets.items()):
-                yield f"experts.{name}", StackedTarget.of(targets, self.own_experts, self.gate.parts["gate"].size)
+                yield f"experts.{name}", StackedTarget.of(targets, self.local_experts, self.gate.parts["gate"].size)
 
     def forward(
         self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None = None, batch: AttentionBatch | None = None
@@ -140,7 +140,7 @@ class MixtureOfExperts(FeedForward):
             slot_P = routing.expert_TC.flatten()
             self.count_S.index_add_(0, slot_P.clamp(min=0), (slot_P >= 0).int())
         gate_up, down = (one.method.operand(one) for one in (self.gate_up_proj, self.down_proj))
-        weights = ExpertWeights(gate_up, down, self.held)
+        weights = ExpertWeights(gate_up, down, self.local_slots)
         residual_TN = x_TN if layout is None else None
         out_TN = self.backend.fused_experts(normed_TN, routing, weights, residual_TN=residual_TN)
         if self.shared_expert is not None and self.shared_expert_gate is not None:

@@ -86,23 +86,24 @@ class KernelsMeasured:
 class StepFloor:
     """Lower bound on the time of a decode step: the bytes that rank 0 of each stage reads, at the bandwidth of a copy.
 
-    bandwidth     bytes per second, reads and writes added
-    weights       bytes of weights that every step reads
-    experts       bytes of all experts
-    chosen_share  share of the experts that a token chooses
-    kv_bytes      bytes of keys and values of a cached position, all layers together
+    bandwidth          bytes per second, reads and writes added
+    weight_bytes       weights that every step reads
+    expert_bytes       weights of all experts
+    activation_ratio   share of the experts that a token chooses
+    kv_position_bytes  keys and values of a cached position, all layers together
     """
 
     bandwidth: float
-    weights: int
-    experts: int
-    chosen_share: float
-    kv_bytes: int
+    weight_bytes: int
+    expert_bytes: int
+    activation_ratio: float
+    kv_position_bytes: int
 
     def milliseconds(self, rows: int, positions: int) -> float:
         """Return the lower bound for `rows` decode rows of `positions` positions each, if experts are chosen evenly."""
-        experts = self.experts * (1 - (1 - self.chosen_share) ** rows)
-        return (self.weights + experts + rows * positions * self.kv_bytes) / self.bandwidth * 1e3
+        chosen_expert_bytes = self.expert_bytes * (1 - (1 - self.activation_ratio) ** rows)
+        read_bytes = self.weight_bytes + chosen_expert_bytes + rows * positions * self.kv_position_bytes
+        return read_bytes / self.bandwidth * 1e3
 
 
 def step_floor(config: EngineConfig) -> StepFloor | None:
@@ -125,13 +126,13 @@ def floor_at(bandwidth: float, config: EngineConfig) -> StepFloor:
     quantization = read_quantization(path, config.quantization)
     dtype = choose_dtype(config.dtype, choose_device(config, 0, RankCoordinates()))
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    weights = experts = kv_bytes = 0
+    weight_bytes = expert_bytes = kv_position_bytes = 0
     for worker in config.rank_coordinates()[:: config.tp]:
         stage_weights, stage_experts = weight_reads(model, dtype, worker, quantization)
-        weights, experts = weights + stage_weights, experts + stage_experts
-        kv_bytes += kv_bytes_per_token(ShardPlan.of(model, worker).local(model), cache_dtype)
-    chosen_share = 0.0 if model.moe is None else model.moe.experts_per_token / model.moe.experts
-    return StepFloor(bandwidth, weights, experts, chosen_share, kv_bytes)
+        weight_bytes, expert_bytes = weight_bytes + stage_weights, expert_bytes + stage_experts
+        kv_position_bytes += kv_bytes_per_token(ShardPlan.of(model, worker).local(model), cache_dtype)
+    activation_ratio = 0.0 if model.moe is None else model.moe.experts_per_token / model.moe.experts
+    return StepFloor(bandwidth, weight_bytes, expert_bytes, activation_ratio, kv_position_bytes)
 
 
 def report_attention(config: EngineConfig, sizes: Mapping[str, int], *, remeasure: bool) -> PhaseReport:
