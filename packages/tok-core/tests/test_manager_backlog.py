@@ -9,7 +9,7 @@ import pytest
 from support.backlog import Lengths, LengthWorker, bimodal, fill, geometric, log_normal
 from support.schedules import engine_info, make_manager, submit
 from tok_core import EngineConfig, SamplingParams
-from tok_core.manager.admission.forecast import admissible
+from tok_core.manager.admission.forecast import PageDemand, admissible
 from tok_core.manager.admission.page_reserves import (
     CURVE_STEPS,
     FULL_SHARE,
@@ -72,7 +72,7 @@ def drawn(length: int, remaining: Int64) -> StaggeredAdmission:
     """Return a staggered admission with the curve of samples of a prompt of `length` tokens."""
     pace, same = StaggeredAdmission(), np.ones(len(remaining), np.int64)
     assert pace.outdated(0)
-    pace.compute_curve(0, length * same, remaining, 0 * same, 16)
+    pace.compute_curve(0, PageDemand(length * same, remaining, 0 * same), 16)
     return pace
 
 
@@ -87,9 +87,9 @@ def test_staggered_admission_reserves_its_share_by_the_first_finish() -> None:
 def test_staggered_admission_spreads_starts_of_samples_of_equal_length() -> None:
     """Samples of 300 tokens each start only if they leave the stream its reserve when they are at their largest."""
     pace, none, many = drawn(160, np.full(5, 300)), np.empty(0, np.int64), np.ones(100, np.int64)
-    columns = none, none, none, 160 * many, 300 * many, 0 * many
-    assert admissible(*columns, 1000, 16) == 34
-    assert admissible(*columns, 1000, 16, lambda moments: pace.reserve(1000, moments)) == 2
+    demands = PageDemand(none, none, none), PageDemand(160 * many, 300 * many, 0 * many)
+    assert admissible(*demands, 1000, 16) == 34
+    assert admissible(*demands, 1000, 16, lambda moments: pace.reserve(1000, moments)) == 2
 
 
 def test_staggered_admission_curve_is_outdated_after_curve_steps() -> None:

@@ -8,32 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tok_core.manager.admission import forecast
-from tok_core.manager.admission.forecast import admissible, usage
-from tok_core.messages import Int64
-
-Demand = tuple[Int64, Int64, Int64]
+from tok_core.manager.admission.forecast import PageDemand, admissible, usage
 
 
 @st.composite
-def demands(draw: st.DrawFn, page_size: int, most: int = 12) -> Demand:
+def demands(draw: st.DrawFn, page_size: int, most: int = 12) -> PageDemand:
     """Draw lengths, remaining tokens and shared pages of some sequences."""
     rows = []
     for _ in range(draw(st.integers(0, most))):
         tokens = draw(st.integers(1, 70))
         rows.append((tokens, draw(st.integers(0, 50)), draw(st.integers(0, -(-tokens // page_size)))))
-    length, remaining, shared = np.array(rows, np.int64).reshape(-1, 3).T
-    return length, remaining, shared
+    return PageDemand(*np.array(rows, np.int64).reshape(-1, 3).T)
 
 
 page_sizes = st.integers(1, 20)
 
 
-def peak_pages(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
+def peak_pages(demand: PageDemand, page_size: int) -> int:
     """Return the most pages that the sequences ever need together: page use peaks only where one of them finishes."""
-    return int(usage(length, remaining, shared, page_size, np.unique(remaining)).max(initial=0))
+    return int(usage(demand, np.unique(demand.remaining), page_size).max(initial=0))
 
 
-def simulated_peak(demand: Demand, page_size: int) -> int:
+def simulated_peak(demand: PageDemand, page_size: int) -> int:
     """Return the most pages needed at any step."""
     length, remaining, shared = demand
     peak = 0
@@ -43,15 +39,14 @@ def simulated_peak(demand: Demand, page_size: int) -> int:
     return peak
 
 
-def joined(running: Demand, waiting: Demand, count: int) -> Demand:
-    length, remaining, shared = (np.concatenate((a, b[:count])) for a, b in zip(running, waiting, strict=True))
-    return length, remaining, shared
+def joined(running: PageDemand, waiting: PageDemand, count: int) -> PageDemand:
+    return PageDemand(*(np.concatenate((a, b[:count])) for a, b in zip(running, waiting, strict=True)))
 
 
 @given(st.data(), page_sizes)
 def test_peak_pages_equals_the_simulated_peak(data: st.DataObject, page_size: int) -> None:
     demand = data.draw(demands(page_size))
-    assert peak_pages(*demand, page_size) == simulated_peak(demand, page_size)
+    assert peak_pages(demand, page_size) == simulated_peak(demand, page_size)
 
 
 @given(st.data(), page_sizes, st.integers(0, 150))
@@ -62,7 +57,7 @@ def test_admissible_count_equals_the_simulated_maximum(data: st.DataObject, page
         for count in range(len(waiting[0]) + 1)
         if simulated_peak(joined(running, waiting, count), page_size) <= capacity
     ]
-    assert admissible(*running, *waiting, capacity, page_size) == max(bearable, default=0)
+    assert admissible(running, waiting, capacity, page_size) == max(bearable, default=0)
 
 
 @given(st.data(), page_sizes, st.integers(0, 150), st.integers(0, 4))
@@ -84,47 +79,47 @@ def test_admissible_keeps_the_reserve_free_unless_all_samples_fit(
         most = len(waiting[0])
     else:
         most = max((count for count in range(len(waiting[0]) + 1) if bears(count)), default=0)
-    assert admissible(*running, *waiting, capacity, page_size, lambda moments: slope * moments) == most
+    assert admissible(running, waiting, capacity, page_size, lambda moments: slope * moments) == most
 
 
 @given(st.data(), page_sizes, st.integers(0, 150), st.integers(1, 4))
 def test_admissible_admits_candidates_in_whole_blocks(
-    data: st.DataObject, page_size: int, capacity: int, together: int
+    data: st.DataObject, page_size: int, capacity: int, block_size: int
 ) -> None:
     running, some = data.draw(demands(page_size)), data.draw(demands(page_size, most=5))
-    waiting = np.tile(some[0], together), np.tile(some[1], together), np.tile(some[2], together)
-    each = admissible(*running, *waiting, capacity, page_size)
-    assert admissible(*running, *waiting, capacity, page_size, together=together) == each // together * together
+    waiting = PageDemand(*(np.tile(column, block_size) for column in some))
+    each = admissible(running, waiting, capacity, page_size)
+    assert admissible(running, waiting, capacity, page_size, block_size=block_size) == each // block_size * block_size
 
 
 def test_forecast_treats_far_future_finishes_like_near_ones() -> None:
     random = np.random.default_rng(0)
     length, remaining = random.integers(1, 300, 40), random.integers(0, 900, 40)
-    columns = length, remaining, np.zeros(40, np.int64)
-    far = np.array([5]), np.array([3 * forecast.NEAR]), np.array([0])
-    needed = peak_pages(*joined(columns, far, 1), 16)
+    near = PageDemand(length, remaining, np.zeros(40, np.int64))
+    far = PageDemand(np.array([5]), np.array([3 * forecast.NEAR]), np.array([0]))
+    needed = peak_pages(joined(near, far, 1), 16)
     assert needed == 12_289  # pages of the far sequence at its end
     for capacity in range(200, 700, 20):
-        alone = admissible(*columns, *columns, capacity, 16)
-        assert admissible(*columns, *joined(columns, far, 1), capacity, 16) == alone
+        alone = admissible(near, near, capacity, 16)
+        assert admissible(near, joined(near, far, 1), capacity, 16) == alone
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 def test_peak_pages_is_exact_for_thousands_of_sequences(page_size: int) -> None:
     random = np.random.default_rng(page_size)
     length, remaining = random.integers(1, 3000, 4000), random.integers(0, 900, 4000)
-    demand = length, remaining, random.integers(0, length // page_size + 1)
-    assert peak_pages(*demand, page_size) == simulated_peak(demand, page_size)
+    demand = PageDemand(length, remaining, random.integers(0, length // page_size + 1))
+    assert peak_pages(demand, page_size) == simulated_peak(demand, page_size)
 
 
 def test_candidate_that_does_not_fit_blocks_smaller_ones_behind_it() -> None:
     none = np.empty(0, np.int64)
-    waiting = np.array([10, 1000, 10]), np.array([6, 6, 6]), np.array([0, 0, 0])
-    assert admissible(none, none, none, *waiting, 10, 16) == 1
+    waiting = PageDemand(np.array([10, 1000, 10]), np.array([6, 6, 6]), np.array([0, 0, 0]))
+    assert admissible(PageDemand(none, none, none), waiting, 10, 16) == 1
 
 
 def test_peak_pages_excludes_shared_pages() -> None:
     length, remaining = np.array([33]), np.array([15])
-    assert peak_pages(length, remaining, np.array([0]), 16) == 3
-    assert peak_pages(length, remaining, np.array([2]), 16) == 1
-    assert peak_pages(length, remaining + 1, np.array([2]), 16) == 2
+    assert peak_pages(PageDemand(length, remaining, np.array([0])), 16) == 3
+    assert peak_pages(PageDemand(length, remaining, np.array([2])), 16) == 1
+    assert peak_pages(PageDemand(length, remaining + 1, np.array([2])), 16) == 2

@@ -1,8 +1,8 @@
 """Forecast KV pages over future time, in closed form over the moments at which sequences finish.
 
-A sequence has `length` tokens and runs `remaining` more of them; `shared` of its pages are counted elsewhere. After t
-steps it needs ceil((length + t) / page_size) − shared pages, for t = 0 … remaining, and none after that. Between two
-finishes all sequences grow and none ends, so page use can only peak at the moments t = remaining_k.
+After t steps, a sequence needs ceil((length + t) / page_size) − shared pages, for t = 0 … remaining, and none after
+that (`PageDemand`). Between two finishes all sequences grow and none ends, so page use can only peak at the moments
+t = remaining_k.
 
 Legend: n sequences, M moments, P page_size.
 """
@@ -26,6 +26,23 @@ between two of these moments, or before the first, have no effect; only the valu
 NEAR = 1 << 16  # steps from now below which moments are found with one mark per step
 
 
+class PageDemand(NamedTuple):
+    """Sequences that need pages: int64 [n] each.
+
+    length     tokens that a sequence has now
+    remaining  tokens that it still runs
+    shared     its pages that are counted elsewhere; no more than it has
+    """
+
+    length: Int64
+    remaining: Int64
+    shared: Int64
+
+    def at_end(self, page_size: int) -> Int64:
+        """Return the pages that each sequence needs at its end, when it needs most."""
+        return -(-(self.length + self.remaining) // page_size) - self.shared
+
+
 class _Growth(NamedTuple):
     """Growth of sequences in pages, int64 [n] each.
 
@@ -42,58 +59,54 @@ class _Growth(NamedTuple):
         return _Growth(self.now[:count], self.lacking[:count], self.until[:count])
 
 
-def usage(length: Int64, remaining: Int64, shared: Int64, page_size: int, moments: Int64) -> Int64:
+def usage(demand: PageDemand, moments: Int64, page_size: int) -> Int64:
     """Return the pages needed at each of `moments`, int64 [M] ascending."""
-    until = np.searchsorted(moments, remaining, side="right")
-    return _usage(_growth(length, shared, until, page_size), moments, page_size)
+    until = np.searchsorted(moments, demand.remaining, side="right")
+    return _usage(_growth(demand, until, page_size), moments, page_size)
 
 
 def admissible(
-    length: Int64,
-    remaining: Int64,
-    shared: Int64,
-    cand_length: Int64,
-    cand_remaining: Int64,
-    cand_shared: Int64,
+    running: PageDemand,
+    candidates: PageDemand,
     capacity: int,
     page_size: int,
     reserve: Reserve | None = None,
-    together: int = 1,
+    block_size: int = 1,
 ) -> int:
     """Return how many candidates, in strict order, may start now with the peak of all staying within `capacity`.
 
-    The result is the largest k such that the running sequences, int64 [n], and the first k candidates, int64 [m], never
-    need more than `capacity` pages; 0 if the running ones alone do. `reserve` lowers the capacity at future moments.
-    All candidates may start, whatever the reserve, if they fit even when every sequence has its most pages at once.
-    Candidates are admitted in blocks of `together`; m is a multiple of it.
+    The result is the largest k such that the running sequences and the first k candidates never need more than
+    `capacity` pages; 0 if the running ones alone do. `reserve` lowers the capacity at future moments. All candidates
+    may start, whatever the reserve, if they fit even when every sequence has its most pages at once. Candidates are
+    admitted in blocks of `block_size`, of which their number is a multiple.
 
-    The largest k is found by search, since the peak never falls with k: no sequence needs fewer than 0 pages of its own
-    (shared ≤ its pages).
+    The largest k is found by search, since the peak never falls with k: no sequence needs fewer than 0 own pages.
     """
-    most = _sum_of_peaks(length, remaining, shared, page_size)
-    if most + _sum_of_peaks(cand_length, cand_remaining, cand_shared, page_size) <= capacity:
-        return len(cand_length)
-    moments, until = _moments(np.concatenate((remaining, cand_remaining)))
-    spare = capacity - _usage(_growth(length, shared, until[: len(length)], page_size), moments, page_size)
+    # Faster than the peak, and often enough: the pages that suffice whenever the sequences end.
+    if running.at_end(page_size).sum() + candidates.at_end(page_size).sum() <= capacity:
+        return len(candidates.length)
+    moments, until = _moments(np.concatenate((running.remaining, candidates.remaining)))
+    until_running, until_candidates = np.split(until, [len(running.length)])
+    spare = capacity - _usage(_growth(running, until_running, page_size), moments, page_size)
     if reserve is not None:
         spare -= reserve(moments)
     if (spare < 0).any():
         return 0
-    candidates = _growth(cand_length, cand_shared, until[len(length) :], page_size)
-    return together * _search(candidates, moments, spare, page_size, together)
+    growth = _growth(candidates, until_candidates, page_size)
+    return block_size * _fitting_blocks(growth, moments, spare, page_size, block_size)
 
 
-def _search(candidates: _Growth, moments: Int64, spare: Int64, page_size: int, together: int) -> int:
-    """Return how many blocks of `together` candidates fit into `spare` pages at each of the moments.
+def _fitting_blocks(candidates: _Growth, moments: Int64, spare: Int64, page_size: int, block_size: int) -> int:
+    """Return how many blocks of `block_size` candidates fit into `spare` pages at each of the moments.
 
     If k blocks do not fit, the next try is the share of them that would fit if all were alike. If k blocks fit, it is
     k + 1. After two equal answers in a row, the remaining range is bisected.
     """
-    low, high = 0, len(candidates.now) // together + 1  # `low` blocks fit, or it is 0; `high` do not, or do not exist
+    low, high = 0, len(candidates.now) // block_size + 1  # `low` blocks fit, or it is 0; `high` do not, or do not exist
     k, streak = high - 1, 0  # number of equal answers in a row: positive if too many, negative if they fit
     while high - low > 1:
         # Moments at which none of the k blocks finishes are included; they matter only with a reserve.
-        added = _usage(candidates.first(k * together), moments, page_size)
+        added = _usage(candidates.first(k * block_size), moments, page_size)
         over = added > spare
         if over.any():  # fewer blocks can be too many only where k are
             streak, high = max(streak, 0) + 1, k
@@ -119,9 +132,10 @@ def _moments(remaining: Int64) -> tuple[Int64, Int64]:
     return there.nonzero()[0], np.cumsum(there, dtype=np.int64)[remaining]
 
 
-def _growth(length: Int64, shared: Int64, until: Int64, page_size: int) -> _Growth:
-    full, used = np.divmod(length - 1, page_size)
-    return _Growth(full + 1 - shared, page_size - 1 - used, until)
+def _growth(demand: PageDemand, until: Int64, page_size: int) -> _Growth:
+    """Return the growth of sequences that run at the first `until` moments, int64 [n]."""
+    full, used = np.divmod(demand.length - 1, page_size)
+    return _Growth(full + 1 - demand.shared, page_size - 1 - used, until)
 
 
 def _usage(growth: _Growth, moments: Int64, page_size: int) -> Int64:
@@ -141,11 +155,6 @@ def _usage(growth: _Growth, moments: Int64, page_size: int) -> Int64:
     now = _tail_sums(np.bincount(growth.until, growth.now, rows)[1:])  # exact: far below 2 ** 53
     pages: Int64 = now.astype(np.int64) + lacking[:, -1] * turns + crossed
     return pages
-
-
-def _sum_of_peaks(length: Int64, remaining: Int64, shared: Int64, page_size: int) -> int:
-    """Return the pages that suffice whenever the sequences end: the sum of each one's most. Faster than the peak."""
-    return int((-(-(length + remaining) // page_size) - shared).sum())
 
 
 def _tail_sums(values: np.ndarray) -> np.ndarray:

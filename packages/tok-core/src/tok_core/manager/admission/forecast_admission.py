@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.manager.admission.fair_shares import MAX_TURNS, StartTurn, Turns
-from tok_core.manager.admission.forecast import Reserve, admissible
+from tok_core.manager.admission.forecast import PageDemand, Reserve, admissible
 from tok_core.manager.admission.length_model import Float64, LengthModel
 from tok_core.manager.admission.page_reserves import PageWatermark, StaggeredAdmission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
@@ -28,24 +28,14 @@ MAX_LEARNING_SAMPLES = 256  # samples that must finish, beyond as many as run, b
 UNLEARNED_PAGE_SHARE = 0.7  # share of the pages in which samples start until then
 
 
-class Demand(NamedTuple):
-    """Demand of sequences for pages: int64 [n] each. `remaining`: tokens expected; `left`: tokens until the limit."""
-
-    length: Int64
-    remaining: Int64
-    shared: Int64
-    left: Int64
-
-    def unending(self) -> Demand:
-        """Return the demand if no sequence ends before its limit."""
-        return self._replace(remaining=self.left)
-
-
 class Samples(NamedTuple):
     """Samples whose remaining lengths are to be predicted: int64 [n] each.
 
-    certain_length  tokens that a sample has at least when it ends
-    shared      pages that are counted elsewhere
+    length          tokens that a sample has now
+    prompt          tokens of its prompt
+    limit           tokens that it has at most when it ends
+    certain_length  tokens that it has at least when it ends
+    shared          pages that are counted elsewhere
     """
 
     length: Int64
@@ -53,6 +43,14 @@ class Samples(NamedTuple):
     limit: Int64
     certain_length: Int64
     shared: Int64
+
+    def repeated(self, times: int | Int64) -> Samples:
+        """Return each sample `times` times in a row; an array gives the number for each of them."""
+        return Samples(*(np.repeat(column, times) for column in self))
+
+    def unending(self) -> PageDemand:
+        """Return the demand if no sample ends before its limit."""
+        return PageDemand(self.length, self.limit - self.length, self.shared)
 
 
 class ForecastAdmission:
@@ -112,13 +110,14 @@ class ForecastAdmission:
         """
         count, size = len(held.length), self.paging.page_size
         times = min(MAX_COPIES, max(1, MAX_FORECAST_SEQUENCES // (count + 1)))
-        demand, candidates = self._predicted(held, times, 0), self._predicted(samples, times, count * times)
+        held, samples = held.repeated(times), samples.repeated(times)
+        running, candidates = self._predicted(held, 0), self._predicted(samples, len(held.length))
         room = int((UNLEARNED_PAGE_SHARE if guessed else 1) * capacity) * times
         reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
-        fitting = admissible(*demand[:3], *candidates[:3], room, size, reserve, together=times)
-        if guessed and fitting < len(candidates.length):
-            unending = *demand.unending()[:3], *candidates.unending()[:3]
-            fitting = max(fitting, admissible(*unending, capacity * times, size, together=times))
+        fitting = admissible(running, candidates, room, size, reserve, block_size=times)
+        if guessed and fitting < len(samples.length):
+            at_limits = admissible(held.unending(), samples.unending(), capacity * times, size, block_size=times)
+            fitting = max(fitting, at_limits)
         return fitting // times
 
     def _reserve(self, capacity: int, times: int, each: float, *, stream: bool) -> Reserve:
@@ -138,7 +137,7 @@ class ForecastAdmission:
         if not self.stagger.active:
             return False
         if self.stagger.outdated(cycle):
-            self.stagger.compute_curve(cycle, *self._typical(), self.paging.page_size)
+            self.stagger.compute_curve(cycle, self._typical(), self.paging.page_size)
         return self.stagger.fits_stream(capacity)
 
     def _capacity(self, freed: int, priority: int | None = None) -> int:
@@ -166,18 +165,16 @@ class ForecastAdmission:
         samples = Samples(length, prompt, limit, certain_length, shared)
         if reserved:
             each, shared_by_each = self._with_forks(slots, reserved, length, shared)
-            samples = Samples(*(np.repeat(column, each) for column in samples))._replace(shared=shared_by_each)
+            samples = samples.repeated(each)._replace(shared=shared_by_each)
         return samples
 
-    def _predicted(self, samples: Samples, times: int, before: int) -> Demand:
-        """Return the predicted demand of the samples, each counted `times` times.
+    def _predicted(self, samples: Samples, before: int) -> PageDemand:
+        """Return the predicted demand of the samples.
 
         `before`: number of samples predicted before these; the shares continue after theirs.
         """
-        if times > 1:
-            samples = Samples(*(np.repeat(column, times) for column in samples))
         remaining = self._remaining(samples, _shares(before, len(samples.length)))
-        return Demand(samples.length, remaining, samples.shared, samples.limit - samples.length)
+        return PageDemand(samples.length, remaining, samples.shared)
 
     def _remaining(self, samples: Samples, shares: Float64) -> Int64:
         """Return the remaining tokens of each sample at a quantile of its own, `shares`; at least its known minimum."""
@@ -186,16 +183,15 @@ class ForecastAdmission:
         surely: Int64 = np.maximum(remaining, certain_length - length)
         return surely
 
-    def _typical(self) -> tuple[Int64, Int64, Int64]:
-        """Return lengths, remaining tokens and shared pages of typical later samples, int64 [TYPICAL_SAMPLES] each."""
+    def _typical(self) -> PageDemand:
+        """Return the predicted demand of TYPICAL_SAMPLES typical later samples."""
         waiting = self.starter.waiting
         every = -(-min(len(waiting), MAX_LATER_ENTRIES) // MAX_TYPICAL_ENTRIES)
         spread = list(islice(waiting, 0, MAX_LATER_ENTRIES, every))
         until = np.cumsum([len(pending.samples) for pending in spread])
         entry = np.searchsorted(until, (np.arange(TYPICAL_SAMPLES) + 0.5) / TYPICAL_SAMPLES * until[-1])
         rows = np.array([self._row(pending) for pending in spread], np.int64)
-        samples = Samples(*rows[entry].T)
-        return samples.length, self._remaining(samples, _shares(0, TYPICAL_SAMPLES)), samples.shared
+        return self._predicted(Samples(*rows[entry].T), 0)
 
     def _row(self, pending: Pending) -> tuple[int, int, int, int, int]:
         """Return the row of `Samples` of each of these samples, with the pages that most of them share."""
@@ -247,7 +243,7 @@ class ForecastAdmission:
             if room < 0 or budget <= 0:
                 break
         counts, firsts, *columns = np.array(rows, np.int64).reshape(-1, 7).T
-        found = Samples(*(np.repeat(column, counts) for column in columns))
+        found = Samples(*columns).repeated(counts)
         found.shared[np.cumsum(counts) - counts] = firsts
         return found, chosen
 

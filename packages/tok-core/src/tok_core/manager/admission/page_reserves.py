@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.manager.admission.forecast import usage
+from tok_core.manager.admission.forecast import PageDemand, usage
 from tok_core.messages import Int64
 
 INITIAL_SEQUENCES = 1.5  # watermark at the start, in pages of one sequence
@@ -85,12 +85,12 @@ class StaggeredAdmission:
         """Return whether `cycle`, which only grows, needs a new curve."""
         return self._computed_at is None or cycle - self._computed_at >= CURVE_STEPS
 
-    def compute_curve(self, cycle: float, length: Int64, remaining: Int64, shared: Int64, page_size: int) -> None:
-        """Compute the curve of a stream of samples like these; int64 [n] each, as in `forecast`, at least one."""
-        knots = np.linspace(0, max(1, int(remaining.max())), KNOTS).astype(np.int64)
-        held = usage(length, remaining, shared, page_size, knots).astype(np.float64)
+    def compute_curve(self, cycle: float, typical: PageDemand, page_size: int) -> None:
+        """Compute the curve of a stream of samples like the `typical` ones, of which there is at least one."""
+        knots = np.linspace(0, max(1, int(typical.remaining.max())), KNOTS).astype(np.int64)
+        held = usage(typical, knots, page_size).astype(np.float64)
         area = np.append(0.0, np.cumsum((held[1:] + held[:-1]) / 2 * np.diff(knots)))
-        self._each = float((-(-(length + remaining) // page_size) - shared).mean())
+        self._each = float(typical.at_end(page_size).mean())
         self._computed_at, self._knots, self._share = cycle, knots.astype(np.float64), area / max(area[-1], 1.0)
 
     def fits_stream(self, capacity: int) -> bool:
