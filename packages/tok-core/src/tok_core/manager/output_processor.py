@@ -232,9 +232,7 @@ class OutputProcessor:
 
     def _end_stuck(self, slots: Int64) -> list[Finished]:
         """End sequences whose grammar no token can continue; report them as ended by length."""
-        table = self.table
-        tokens = table.known[slots] - table.prompt_len[slots]
-        finished = _ended_by_length(table.rid[slots], table.sample[slots], tokens)
+        finished = self._ended_by_length(slots)
         self._end(slots)
         return finished
 
@@ -248,7 +246,7 @@ class OutputProcessor:
             return []
         live &= ~without_output
         ending = slots[without_output].astype(np.int64)
-        finished = _ended_by_length(self.table.rid[ending], self.table.sample[ending], np.zeros_like(ending))
+        finished = self._ended_by_length(ending)
         self._release(ending)
         return finished
 
@@ -283,33 +281,48 @@ class OutputProcessor:
     def _find_ended(self, slots: Int64, token: np.ndarray) -> _Ended:
         """Find the sequences among `slots` that their new token ends; changes nothing."""
         table = self.table
-        known = table.known[slots]
-        kind = self.stops.classify(table.stop_set[slots], token)
-        kind = np.where(known > table.unstopped_length[slots], kind, 0)
-        self._rule_out_strings(slots, kind)
-        full = known >= table.limit[slots]
-        rows = ((kind != 0) | full).nonzero()[0]
-        of = slots[rows]
-        tokens = known[rows] - table.prompt_len[of]
-        whose = table.rid[of], table.sample[of], tokens
-        if not kind.any():  # the common case
-            return _Ended(of, np.zeros(len(of), np.bool_), _ended_by_length(*whose))
-        columns = of, *whose, token[rows], kind[rows], full[rows]
-        finished = [self._ending_of(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
-        ending = np.array([one is not None for one in finished], np.bool_)
-        ended = [one for one in finished if one is not None]
-        return _Ended(of[ending], np.array([one.reason != "length" for one in ended], np.bool_), ended)
+        flags = self._stop_flags(slots, token)
+        at_limit = table.known[slots] >= table.limit[slots]
+        may_end = ((flags != 0) | at_limit).nonzero()[0]
+        if not flags.any():  # the common case
+            ending = slots[may_end]
+            return _Ended(ending, np.zeros(len(ending), np.bool_), self._ended_by_length(ending))
+        rows = zip(*(column[may_end].tolist() for column in (slots, token, flags, at_limit)), strict=True)
+        finished = [self._finished(slot, new, flag, at_limit=full) for slot, new, flag, full in rows]
+        ends = np.array([one is not None for one in finished], np.bool_)
+        found = [one for one in finished if one is not None]
+        return _Ended(slots[may_end][ends], np.array([one.reason != "length" for one in found], np.bool_), found)
 
-    def _rule_out_strings(self, slots: Int64, kind: np.ndarray) -> None:
-        """Clear MAYBE_STRING in `kind` where the bytes before the new token rule out a match."""
+    def _stop_flags(self, slots: Int64, token: np.ndarray) -> np.ndarray:
+        """Return the flags of `StopSets.classify` for new tokens that may end their sequence; 0 if they cannot.
+
+        Flags of tokens before `min_tokens` are 0. MAYBE_STRING is cleared where the bytes before rule out a match.
+        """
         table = self.table
-        maybe = (kind & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
-        if not len(maybe):
-            return
-        of = slots[maybe]
-        rows = TokenRows(table.tokens, of, table.prompt_len[of], table.known[of] - 1)
-        impossible = maybe[~self.stops.possible(table.stop_set[of], rows)]
-        kind[impossible] &= END | STOP_ID
+        flags = self.stops.classify(table.stop_set[slots], token)
+        flags = np.where(table.known[slots] > table.unstopped_length[slots], flags, 0)
+        to_check = (flags & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
+        if len(to_check):
+            of = slots[to_check]
+            rows = TokenRows(table.tokens, of, table.prompt_len[of], table.known[of] - 1)
+            impossible = to_check[~self.stops.possible(table.stop_set[of], rows)]
+            flags[impossible] &= END | STOP_ID
+        return flags
+
+    def _finished(self, slot: int, token: int, flags: int, *, at_limit: bool) -> Finished | None:
+        """Return the report of the slot's sequence if the new token ends it; None if it does not."""
+        table = self.table
+        first, known = table.prompt_len[slot], table.known[slot]
+        whose = int(table.rid[slot]), int(table.sample[slot])
+        tokens = int(known - first)
+        # A stop string that ends with an end token still has to be cut from the text.
+        if flags & MAYBE_STRING:
+            hit = self.stops.find(int(table.stop_set[slot]), table.tokens[slot, first:known])
+            if hit is not None:
+                return Finished(*whose, "stop", tokens, hit.stop, hit.cut)
+        if flags & (END | STOP_ID):
+            return Finished(*whose, "stop", tokens, None if flags & END else token)
+        return Finished(*whose, "length", tokens) if at_limit else None
 
     def _learn(self, slots: Int64, ended: np.ndarray) -> None:
         """Update the length model with sequences that have ended; `ended`: by a stop and not by length."""
@@ -319,20 +332,12 @@ class OutputProcessor:
         seen, lengths, limits = (column.astype(np.int64) for column in columns)
         self.lengths.observe(seen, lengths, limits, ended)
 
-    def _ending_of(
-        self, slot: int, rid: int, sample: int, tokens: int, token: int, kind: int, full: bool
-    ) -> Finished | None:
-        """Return how the new token ends the slot's sequence, which has `tokens` output tokens; None if it does not."""
-        # A stop string that ends with an end token still has to be cut from the text.
-        if kind & MAYBE_STRING:
-            table = self.table
-            generated = table.tokens[slot, table.prompt_len[slot] : table.known[slot]]
-            hit = self.stops.find(int(table.stop_set[slot]), generated)
-            if hit is not None:
-                return Finished(rid, sample, "stop", tokens, hit.stop, hit.cut)
-        if kind & (END | STOP_ID):
-            return Finished(rid, sample, "stop", tokens, None if kind & END else token)
-        return Finished(rid, sample, "length", tokens) if full else None
+    def _ended_by_length(self, slots: Int64) -> list[Finished]:
+        """Return the reports of sequences that end by length."""
+        table = self.table
+        columns = table.rid[slots], table.sample[slots], table.known[slots] - table.prompt_len[slots]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [Finished(rid, sample, "length", tokens) for rid, sample, tokens in rows]
 
     def _end(self, slots: Int64) -> None:
         """End sequences with the last token that they have."""
@@ -392,12 +397,6 @@ def _widen(one: Reported, top: int) -> Reported:
         return one
     logprob = np.pad(one.top_logprob, more, constant_values=-np.inf)
     return one._replace(top_token=np.pad(one.top_token, more), top_logprob=logprob)
-
-
-def _ended_by_length(rid: np.ndarray, sample: np.ndarray, tokens: np.ndarray) -> list[Finished]:
-    """Return the reports of samples that end by length."""
-    columns = rid.tolist(), sample.tolist(), tokens.tolist()
-    return [Finished(of, index, "length", count) for of, index, count in zip(*columns, strict=True)]
 
 
 def _empty_report(top: int) -> Reported:
