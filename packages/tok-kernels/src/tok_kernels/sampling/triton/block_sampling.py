@@ -146,6 +146,42 @@ def finite_peak(peak: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def load_masses(
+    mass_ptrs: tl.tensor, present: tl.tensor, block_peaks: tl.tensor, peak: tl.tensor, inv_temperature: tl.tensor
+) -> tuple[tl.tensor, ...]:
+    """Return the masses of a row's blocks relative to the row's peak, and the factors that make them so: `[BLOCKS]`.
+
+    Both are float64, which keeps masses from underflowing, and their running sum practically exact.
+    """
+    factor = peak_factors(block_peaks, peak, inv_temperature)
+    return factor * tl.load(mass_ptrs, mask=present, other=0.0).to(tl.float64), factor
+
+
+@triton.jit
+def peak_factors(peaks: tl.tensor, peak: tl.tensor, inv_temperature: tl.tensor) -> tl.tensor:
+    """Return the float64 factors that make sums of exponentials relative to `peaks` relative to `peak`."""
+    return tl.exp2((peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)) * inv_temperature.to(tl.float64))
+
+
+@triton.jit
+def target_within(
+    chosen: tl.tensor,
+    mass: tl.tensor,
+    running: tl.tensor,
+    factor: tl.tensor,
+    target: tl.tensor,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Return the running sum within the chosen part of a row that its token must exceed, relative to the part's peak.
+
+    The parts, blocks or shards, have masses of the running sum `running`; `target` is that of the whole row.
+    """
+    is_chosen = tl.arange(0, SIZE) == chosen
+    mass_before = tl.sum(tl.where(is_chosen, running - mass, 0.0))
+    return (target - mass_before) / tl.sum(tl.where(is_chosen, factor, 0.0))
+
+
+@triton.jit
 def scale_to_temperature(
     shifted: tl.tensor, total: tl.tensor, mass: tl.tensor, inv_temperature: tl.tensor
 ) -> tuple[tl.tensor, ...]:
@@ -251,6 +287,8 @@ def _select_token_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+
+    # Combine the sums of the blocks, and select a block.
     block_index = tl.arange(0, BLOCKS)
     offset = row * blocks + block_index
     block_peaks = tl.load(peaks + offset, mask=block_index < blocks, other=-float("inf"))
@@ -264,17 +302,14 @@ def _select_token_kernel(
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
         inv_temperature, is_random = inverse_temperature(row_temperature), row_temperature > 0
-        # float64 keeps masses relative to the row's peak from underflowing, and the running sum practically exact.
-        shifted_peaks = block_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)
-        rescale = tl.exp2(shifted_peaks * inv_temperature.to(tl.float64))
-        block_mass = rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64)
+        block_mass, factor = load_masses(masses + offset, block_index < blocks, block_peaks, peak, inv_temperature)
         running = tl.cumsum(block_mass)
         target = uniform(seed + row, sample + row, position + row) * tl.max(running)
         sampled_block = search_cdf(block_mass, running, target, blocks - 1, BLOCKS)
         block = tl.where(is_random, sampled_block, block)
-        is_chosen = block_index == block
-        mass_before = tl.sum(tl.where(is_chosen, running - block_mass, 0.0))
-        block_target = (target - mass_before) / tl.sum(tl.where(is_chosen, rescale, 0.0))
+        block_target = target_within(block, block_mass, running, factor, target, BLOCKS)
+
+    # Select an entry of the block.
     chosen_peak = tl.sum(tl.where(block_index == block, block_peaks, 0.0))
     lane = tl.arange(0, BLOCK)
     entries = block * BLOCK + lane
@@ -284,6 +319,8 @@ def _select_token_kernel(
         weight = tl.exp2((value - finite_peak(chosen_peak)) * inv_temperature).to(tl.float64)
         sampled_index = search_cdf(weight, tl.cumsum(weight), block_target, 0, BLOCK)
         index = tl.where(is_random, sampled_index, index)
+
+    # Store the token, its log-probability and the log-sum-exp.
     token_logit = tl.sum(tl.where(lane == index, value, 0.0)) - finite_peak(peak)
     if SAMPLE and PROCESSED:
         token_logit, total = scale_to_temperature(token_logit, total, tl.sum(block_mass), inv_temperature)

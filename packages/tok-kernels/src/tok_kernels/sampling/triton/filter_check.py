@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tok_kernels.sampling.triton.block_sampling import TINY, finite_peak, inverse_temperature
+from tok_kernels.sampling.triton.block_sampling import TINY, inverse_temperature, load_masses
 
 # Verdicts on the sampled token:
 #   KEPT        the filters keep the token
@@ -51,10 +51,8 @@ def combine_masses(
     offset = row * blocks + block_index
     block_peaks = tl.load(peaks + offset, mask=block_index < blocks, other=-float("inf"))
     peak = tl.max(block_peaks)
-    shifted_peaks = block_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)
-    rescale = tl.exp2(shifted_peaks * inv_temperature.to(tl.float64))
-    mass = rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64)
-    return block_peaks, peak, tl.sum(mass)
+    block_mass, _ = load_masses(masses + offset, block_index < blocks, block_peaks, peak, inv_temperature)
+    return block_peaks, peak, tl.sum(block_mass)
 
 
 @triton.jit

@@ -19,6 +19,8 @@ from tok_kernels.sampling.triton.shard_steps import choose_owner, combine_blocks
 # Arguments whose alignment depends on the number of rows, which must not recompile the kernel.
 _UNALIGNED = ["temperature", "peaks", "sums", "masses", "seed", "sample", "position", "token", "logprob"]
 _THREADS = 32  # one warp; thread r receives the sums of rank r
+# Places of the two units of a rank's message.
+_SUMS_WORD, _TOKEN_WORD = tl.constexpr(0), tl.constexpr(4)
 
 
 def sample_exchange(
@@ -105,16 +107,17 @@ def _sample_exchange_kernel(
     row = program.to(tl.int64)
     epoch = tl.load(epochs + program)
     thread = tl.arange(0, THREADS)
-    peak, total, mass_high, mass_low = combine_blocks(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
     is_first_thread = thread == 0
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            rank_sums = (_float_word(peak), _float_word(total), _float_word(mass_high), _float_word(mass_low))
-            to_rank = message_ptr(buffers[rank], epoch, RANK, program, RANKS, PROGRAMS, WORDS)
-            store_unit(to_rank + thread, rank_sums, is_first_thread)
+
+    # Send this rank's sums to the other ranks, and receive theirs.
+    peak, total, mass_high, mass_low = combine_blocks(peaks, sums, masses, temperature, row, blocks, SAMPLE, BLOCKS)
+    own_sums = (_float_word(peak), _float_word(total), _float_word(mass_high), _float_word(mass_low))
+    _send(own_sums, buffers, epoch, program, _SUMS_WORD, RANK, RANKS, PROGRAMS, WORDS, THREADS)
     is_other_rank = (thread < RANKS) & (thread != RANK)
-    message = message_ptr(buffers[RANK], epoch, thread, program, RANKS, PROGRAMS, WORDS)
+    message = message_ptr(buffers[RANK], epoch, thread, program, RANKS, PROGRAMS, WORDS) + _SUMS_WORD
     received = receive_unit(message, is_other_rank, timeout_ticks)
+
+    # Choose the owner of the token.
     is_own = thread == RANK
     owner, shard_target, peak, total = choose_owner(
         tl.where(thread < RANKS, tl.where(is_own, peak, received[0].to(tl.float32, bitcast=True)), -float("inf")),
@@ -123,6 +126,8 @@ def _sample_exchange_kernel(
         tl.where(is_own, mass_low, received[3].to(tl.float32, bitcast=True)),
         *(temperature, seed, sample, position, row, SAMPLE, PROCESSED, THREADS),
     )
+
+    # Select the token and send it, or receive it from its owner.
     token_id = tl.full((), 0, tl.int32)
     token_logprob = tl.full((), 0.0, tl.float32)
     if owner == RANK:
@@ -133,18 +138,36 @@ def _sample_exchange_kernel(
         token_id = (first_entry + entry).to(tl.int32)
         zero = epoch.to(tl.uint32) * 0
         token_words = (token_id.to(tl.uint32), _float_word(token_logprob), zero, zero)
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                token_message = message_ptr(buffers[rank], epoch, RANK, program, RANKS, PROGRAMS, WORDS) + 4
-                store_unit(token_message + thread, token_words, is_first_thread)
+        _send(token_words, buffers, epoch, program, _TOKEN_WORD, RANK, RANKS, PROGRAMS, WORDS, THREADS)
     else:
-        token_message = message_ptr(buffers[RANK], epoch, owner, program, RANKS, PROGRAMS, WORDS) + 4
+        token_message = message_ptr(buffers[RANK], epoch, owner, program, RANKS, PROGRAMS, WORDS) + _TOKEN_WORD
         received = receive_unit(token_message + thread, is_first_thread, timeout_ticks)
         token_id = tl.sum(tl.where(is_first_thread, received[0].to(tl.int32), 0))
         token_logprob = tl.sum(tl.where(is_first_thread, received[1].to(tl.float32, bitcast=True), 0.0))
     tl.store(token + row, token_id.to(tl.int64))
     tl.store(logprob + row, token_logprob)
     advance_epoch(epochs, program, epoch)
+
+
+@triton.jit
+def _send(
+    words: tl.tuple,
+    buffers: tl.tuple,
+    epoch: tl.tensor,
+    program: tl.tensor,
+    FIRST_WORD: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WORDS: tl.constexpr,
+    THREADS: tl.constexpr,
+) -> None:
+    """Send a unit of four words to every other rank, from word FIRST_WORD of the program's message on."""
+    thread = tl.arange(0, THREADS)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            message = message_ptr(buffers[rank], epoch, RANK, program, RANKS, PROGRAMS, WORDS) + FIRST_WORD
+            store_unit(message + thread, words, thread == 0)
 
 
 @triton.jit

@@ -14,8 +14,11 @@ from tok_kernels.sampling.triton.block_sampling import (
     finite_peak,
     first_true,
     inverse_temperature,
+    load_masses,
+    peak_factors,
     scale_to_temperature,
     search_cdf,
+    target_within,
     uniform,
 )
 
@@ -41,9 +44,9 @@ def combine_blocks(
     mass_high = tl.full((), 0.0, tl.float32)
     mass_low = tl.full((), 0.0, tl.float32)
     if SAMPLE:
-        inv_temperature = inverse_temperature(tl.load(temperature + row)).to(tl.float64)
-        rescale = tl.exp2((block_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)) * inv_temperature)
-        rank_mass = tl.sum(rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64))
+        inv_temperature = inverse_temperature(tl.load(temperature + row))
+        block_mass, _ = load_masses(masses + offset, block_index < blocks, block_peaks, peak, inv_temperature)
+        rank_mass = tl.sum(block_mass)
         mass_high = rank_mass.to(tl.float32)
         mass_low = (rank_mass - mass_high.to(tl.float64)).to(tl.float32)
     return peak, total, mass_high, mass_low
@@ -78,17 +81,14 @@ def choose_owner(
     shard_target = tl.full((), 0.0, tl.float64)
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
-        shifted_peaks = rank_peaks.to(tl.float64) - finite_peak(peak).to(tl.float64)
-        rescale = tl.exp2(shifted_peaks * inverse_temperature(row_temperature).to(tl.float64))
-        rank_mass = rescale * (mass_high.to(tl.float64) + mass_low.to(tl.float64))
+        factor = peak_factors(rank_peaks, peak, inverse_temperature(row_temperature))
+        rank_mass = factor * (mass_high.to(tl.float64) + mass_low.to(tl.float64))
         if PROCESSED:
             _, total = scale_to_temperature(peak, total, tl.sum(rank_mass), inverse_temperature(row_temperature))
         running = tl.cumsum(rank_mass)
         target = uniform(seed + row, sample + row, position + row) * tl.max(running)
         owner = tl.where(row_temperature > 0, search_cdf(rank_mass, running, target, 0, SHARDS), owner)
-        is_owner = tl.arange(0, SHARDS) == owner
-        mass_before = tl.sum(tl.where(is_owner, running - rank_mass, 0.0))
-        shard_target = (target - mass_before) / tl.sum(tl.where(is_owner, rescale, 0.0))
+        shard_target = target_within(owner, rank_mass, running, factor, target, SHARDS)
     return owner, shard_target, peak, total
 
 
@@ -116,6 +116,8 @@ def sample_in_shard(
     """
     is_random = False
     inv_temperature = inverse_temperature(1.0)
+
+    # Select a block.
     block_index = tl.arange(0, BLOCKS)
     offset = row * blocks + block_index
     block_peaks = tl.load(peaks + offset, mask=block_index < blocks, other=-float("inf"))
@@ -124,14 +126,14 @@ def sample_in_shard(
     if SAMPLE:
         row_temperature = tl.load(temperature + row)
         inv_temperature, is_random = inverse_temperature(row_temperature), row_temperature > 0
-        shifted_peaks = block_peaks.to(tl.float64) - finite_peak(shard_peak).to(tl.float64)
-        rescale = tl.exp2(shifted_peaks * inv_temperature.to(tl.float64))
-        block_mass = rescale * tl.load(masses + offset, mask=block_index < blocks, other=0.0).to(tl.float64)
+        block_mass, factor = load_masses(
+            masses + offset, block_index < blocks, block_peaks, shard_peak, inv_temperature
+        )
         running = tl.cumsum(block_mass)
         block = tl.where(is_random, search_cdf(block_mass, running, shard_target, blocks - 1, BLOCKS), block)
-        is_chosen = block_index == block
-        mass_before = tl.sum(tl.where(is_chosen, running - block_mass, 0.0))
-        block_target = (shard_target - mass_before) / tl.sum(tl.where(is_chosen, rescale, 0.0))
+        block_target = target_within(block, block_mass, running, factor, shard_target, BLOCKS)
+
+    # Select an entry of the block.
     lane = tl.arange(0, BLOCK)
     entries = block * BLOCK + lane
     value = tl.load(logits + row * stride + entries, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
@@ -140,6 +142,8 @@ def sample_in_shard(
         chosen_peak = tl.sum(tl.where(block_index == block, block_peaks, 0.0))
         weight = tl.exp2((value - finite_peak(chosen_peak)) * inv_temperature).to(tl.float64)
         index = tl.where(is_random, search_cdf(weight, tl.cumsum(weight), block_target, 0, BLOCK), index)
+
+    # Compute its log-probability.
     token_logit = tl.sum(tl.where(lane == index, value, 0.0)) - finite_peak(peak)
     if SAMPLE and PROCESSED:
         token_logit, _ = scale_to_temperature(token_logit, total, total, inv_temperature)
