@@ -25,6 +25,69 @@ def _negative_offset(zero: tl.tensor, BITS: tl.constexpr, FP16: tl.constexpr) ->
 
 
 @triton.jit
+def _unpack_4_bits(words: tl.tensor, negative_offset: tl.tensor, FP16: tl.constexpr) -> tl.tuple:
+    """Return `q - zero` of the eight 4-bit values of each word, in the order of `pack_columns`, as 16-bit floats."""
+    power: tl.constexpr = "0x64006400" if FP16 else "0x43004300"  # two float16 of 1024, or two bfloat16 of 128
+    add: tl.constexpr = "add.rn.f16x2 v, v, $9;" if FP16 else "fma.rn.bf16x2 v, v, one, $9;"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 v, w, one; mov.b32 one, 0x3f803f80;"
+        "lop3.b32 v, $8, 0x000f000f, " + power + ", 0xea; " + add + " mov.b32 {$0, $1}, v; shr.u32 w, $8, 4;"
+        "lop3.b32 v, w, 0x000f000f, " + power + ", 0xea; " + add + " mov.b32 {$2, $3}, v; shr.u32 w, $8, 8;"
+        "lop3.b32 v, w, 0x000f000f, " + power + ", 0xea; " + add + " mov.b32 {$4, $5}, v; shr.u32 w, $8, 12;"
+        "lop3.b32 v, w, 0x000f000f, " + power + ", 0xea; " + add + " mov.b32 {$6, $7}, v; }",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, negative_offset],
+        dtype=(tl.float16,) * 8 if FP16 else (tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _unpack_8_bits(words: tl.tensor, negative_offset: tl.tensor, FP16: tl.constexpr) -> tl.tuple:
+    """Return `q - zero` of the four 8-bit values of each word, in the order of `pack_columns`, as 16-bit floats."""
+    if FP16:
+        # 0x6400 is 1024.
+        values = tl.inline_asm_elementwise(
+            "{ .reg .b32 v, w; lop3.b32 v, $4, 0x00ff00ff, 0x64006400, 0xea; add.rn.f16x2 v, v, $5;"
+            "mov.b32 {$0, $1}, v; shr.u32 w, $4, 8; lop3.b32 v, w, 0x00ff00ff, 0x64006400, 0xea;"
+            "add.rn.f16x2 v, v, $5; mov.b32 {$2, $3}, v; }",
+            "=h,=h,=h,=h,r,r",
+            [words, negative_offset],
+            dtype=(tl.float16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        # 0x4b000000 is a float32 of 2²³: the mantissa of a bfloat16 has too few bits for q.
+        values = tl.inline_asm_elementwise(
+            "{ .reg .b32 v, w; prmt.b32 v, $4, 0x4b000000, 0x7440; add.rn.f32 v, v, $5;"
+            "prmt.b32 w, $4, 0x4b000000, 0x7442; add.rn.f32 w, w, $5; cvt.rn.bf16x2.f32 v, w, v;"
+            "mov.b32 {$0, $1}, v; prmt.b32 v, $4, 0x4b000000, 0x7441; add.rn.f32 v, v, $5;"
+            "prmt.b32 w, $4, 0x4b000000, 0x7443; add.rn.f32 w, w, $5; cvt.rn.bf16x2.f32 v, w, v;"
+            "mov.b32 {$2, $3}, v; }",
+            "=h,=h,=h,=h,r,r",
+            [words, negative_offset],
+            dtype=(tl.bfloat16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+    return values
+
+
+@triton.jit
+def _interpreted_values(words: tl.tensor, zero: tl.tensor, BITS: tl.constexpr, FP16: tl.constexpr) -> tl.tuple:
+    """Return what `_unpack_4_bits` and `_unpack_8_bits` do, without inline assembly."""
+    dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
+    mask: tl.constexpr = (1 << BITS) - 1
+    values = ()
+    for p in tl.static_range(16 // BITS):
+        even, odd = words >> (BITS * p), words >> (BITS * p + 16)
+        values += (((even & mask) - zero).to(dtype), ((odd & mask) - zero).to(dtype))
+    return values
+
+
+@triton.jit
 def unpack_words(
     words: tl.tensor, zero: tl.tensor, BITS: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr
 ) -> tl.tensor:
@@ -34,63 +97,20 @@ def unpack_words(
     example, float16 0x6400 is 1024, and 0x6405 is 1029. One instruction extracts two values of a word.
     """
     if ASM:
+        negative_offset = _negative_offset(zero, BITS, FP16)
         if BITS == 4:
-            low: tl.constexpr = "0x64006400" if FP16 else "0x43004300"
-            add: tl.constexpr = "add.rn.f16x2 v, v, $9;" if FP16 else "fma.rn.bf16x2 v, v, one, $9;"
-            c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
-                "{ .reg .b32 v, w, one; mov.b32 one, 0x3f803f80;"
-                "lop3.b32 v, $8, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$0, $1}, v; shr.u32 w, $8, 4;"
-                "lop3.b32 v, w, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$2, $3}, v; shr.u32 w, $8, 8;"
-                "lop3.b32 v, w, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$4, $5}, v; shr.u32 w, $8, 12;"
-                "lop3.b32 v, w, 0x000f000f, " + low + ", 0xea; " + add + " mov.b32 {$6, $7}, v; }",
-                "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-                [words, _negative_offset(zero, BITS, FP16)],
-                dtype=(tl.float16,) * 8 if FP16 else (tl.bfloat16,) * 8,
-                is_pure=True,
-                pack=1,
-            )
-        elif FP16:
-            c0, c1, c2, c3 = tl.inline_asm_elementwise(
-                "{ .reg .b32 v, w; lop3.b32 v, $4, 0x00ff00ff, 0x64006400, 0xea; add.rn.f16x2 v, v, $5;"
-                "mov.b32 {$0, $1}, v; shr.u32 w, $4, 8; lop3.b32 v, w, 0x00ff00ff, 0x64006400, 0xea;"
-                "add.rn.f16x2 v, v, $5; mov.b32 {$2, $3}, v; }",
-                "=h,=h,=h,=h,r,r",
-                [words, _negative_offset(zero, BITS, FP16)],
-                dtype=(tl.float16,) * 4,
-                is_pure=True,
-                pack=1,
-            )
+            v = _unpack_4_bits(words, negative_offset, FP16)
         else:
-            c0, c1, c2, c3 = tl.inline_asm_elementwise(
-                "{ .reg .b32 v, w; prmt.b32 v, $4, 0x4b000000, 0x7440; add.rn.f32 v, v, $5;"
-                "prmt.b32 w, $4, 0x4b000000, 0x7442; add.rn.f32 w, w, $5; cvt.rn.bf16x2.f32 v, w, v;"
-                "mov.b32 {$0, $1}, v; prmt.b32 v, $4, 0x4b000000, 0x7441; add.rn.f32 v, v, $5;"
-                "prmt.b32 w, $4, 0x4b000000, 0x7443; add.rn.f32 w, w, $5; cvt.rn.bf16x2.f32 v, w, v;"
-                "mov.b32 {$2, $3}, v; }",
-                "=h,=h,=h,=h,r,r",
-                [words, _negative_offset(zero, BITS, FP16)],
-                dtype=(tl.bfloat16,) * 4,
-                is_pure=True,
-                pack=1,
-            )
+            v = _unpack_8_bits(words, negative_offset, FP16)
     else:
-        mask: tl.constexpr = (1 << BITS) - 1
-        dtype: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
-        c0 = ((words & mask) - zero).to(dtype)
-        c1 = (((words >> 16) & mask) - zero).to(dtype)
-        c2 = (((words >> BITS) & mask) - zero).to(dtype)
-        c3 = (((words >> (BITS + 16)) & mask) - zero).to(dtype)
-        if BITS == 4:
-            c4 = (((words >> 8) & mask) - zero).to(dtype)
-            c5 = (((words >> 24) & mask) - zero).to(dtype)
-            c6 = (((words >> 12) & mask) - zero).to(dtype)
-            c7 = (((words >> 28) & mask) - zero).to(dtype)
+        v = _interpreted_values(words, zero, BITS, FP16)
+    # In word c of a chunk of four, values 2p and 2p + 1 belong to columns 8p + 2c and 8p + 2c + 1.
     pairs: tl.constexpr = 16 // BITS
     if BITS == 4:
-        even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
-        odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
+        even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+        odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
     else:
-        even, odd = tl.join(c0, c2), tl.join(c1, c3)
+        even, odd = tl.join(v[0], v[2]), tl.join(v[1], v[3])
     values = tl.join(even, odd)
     rows: tl.constexpr = words.shape[0]
     chunks: tl.constexpr = words.shape[1] // 4

@@ -104,6 +104,12 @@ def _rounded(x: tl.tensor, out_ptr: tl.tensor) -> tl.tensor:
     return x.to(out_ptr.dtype.element_ty)
 
 
+@triton.jit
+def _scale_of(largest: tl.tensor, MAX_VALUE: tl.constexpr) -> tl.tensor:
+    """Return the scale with which the `largest` magnitude becomes MAX_VALUE; 1 if it is 0."""
+    return tl.where(largest > 0, largest / MAX_VALUE, 1.0)
+
+
 @triton.jit(do_not_specialize=["values_scale_group_stride"])
 def _quantize_kernel(
     x_ptr: tl.tensor,
@@ -187,8 +193,7 @@ def _quantize_kernel(
         magnitude = tl.zeros((BLOCK,), tl.float32)
         for chunk in tl.static_range(CHUNKS):
             magnitude = tl.maximum(magnitude, tl.abs(values[chunk]))
-        largest = tl.max(magnitude)
-        scale = tl.where(largest > 0, largest / MAX_VALUE, 1.0)
+        scale = _scale_of(tl.max(magnitude), MAX_VALUE)
         tl.store(values_scale_ptr + row, scale)
         factor = 1.0 / scale
 
@@ -200,8 +205,7 @@ def _quantize_kernel(
             value *= factor
         else:
             value = tl.reshape(value, (groups, GROUP_SIZE))
-            largest = tl.max(tl.abs(value), 1)
-            scale = tl.where(largest > 0, largest / MAX_VALUE, 1.0)
+            scale = _scale_of(tl.max(tl.abs(value), 1), MAX_VALUE)
             group = chunk * groups + tl.arange(0, groups)
             is_group = group * GROUP_SIZE < columns
             tl.store(values_scale_ptr + group * values_scale_group_stride + row, scale, mask=is_group)
