@@ -48,6 +48,40 @@ def _prefetch(row_ptrs: tl.tensor, first: tl.tensor, end: tl.tensor, PREFETCH: t
     )
 
 
+@triton.jit
+def gated_rows(outputs: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """Return the BLOCK_N weight rows of a tile of gated outputs: gates, and their up projections `outputs` rows below.
+
+    Of 16 rows, 8 are gates and 8 their up projections, since a thread's accumulator has rows i and i + 8. Outputs past
+    the last one read its weights again, so that no load needs a mask.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
+    return tl.minimum(n, outputs - 1) + lane // 8 % 2 * outputs
+
+
+@triton.jit
+def silu_and_mul_rows(y: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
+    """Return silu(gate) * up, `[BLOCK_N / 2, BLOCK_M]`, for rows of y in the order of `gated_rows`."""
+    gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+    return tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (BLOCK_N // 2, BLOCK_M))
+
+
+@triton.jit
+def partial_sum_ptrs(
+    partial_ptr: tl.tensor, split: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tl.tensor:
+    """Return the pointers to a split's partial sums of this program's tile, `[BLOCK_N, BLOCK_M]` (split-K).
+
+    The array is float32 or int32 [splits, tiles, BLOCK_N, BLOCK_M], with a grid as that of `few_rows_kernel`.
+    """
+    tiles = tl.num_programs(0) * tl.num_programs(2)
+    tile_index = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    tile_size: tl.constexpr = BLOCK_N * BLOCK_M
+    offset = tile_index * tile_size + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return partial_ptr + split * tiles * tile_size + offset
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def few_rows_kernel(
     x_ptr: tl.tensor,
@@ -107,13 +141,11 @@ def few_rows_kernel(
     tile_outputs: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    lane = tl.arange(0, BLOCK_N)
-    # Outputs past the last one read its weights again, so that no load needs a mask.
     if GATED:
-        # Of 16 weight rows, 8 are gates and 8 their up projections, since a thread's accumulator has rows i and i + 8.
-        weight_row = tl.minimum(tile * tile_outputs + lane // 16 * 8 + lane % 8, outputs - 1) + lane // 8 % 2 * outputs
+        weight_row = gated_rows(outputs, BLOCK_N)
     else:
-        weight_row = tl.minimum(tile * BLOCK_N + lane, outputs - 1)
+        # Outputs past the last one read its weights again, so that no load needs a mask.
+        weight_row = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), outputs - 1)
     row_ptrs = weight_ptr + weight_row.to(tl.int64) * K
     blocks = tl.cdiv(K, BLOCK_K)
     first_block = split * blocks // SPLIT_K
@@ -141,17 +173,14 @@ def few_rows_kernel(
 
     # Add the partial sums of all splits.
     if SPLIT_K > 1:
-        tiles = tl.num_programs(0) * tl.num_programs(2)
-        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
-        tile_size: tl.constexpr = BLOCK_N * BLOCK_M
-        offset = tile_index * tile_size + lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial_ptr + split * tiles * tile_size + offset, acc)
+        tl.store(partial_sum_ptrs(partial_ptr, split, BLOCK_N, BLOCK_M), acc)
         tl.debug_barrier()  # all threads of the program have stored their partial sums
+        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
         if tl.atomic_add(counters_ptr + tile_index, 1, sem="acq_rel") < SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_N, BLOCK_M), acc.dtype)
         for other_split in tl.static_range(SPLIT_K):
-            acc += tl.load(partial_ptr + other_split * tiles * tile_size + offset, cache_modifier=".cg")
+            acc += tl.load(partial_sum_ptrs(partial_ptr, other_split, BLOCK_N, BLOCK_M), cache_modifier=".cg")
         tl.store(counters_ptr + tile_index, 0)
 
     # Apply scales, bias, activation and residual.
@@ -168,8 +197,7 @@ def few_rows_kernel(
             y = y.to(dtype).to(tl.float32)
     n = tile * tile_outputs + tl.arange(0, tile_outputs)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
-        y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (tile_outputs, BLOCK_M))
+        y = silu_and_mul_rows(y, BLOCK_N, BLOCK_M)
     out_ptrs = out_ptr + token.to(tl.int64)[:, None] * out_token_stride + n[None, :] * out_column_stride
     is_output = present[:, None] & (n < outputs)[None, :]
     y = tl.trans(y)

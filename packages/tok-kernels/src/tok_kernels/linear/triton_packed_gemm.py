@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tok_kernels.linear.triton_few_rows import gated_rows, partial_sum_ptrs, silu_and_mul_rows
+
 _BOTH_HALVES = tl.constexpr(0x00010001)  # times a 16-bit number: that number in both halves of a word
 
 
@@ -238,15 +240,12 @@ def packed_gemm_kernel(
     tile_outputs: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    # Outputs past the last one read its weights again, so that no load needs a mask.
+    n = tile * tile_outputs + tl.arange(0, tile_outputs)
     if GATED:
-        # Of 16 weight rows, 8 are gates and 8 their up projections, since a thread's accumulator has rows i and i + 8.
-        lane = tl.arange(0, BLOCK_N)
-        n = tile * tile_outputs + lane // 16 * 8 + lane % 8
-        weight_row = tl.minimum(n, outputs - 1) + lane // 8 % 2 * outputs
+        weight_row = gated_rows(outputs, BLOCK_N)
         weight_rows = 2 * outputs
     else:
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Outputs past the last one read its weights again, so that no load needs a mask.
         weight_row = tl.minimum(n, outputs - 1)
         weight_rows = outputs
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -293,26 +292,21 @@ def packed_gemm_kernel(
 
     # Add the partial sums of all splits.
     if SPLIT:
-        tiles = tl.num_programs(0) * tl.num_programs(2)
-        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
-        tile_size: tl.constexpr = BLOCK_N * BLOCK_M
-        offset = tile_index * tile_size + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial_ptr + split * tiles * tile_size + offset, acc)
+        tl.store(partial_sum_ptrs(partial_ptr, split, BLOCK_N, BLOCK_M), acc)
         tl.debug_barrier()  # all threads of the program have stored their partial sums
+        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
         if tl.atomic_add(counters_ptr + tile_index, 1, sem="acq_rel") < splits - 1:
             return
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for other_split in tl.range(0, splits, num_stages=1):
-            acc += tl.load(partial_ptr + other_split * tiles * tile_size + offset, cache_modifier=".cg")
+            acc += tl.load(partial_sum_ptrs(partial_ptr, other_split, BLOCK_N, BLOCK_M), cache_modifier=".cg")
         tl.store(counters_ptr + tile_index, 0)
 
     # Apply bias, activation and residual.
     if HAS_BIAS:
         acc += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
-        acc = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (tile_outputs, BLOCK_M))
-        n = tile * tile_outputs + tl.arange(0, tile_outputs)
+        acc = silu_and_mul_rows(acc, BLOCK_N, BLOCK_M)
     is_output = (n < outputs)[:, None] & present[None, :]
     out_ptrs = out_ptr + token.to(tl.int64)[None, :] * out_stride + n[:, None]
     if ADD_RESIDUAL:
