@@ -296,21 +296,12 @@ def _sort_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    expert = tl.arange(0, PADDED_EXPERTS)
     chunk = tl.program_id(0)
-
-    # Count the pairs of each expert, in all chunks and in earlier chunks.
-    earlier_count = tl.zeros((PADDED_EXPERTS,), tl.int32)
     if COUNTED:
-        expert_count = tl.zeros((PADDED_EXPERTS,), tl.int32)
-        for first in range(0, chunks, BLOCK):
-            other = first + tl.arange(0, BLOCK)
-            inside = (other < chunks)[:, None] & (expert < EXPERTS)[None, :]
-            count = tl.load(counts_ptr + other[:, None] * EXPERTS + expert[None, :], mask=inside, other=0)
-            expert_count += tl.sum(count, 0)
-            earlier_count += tl.sum(tl.where((other < chunk)[:, None], count, 0), 0)
+        expert_count, earlier_count = _sum_counts(counts_ptr, chunks, EXPERTS, BLOCK, PADDED_EXPERTS)
     else:
         expert_count = _count_chunk(expert_ptr, pairs, first_expert, chunk_size, EXPERTS, BLOCK, PADDED_EXPERTS)
+        earlier_count = tl.zeros((PADDED_EXPERTS,), tl.int32)
     expert_end = tl.cumsum(expert_count, 0)
 
     # Write the chunk's pairs. The row of a pair follows those of earlier pairs of its expert.
@@ -325,10 +316,49 @@ def _sort_kernel(
         tl.store(pair_ptr + row, pair, mask=pair_expert >= 0)
         next_row += tl.sum(one_hot, 0)
 
-    # Write the program's tiles.
+    _write_tiles(tile_ptr, tiles, chunks, expert_count, expert_end, TILE_ROWS, BLOCK, PADDED_EXPERTS)
+
+
+@triton.jit
+def _sum_counts(
+    counts_ptr: tl.tensor,
+    chunks: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return the pairs of each expert in all chunks, and in those before the program's: int32 `[PADDED_EXPERTS]`."""
+    expert = tl.arange(0, PADDED_EXPERTS)
+    earlier_count = tl.zeros((PADDED_EXPERTS,), tl.int32)
+    expert_count = tl.zeros((PADDED_EXPERTS,), tl.int32)
+    for first in range(0, chunks, BLOCK):
+        chunk = first + tl.arange(0, BLOCK)
+        inside = (chunk < chunks)[:, None] & (expert < EXPERTS)[None, :]
+        count = tl.load(counts_ptr + chunk[:, None] * EXPERTS + expert[None, :], mask=inside, other=0)
+        expert_count += tl.sum(count, 0)
+        earlier_count += tl.sum(tl.where((chunk < tl.program_id(0))[:, None], count, 0), 0)
+    return expert_count, earlier_count
+
+
+@triton.jit
+def _write_tiles(
+    tile_ptr: tl.tensor,
+    tiles: tl.tensor,
+    chunks: tl.tensor,
+    expert_count: tl.tensor,
+    expert_end: tl.tensor,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+) -> None:
+    """Write the program's part of `SortedPairs.tile_3S`: each `chunks`-th block of BLOCK tiles.
+
+    `expert_count` and `expert_end`, int32 `[PADDED_EXPERTS]`, are the number of rows of each expert, and their end.
+    """
+    expert = tl.arange(0, PADDED_EXPERTS)
     tile_count = tl.cdiv(expert_count, TILE_ROWS)
     tile_end = tl.cumsum(tile_count, 0)
-    for first in range(chunk * BLOCK, tiles, chunks * BLOCK):
+    for first in range(tl.program_id(0) * BLOCK, tiles, chunks * BLOCK):
         tile = first + tl.arange(0, BLOCK)
         tile_begin = tile_end - tile_count
         one_hot = ((tile[:, None] >= tile_begin[None, :]) & (tile[:, None] < tile_end[None, :])).to(tl.int32)
