@@ -111,8 +111,7 @@ class WeightTransfer:
     def leave(self, name: str = VLLM_GROUP) -> None:
         """Leave a group."""
         with self._control.operation:
-            if name not in self.groups:
-                raise InvalidField("group_name", name, ", ".join(sorted(self.groups)) or "none: no group was joined")
+            self._require_group(name)
             del self.groups[name]
             self._control.execute(lambda _: LeaveGroup(name))
 
@@ -150,8 +149,8 @@ class WeightTransfer:
         """
         _require_lists(names, dtypes, shapes, handles)
         with self._control.operation:
-            if handles is None and group not in self.groups:
-                raise InvalidField("group_name", group, ", ".join(sorted(self.groups)) or "none: no group was joined")
+            if handles is None:
+                self._require_group(group)
             if self._session is None and hold and self._control.paused:
                 self._session = "held"
             at_once = self._session is None
@@ -167,13 +166,8 @@ class WeightTransfer:
                 None if handles is None else [dict(by_gpu) for by_gpu in handles],
                 map_only=at_once,
             )
-            for error in self._control.execute(lambda _: task):
-                failed = self._session == "open"
-                self._drop()
-                self._session = "failed" if failed else None
-                raise error
-            self._received = True
-            if at_once or (self._session == "held" and not self._control.execute(lambda _: CheckStaged(True))):
+            self._stage(task)
+            if at_once or (self._session == "held" and self._holds_all_tensors()):
                 self._apply()
 
     def finish(self, version: str | None = None) -> None:
@@ -193,7 +187,26 @@ class WeightTransfer:
         if self._session == "held":
             self.finish()
 
+    def _require_group(self, name: str) -> None:
+        """Raise InvalidField if no group of this name was joined."""
+        if name not in self.groups:
+            raise InvalidField("group_name", name, ", ".join(sorted(self.groups)) or "none: no group was joined")
+
+    def _stage(self, task: ReceiveTensors) -> None:
+        """Receive tensors in all workers. If one of them fails, drop what was received, fail the session, and raise."""
+        for error in self._control.execute(lambda _: task):
+            was_open = self._session == "open"
+            self._drop()
+            self._session = "failed" if was_open else None
+            raise error
+        self._received = True
+
+    def _holds_all_tensors(self) -> bool:
+        """Return whether the tensors received so far are all those of the model."""
+        return not self._control.execute(lambda _: CheckStaged(True))
+
     def _apply(self) -> None:
+        """Apply the tensors received, in all replicas or none, and end the session."""
         version, self._version = self._version, None
         self._session, self._received = None, False
         for error in self._control.execute(lambda _: CheckStaged(self._control.needs_all_tensors)):
@@ -206,6 +219,7 @@ class WeightTransfer:
             raise
 
     def _drop(self) -> None:
+        """Drop the tensors received, and end the session."""
         self._session, self._version, self._received = None, None, False
         self._control.execute(lambda _: DropStaged())
 
