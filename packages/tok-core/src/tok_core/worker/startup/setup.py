@@ -91,10 +91,7 @@ def set_up(
     with HEARTBEAT.coarse():  # compilers may run for minutes
         precompilation.wait()
         timer.log_phase("kernels compiled ahead")
-        backend = _choose_backend(settings, settings.local, settings.cache_dtype)
-        draft_backend = backend
-        if settings.draft is not None:
-            draft_backend = _choose_backend(settings, settings.draft.local, settings.dtype)
+        backend, draft_backend = _choose_backends(settings)
     timer.log_phase("choice of kernels")
     sleeping_memory = SleepingMemory(settings.device) if config.enable_sleep_mode else None
     model = _load_model(settings, backend, sleeping_memory)
@@ -121,11 +118,7 @@ def set_up(
         timer.log_phase("largest step, and rows of graphs")
 
     # Allocate the KV cache in the memory that is left, and warm up.
-    predicts = bool(peers.all_reduce_min(_predicts_drafts(settings, backend)))  # ranks may have chosen other kernels
-    if config.speculate != "off" and coordinates.number == 0:
-        log.debug(
-            "drafts are accepted by the %s", "worker" if predicts else "manager: steps with drafts wait for values"
-        )
+    predicts = _agree_on_predictions(settings, backend)
     num_pages = _cache_pages(settings, measured, workers_on_host, predicts=predicts)
     num_tokens = num_pages * config.page_size
     max_model_len = resolve_max_model_len(config, settings.model, num_tokens)
@@ -190,10 +183,15 @@ def _engine_info(settings: WorkerSettings, runner: Runner, max_model_len: int) -
     )
 
 
-def _choose_backend(settings: WorkerSettings, model: ModelConfig, cache_dtype: torch.dtype) -> Backend:
-    """Return the kernel backend for the shard of the target model, or of the draft model."""
-    shape = attention_shape(model, settings.config.page_size, settings.dtype, cache_dtype)
-    return choose_backend(settings.config, settings.device, shape, settings.cache_directory.calibration)
+def _choose_backends(settings: WorkerSettings) -> tuple[Backend, Backend]:
+    """Return the kernel backends of the target model and of the draft model, if there is one, for their shards."""
+
+    def choose(model: ModelConfig, cache_dtype: torch.dtype) -> Backend:
+        shape = attention_shape(model, settings.config.page_size, settings.dtype, cache_dtype)
+        return choose_backend(settings.config, settings.device, shape, settings.cache_directory.calibration)
+
+    backend = choose(settings.local, settings.cache_dtype)
+    return backend, backend if settings.draft is None else choose(settings.draft.local, settings.dtype)
 
 
 def _load_model(settings: WorkerSettings, backend: Backend, sleeping_memory: SleepingMemory | None) -> CausalLM:
@@ -282,6 +280,16 @@ def _predicts_drafts(settings: WorkerSettings, backend: Backend) -> bool:
     planned = backend.needs_host_lengths & {"decode", "cascade"}
     config, vocab_size = settings.config, settings.model.vocab_size
     return config.speculate != "off" and settings.draft is None and not planned and vocab_size <= NgramTable.MAX_VOCAB
+
+
+def _agree_on_predictions(settings: WorkerSettings, backend: Backend) -> bool:
+    """Return whether all workers of the replica can predict drafts: ranks may have chosen other kernels."""
+    predicts = bool(settings.peers.all_reduce_min(_predicts_drafts(settings, backend)))
+    if settings.config.speculate != "off" and settings.peers.coordinates.number == 0:
+        log.debug(
+            "drafts are accepted by the %s", "worker" if predicts else "manager: steps with drafts wait for values"
+        )
+    return predicts
 
 
 def _cache_pages(settings: WorkerSettings, measured: StepMemory | None, workers_on_host: int, *, predicts: bool) -> int:
