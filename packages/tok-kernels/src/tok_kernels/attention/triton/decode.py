@@ -136,13 +136,13 @@ def _decode_attention_kernel(
     q = cast_queries(q, FP16)
     head_row = row * (KV_HEADS * GROUP) + head
     out_offset = head_row[:, None] * HEAD + d[None, :]
-    row_max, row_sum, acc = empty_state(GROUP_PADDED, PADDED)
+    state = empty_state(GROUP_PADDED, PADDED)
     limit = tl.full([GROUP_PADDED], 0, tl.int32) + end
     if k_token_scale_ptr is not None:
         k_token_scale_ptr += kv_head * PAGE
         v_token_scale_ptr += kv_head * PAGE
-    row_max, row_sum, acc = attend(
-        *(q, row_max, row_sum, acc, limit, limit, begin, end),
+    state = attend(
+        *(q, state, limit, limit, begin, end),
         *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride),
         page_table_ptr + slot * page_table_stride,
         *(kv_page_stride, kv_row_stride, scale, k_token_scale_ptr, v_token_scale_ptr),
@@ -155,11 +155,9 @@ def _decode_attention_kernel(
         if PDL and not CHUNKED:
             gdc_wait()
         # A row that starts at position 0 is in no group and has no partial result.
-        prefix_max, prefix_sum, prefix_acc = load_partial(
-            part_lse_ptr + head_row, part_out_ptr + out_offset, present & (start > 0), d_mask
-        )
-        row_max, row_sum, acc = merge_states(row_max, row_sum, acc, prefix_max, prefix_sum, prefix_acc)
-    out, lse = finish(row_max, row_sum, acc)
+        prefix_state = load_partial(part_lse_ptr + head_row, part_out_ptr + out_offset, present & (start > 0), d_mask)
+        state = merge_states(state, prefix_state)
+    out, lse = finish(state)
     if CHUNKED:
         head_row = (base + chunk).to(tl.int64) * (KV_HEADS * GROUP) + head
         tl.store(part_lse_ptr + head_row, lse, mask=present)

@@ -1,22 +1,34 @@
 """Compute online softmax over a range of paged keys, for all attention kernels (Milakov & Gimelshein 2018).
 
-Scores are multiplied by log2(e), so weights are powers of two. The state of a row is (row_max, row_sum, acc): its
-largest score so far, the sum of its weights relative to that score, and its weighted sum of values.
+Scores are multiplied by log2(e), so weights are powers of two.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class SoftmaxState(NamedTuple):
+    """State of online softmax of some rows, float32.
+
+    row_max  [ROWS], largest score so far; −inf before any key
+    row_sum  [ROWS], sum of the weights relative to that score
+    acc      [ROWS, PADDED], weighted sum of the values
+    """
+
+    row_max: tl.tensor
+    row_sum: tl.tensor
+    acc: tl.tensor
 
 
 @triton.jit
 def attend(
     q: tl.tensor,
-    row_max: tl.tensor,
-    row_sum: tl.tensor,
-    acc: tl.tensor,
+    state: SoftmaxState,
     window_start: tl.tensor,
     limit: tl.tensor,
     begin: tl.tensor,
@@ -36,13 +48,14 @@ def attend(
     KV_HEADS: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
+) -> SoftmaxState:
     """Return the state of every row after the positions [begin, end).
 
     With MASKED, a row sees only positions below its `limit`; with WINDOWED as well, only those from its `window_start`
     on. Without MASKED, the number of positions is a multiple of KEYS. Positions from `end` on are not read from the
     cache. Pointers to per-token scales, if any, are those of the head in page 0.
     """
+    row_max, row_sum, acc = state
     d = tl.arange(0, PADDED)
     for block in range(begin, end, KEYS):
         position = block + tl.arange(0, KEYS)
@@ -92,7 +105,7 @@ def attend(
                 v = v.to(tl.float16) * 0.0078125
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
         row_max = peak
-    return row_max, row_sum, acc
+    return SoftmaxState(row_max=row_max, row_sum=row_sum, acc=acc)
 
 
 @triton.jit
@@ -108,43 +121,38 @@ def cast_queries(q: tl.tensor, FP16: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def empty_state(ROWS: tl.constexpr, PADDED: tl.constexpr) -> tuple[tl.tensor, ...]:
+def empty_state(ROWS: tl.constexpr, PADDED: tl.constexpr) -> SoftmaxState:
     """Return the state before any key."""
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    return row_max, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    return SoftmaxState(row_max=row_max, row_sum=row_sum, acc=tl.zeros([ROWS, PADDED], tl.float32))
 
 
 @triton.jit
-def load_partial(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_mask: tl.tensor) -> tuple[tl.tensor, ...]:
+def load_partial(lse_at: tl.tensor, out_at: tl.tensor, present: tl.tensor, d_mask: tl.tensor) -> SoftmaxState:
     """Load a partial result as a state of online softmax; the empty state without `present` or without keys."""
     row_max = tl.load(lse_at, mask=present, other=float("-inf"))
     seen = row_max != float("-inf")  # a NaN log-sum-exp counts as seen and propagates
     acc = tl.load(out_at, mask=seen[:, None] & d_mask[None, :], other=0.0)
-    return row_max, tl.where(seen, 1.0, 0.0), acc
+    return SoftmaxState(row_max=row_max, row_sum=tl.where(seen, 1.0, 0.0), acc=acc)
 
 
 @triton.jit
-def merge_states(
-    row_max: tl.tensor,
-    row_sum: tl.tensor,
-    acc: tl.tensor,
-    other_max: tl.tensor,
-    other_sum: tl.tensor,
-    other_acc: tl.tensor,
-) -> tuple[tl.tensor, ...]:
+def merge_states(state: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
     """Merge the states of two disjoint ranges of keys."""
-    peak = tl.maximum(row_max, other_max)
+    peak = tl.maximum(state.row_max, other.row_max)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    rescale = tl.exp2(row_max - shift)
-    other_rescale = tl.exp2(other_max - shift)
-    row_sum = row_sum * rescale + other_sum * other_rescale
-    return peak, row_sum, acc * rescale[:, None] + other_acc * other_rescale[:, None]
+    rescale = tl.exp2(state.row_max - shift)
+    other_rescale = tl.exp2(other.row_max - shift)
+    row_sum = state.row_sum * rescale + other.row_sum * other_rescale
+    acc = state.acc * rescale[:, None] + other.acc * other_rescale[:, None]
+    return SoftmaxState(row_max=peak, row_sum=row_sum, acc=acc)
 
 
 @triton.jit
-def finish(row_max: tl.tensor, row_sum: tl.tensor, acc: tl.tensor) -> tuple[tl.tensor, ...]:
+def finish(state: SoftmaxState) -> tuple[tl.tensor, ...]:
     """Return the output and base-2 log-sum-exp of a state; zeros and −inf if no key was seen. NaN stays NaN."""
-    seen = row_sum != 0
-    divisor = tl.where(seen, row_sum, 1.0)
-    out = tl.where(seen[:, None], acc / divisor[:, None], 0.0)
-    return out, tl.where(seen, row_max + tl.log2(divisor), float("-inf"))
+    seen = state.row_sum != 0
+    divisor = tl.where(seen, state.row_sum, 1.0)
+    out = tl.where(seen[:, None], state.acc / divisor[:, None], 0.0)
+    return out, tl.where(seen, state.row_max + tl.log2(divisor), float("-inf"))

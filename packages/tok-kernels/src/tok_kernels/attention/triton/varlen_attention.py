@@ -195,9 +195,7 @@ def _varlen_attention_kernel(
     q = cast_queries(q, FP16)
     head_row = (token - base_token) * (KV_HEADS * GROUP) + head
     part_offset = head_row[:, None] * HEAD + d[None, :]
-    row_max, row_sum, acc = load_partial(
-        part_lse_ptr + head_row, part_out_ptr + part_offset, present & (prior != 0), d_mask
-    )
+    state = load_partial(part_lse_ptr + head_row, part_out_ptr + part_offset, present & (prior != 0), d_mask)
 
     # Read the keys and values.
     k_ptr += kv_head * kv_head_stride
@@ -207,24 +205,24 @@ def _varlen_attention_kernel(
         k_token_scale_ptr += kv_head * PAGE
         v_token_scale_ptr += kv_head * PAGE
     if WINDOW:
-        row_max, row_sum, acc = attend(
-            *(q, row_max, row_sum, acc, window_start, limit, begin, unmasked_begin),
+        state = attend(
+            *(q, state, window_start, limit, begin, unmasked_begin),
             *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
             *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, True),
         )
-    row_max, row_sum, acc = attend(
-        *(q, row_max, row_sum, acc, window_start, limit, unmasked_begin, unmasked_end),
+    state = attend(
+        *(q, state, window_start, limit, unmasked_begin, unmasked_end),
         *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
         *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, False, False),
     )
-    row_max, row_sum, acc = attend(
-        *(q, row_max, row_sum, acc, window_start, limit, unmasked_end, end),
+    state = attend(
+        *(q, state, window_start, limit, unmasked_end, end),
         *(k_ptr, v_ptr, page_table_ptr, kv_page_stride, kv_row_stride, scale),
         *(k_token_scale_ptr, v_token_scale_ptr, PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, WINDOW > 0),
     )
 
     # Store the output or the partial result.
-    out, lse = finish(row_max, row_sum, acc)
+    out, lse = finish(state)
     if first_partial < 0:
         if v_scale_ptr is not None:
             out *= tl.load(v_scale_ptr + kv_head)
