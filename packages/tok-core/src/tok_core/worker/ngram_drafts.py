@@ -95,7 +95,7 @@ class NgramDrafter:
             draft_nk = torch.where(given_nk >= 0, given_nk, draft_nk)
         lent, state = DraftSlots(staged["lent_slot"], staged["lent_source"], staged["lent_index"]), self._state
         self._backend.set_draft_slots(lent, draft_nk, state.all_columns, step.max_kv, state.columns)
-        state.copy_biases(lent.slot, lent.source)
+        state.biases.copy(lent.slot, lent.source)
         return draft_nk
 
     def advance(self, step: StepInput, staged: Mapping[str, Tensor], draft_nk: Tensor | None) -> DraftOutputs:

@@ -169,7 +169,7 @@ class Runner:
         self.staging = Staging(state.device, MAX_STEPS_AHEAD)
         self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.host_lengths = HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
-        self._drafter = None if state.ngrams is None else NgramDrafter(backend, state)
+        self._ngram_drafter = None if state.ngrams is None else NgramDrafter(backend, state)
         self._reader = None if draft_model is None else draft_model.reader
         self.graphs = DecodeGraphs(
             *(model, backend, state, self.staging, pipeline.coordinates),
@@ -213,9 +213,9 @@ class Runner:
             began = TimingEvent(self.state.device)  # excludes the wait for the stage before
 
         # Draft, run the layers, and sample or pass the residual stream on.
-        draft_token, drafted = self._draft(step, staged)
-        assert step.verify_rows is None or self._drafter is not None
-        drafted_tokens = None if self._drafter is None else self._drafter.draft(step, staged)
+        draft_token, drafted = self._draft_with_model(step, staged)
+        assert step.verify_rows is None or self._ngram_drafter is not None
+        drafted_tokens = None if self._ngram_drafter is None else self._ngram_drafter.draft(step, staged)
         hidden = self._forward(step, staged, graph, stream)
         if last_stage:
             samples, prompts = self._sample(step, staged, graph, hidden)
@@ -223,7 +223,9 @@ class Runner:
             samples, prompts = NO_SAMPLES, None
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
-        draft_outputs = None if self._drafter is None else self._drafter.advance(step, staged, drafted_tokens)
+        draft_outputs = (
+            None if self._ngram_drafter is None else self._ngram_drafter.advance(step, staged, drafted_tokens)
+        )
 
         # Copy the outputs to the host.
         sampled_rows = len(step.sample_slot) if last_stage else 0
@@ -254,8 +256,8 @@ class Runner:
         """Reset to the state before the first step: no slot has a sequence."""
         self.pipeline.reset()
         self.state.reset()
-        if self._drafter is not None:
-            self._drafter.reset()
+        if self._ngram_drafter is not None:
+            self._ngram_drafter.reset()
         self._watch.reset()
         if self.host_lengths is not None:
             self.host_lengths.reset()
@@ -281,7 +283,7 @@ class Runner:
         arrays |= state_changes(step)
         if self.pipeline.coordinates.last:
             arrays |= sampling_arrays(step) | prompt_output_arrays(step)
-        if self._drafter is not None:
+        if self._ngram_drafter is not None:
             arrays |= draft_arrays(step)
         if pending_tokens:
             arrays["pending_slot"] = np.concatenate([pending.slot for pending in pending_tokens])
@@ -306,7 +308,7 @@ class Runner:
             return self.pipeline.receive(len(graph.stage_input), graph.stage_input)
         return self.pipeline.receive(self.model.stream_rows(len(step.decode_slot) + len(step.prefill_token)))
 
-    def _draft(self, step: StepInput, staged: dict[str, Tensor]) -> tuple[Tensor, TimingEvent | None]:
+    def _draft_with_model(self, step: StepInput, staged: dict[str, Tensor]) -> tuple[Tensor, TimingEvent | None]:
         """Let the draft model draft; return its tokens on the host, and when it was done."""
         if step.drafts is None:
             return NO_DRAFTS, None

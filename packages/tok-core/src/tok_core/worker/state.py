@@ -216,13 +216,9 @@ class WorkerState:
         pages.index_copy_(0, slot, pages.index_select(0, source))
         for of_dtype in self.all_columns:
             of_dtype.index_copy_(1, slot, of_dtype.index_select(1, source))
-        self.copy_biases(slot, source)
+        self.biases.copy(slot, source)
         self.columns.length.index_copy_(0, slot, staged["move_length"])
         self.columns.last_token.index_copy_(0, slot, staged["move_last_token"])
-
-    def copy_biases(self, slot: Tensor, source: Tensor) -> None:
-        """Copy the bias entries of slots to other slots."""
-        self.biases.copy(slot, source)
 
     def generated_before(self, slots: Tensor, count: int) -> Tensor:
         """Return the last `count` tokens of each slot, the last one first: int64 `[r, count]`; −2 for prompt tokens."""
