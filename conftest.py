@@ -33,7 +33,7 @@ def _seeds_repeat() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _small_groups() -> Iterator[None]:
-    """Let the few and short sequences of tests form prefix groups on GPUs, too, where those would not pay."""
+    """Let tests on GPUs form prefix groups of few, short sequences, which `COSTS` would reject."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tok_core.manager.scheduling.scheduler.COSTS", CPU_COSTS)
         yield

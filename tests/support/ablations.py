@@ -95,7 +95,7 @@ def grouping() -> None:
         ids = np.array([node.id for node in nodes])
         for case, costs in (("as_it_is", COSTS), ("no_costs", CascadeCosts(0, 0, 0))):
             levels = MostPagesSaved(costs).choose(tree, slots, ids).levels
-            net = -COSTS.level * max(0, len(levels) - 1)
+            net = -COSTS.first * bool(levels) - COSTS.level * max(0, len(levels) - 1)
             net += float(sum(((one.count - 1) * (one.kv_end - one.kv_start) // 16).sum() for one in levels))
             net -= sum(COSTS.group * len(one.count) + COSTS.member * int(one.count.sum()) for one in levels)
             print(f"{name} {case:9} {len(levels)} levels, {net:,.0f} of {1024 * sum(depths):,} pages saved")

@@ -61,6 +61,14 @@ def test_sigint_while_a_call_begins_leaves_no_unawaited_coroutine(
     assert not recwarn.list
 
 
+def test_error_before_there_is_a_coroutine_reaches_the_caller(loop: LoopThread) -> None:
+    def broken() -> Coroutine[object, object, None]:
+        raise ValueError("no coroutine")
+
+    with pytest.raises(ValueError, match="no coroutine"):
+        loop.call(broken)
+
+
 def test_blocking_calls_wait_and_raise_only_their_own_timeouts(
     loop: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,12 +111,12 @@ def test_draft_rows_that_read_their_sequence_together_change_no_token(
 ) -> None:
     if on_host:
         request.getfixturevalue("drafts_on_host")
-    prompt, params = [5, 6, 7], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    ((tokens, _),) = reference_greedy(path, [prompt], 100)
-    with cpu_engine(path, speculate=4, page_size=4, max_model_len=128) as engine:  # the prompt fills no page
+    prompts, params = [[5, 6, 7], [8], [2, 9]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    wanted = [tokens for tokens, _ in reference_greedy(path, prompts, 100)]
+    with cpu_engine(path, speculate=4, page_size=4, max_model_len=128) as engine:  # no prompt fills a page
         group_eagerly(manager_of(engine))
         for _ in range(2):
-            assert engine.generate([prompt], params)[0].outputs[0].token_ids == tokens
+            assert [one.outputs[0].token_ids for one in engine.generate(prompts, params)] == wanted
         stats = engine.stats()
     assert stats["accepted_tokens"] > 50
     assert stats["group_rows"] > stats["accepted_tokens"]

@@ -367,6 +367,7 @@ def test_groups_without_rows_that_sit_out_are_sound(made: Rows, cost: CascadeCos
         sitting_out = np.array((made.slots[others], made.node_ids[others], epochs[others]), np.int64)
         left = found.groups_of(made.slots[row], made.node_ids[row], epochs[row], sitting_out)
         assert_sound(made, made.slots[row], [made.paths[i] for i in row], left)
+        assert left.saved == pytest.approx(full.saved * left.rows / max(full.rows, 1))
         members = [{*group.rows} & {*row.tolist()} for group in listed(made, full)]
         assert sorted(sorted(m) for m in members if len(m) > 1) == sorted(
             sorted(row[group.rows].tolist()) for group in listed(made, left)

@@ -142,6 +142,9 @@ def test_a_sliding_window_bounds_the_gathered_keys() -> None:
     assert level.width == 41  # of 640: the shorter row's window begins at 649 − 50
     (outside,) = pieces.cascade_pieces(case.batch.levels[0], case.batch, *sizes, window=5)
     assert outside.width == 1
+    ended = replace(case.batch, kv_len=case.batch.kv_len * (torch.arange(len(case.batch.kv_len)) > 0))
+    (level,) = pieces.cascade_pieces(case.batch.levels[0], ended, *sizes, window=50)
+    assert level.width == 30  # the window of the longer row begins at 660 − 50; the other row has ended
 
 
 def test_an_ended_row_of_a_group_attends_to_the_shared_prefix_only(device: torch.device) -> None:

@@ -28,6 +28,7 @@ TRACE_STEPS = 20
 MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
 MAX_DRAFT_TOKENS = 16  # limit of `speculate`, and of auto
 MAX_DRAFTING = 1024  # sequences up to which a step drafts
+MAX_GRAPH_GROUPS = 256  # groups; steps with more, or with nested groups, are launched kernel by kernel
 EXPERT_REBALANCE_STEPS = 3000  # as the step_interval of vLLM's EPLB
 MAX_MOE_SKEW = 4.0  # limit of `moe_skew`
 MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp
@@ -88,7 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant      compute the same bits for a request whatever runs beside it, and however its tokens are cut
                          into steps, on CPUs and Hopper GPUs
     enable_sleep_mode    allow `Engine.sleep`: weights and KV cache live in memory that can be given back. On Linux only
-    prefix_groups        read prefixes shared by running sequences once a step (cascade attention)
+    prefix_groups        read prefixes shared by running sequences, and the pages of a sequence with drafts, once a step
+                         (cascade attention)
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
                          the pages needed now leave 1 % of the cache free
     run_ahead            steps queued at the worker before their tokens return; None: two, or more if steps are short

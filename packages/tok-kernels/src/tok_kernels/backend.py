@@ -276,9 +276,9 @@ class Backend(Protocol):
     ) -> None:
         """Let each slot lent feed its drafted token next, of `draft_nk` (int64).
 
-        It gets the columns of the sequence that the draft continues, and the pages of its first `max_kv` positions. Its
-        length is that of the sequence and the drafted tokens up to its own. It has ended if its token is −1, or the
-        sequence has ended.
+        It gets the columns of the sequence that the draft continues, and the pages of its first `max_kv` positions, at
+        most those of the page table. Its length is that of the sequence + 1 + i for the i-th token of a draft, from 0
+        on. It has ended if its token is −1, or the sequence has ended.
 
         columns  all columns of slots by dtype: int64, int32 and float32, each `[·, S]`. `last_token`, `length` and
                  `ended` of `slots` are rows of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from support.interpreted import outside, rerun
 from tok_kernels import Backend, DraftSlots, SlotColumns
 from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.slots import triton as triton_slots
 
 SLOTS, PAGES_EACH, PAGE = 9, 3, 4
 ENDS = (5, 11)
@@ -104,7 +106,7 @@ def test_a_decode_row_appends_its_last_token_and_stops_at_an_eos_id(device: torc
 
 
 def drafting(seed: int, device: torch.device) -> tuple[SlotColumns, list[torch.Tensor]]:
-    """Return slots as `columns` does, and all their columns by dtype, of which `last_token`, … are rows."""
+    """Return slots as `columns` does, and all columns by dtype; `last_token`, `length` and `ended` are rows of them."""
     slots, source = columns(seed, device), torch.Generator().manual_seed(seed)
     int64 = torch.randint(99, (5, SLOTS + 3), generator=source).to(device)
     int32 = torch.randint(99, (2, SLOTS + 3), generator=source).int().to(device)
@@ -129,7 +131,8 @@ def test_triton_fills_slots_for_drafts_as_the_reference_does(
         before = [one.clone() for one in (*whole, slots.page_table)]
         columns_of = (lent[: len(index)], [sources[i // length] for i in index], index)
         rows = DraftSlots(*(torch.tensor(one, dtype=torch.int64, device=here) for one in columns_of))
-        backend.set_draft_slots(rows, draft_nk.to(here), whole, max_kv, slots)
+        with patch.object(triton_slots, "_PAGE_BLOCK", 2):  # fewer pages than a slot has
+            backend.set_draft_slots(rows, draft_nk.to(here), whole, max_kv, slots)
         results.append([one.cpu() for one in (*whole, slots.page_table)])
         for slot, source, i in zip(*columns_of, strict=True):
             token = int(draft_nk.flatten()[i])

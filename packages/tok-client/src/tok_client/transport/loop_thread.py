@@ -89,7 +89,12 @@ def _start(function: Callable[[], Coroutine[object, object, T]], future: Future[
     if future.cancelled():
         return
     loop = asyncio.get_running_loop()
-    task = loop.create_task(function())
+    try:
+        task = loop.create_task(function())
+    except Exception as error:
+        with suppress(InvalidStateError):  # the caller has cancelled `future`
+            future.set_exception(error)
+        return
     task.add_done_callback(lambda _: _settle(task, future))
 
     def follow(_: Future[T]) -> None:

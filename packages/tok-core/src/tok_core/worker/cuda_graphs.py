@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.config import RankCoordinates
+from tok_core.config import MAX_GRAPH_GROUPS, RankCoordinates
 from tok_core.messages import StepInput
 from tok_core.models import CausalLM, StreamReader
 from tok_core.runtime import HEARTBEAT
@@ -39,7 +39,6 @@ from tok_core.worker.state import WorkerState
 from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays
 from tok_kernels import AttentionBatch, Backend
 
-MAX_GRAPH_GROUPS = 256  # prefix groups; steps with more, or with nested groups, are launched kernel by kernel
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
 # fixes it.
 MAX_VARIANT_ROWS = 512  # up to this many rows there are two variants

@@ -132,10 +132,11 @@ def _padded(items: _Items, queries: range, width: int, tokens: int, window: int 
     limit = end - count + query + 1 if items.length_T is None else end
     start, window_start = items.start, None
     if window is not None:
-        window_start = limit - window
+        window_start, live = limit - window, present
         if items.length_T is not None:
-            window_start = items.length_T[token.clamp(max=len(items.length_T) - 1)] - window
-        start = torch.maximum(start, torch.where(present, window_start, _BEYOND).amin(-1))
+            length = items.length_T[token.clamp(max=len(items.length_T) - 1)]
+            window_start, live = length - window, present & (length > 0)  # rows of ended sequences need no keys
+        start = torch.maximum(start, torch.where(live, window_start, _BEYOND).amin(-1))
         if items.length_T is None:
             width = min(width, window + len(queries) - 1)
         else:

@@ -172,8 +172,10 @@ pages, in no group, in one level and in two. A least-squares fit of the relative
 per group and 2800 per level with the Triton kernels, and 3.6, 21 and 2900 with FlashInfer's. A page takes 0.0068 µs.
 The CUDA graph that further levels lose comes on top of these.
 
-first: of 5 rows of an 8B model, which read 128 common pages in a group, the group's kernels and the merge took 15 µs a
-layer, as long as 1,100 of its pages of 64 KiB.
+All are in pages of 32 KiB, those of the model measured; models with larger pages pay less.
+
+first: in steps of 5 rows of an 8B model, the kernels and the merge of one group took 15 µs a layer: 2,200 such pages,
+or 1,100 of that model's, which have 64 KiB. The value is below both, so that no group is lost that pays.
 
 compute_bound_rows: 700 TFLOP/s over 4.5 TB/s are 156 operations per byte. With 4 query heads per key head, bfloat16
 keys and values take 4 operations per byte and row. docs/ablations.md has the figures with and without this term.

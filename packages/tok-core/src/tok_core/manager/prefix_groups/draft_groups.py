@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tok_core.config import MAX_GRAPH_GROUPS
 from tok_core.manager.prefix_groups.cascade import CascadeCosts, read_cost
 from tok_core.manager.prefix_groups.grouping import NO_GROUPS, Groups
 from tok_core.messages import GroupLevel, Int32, Int64
@@ -14,8 +15,10 @@ def group_drafts(
 ) -> Groups:
     """Return a group for each sequence with drafts where that saves page reads: its rows read its full pages once.
 
+    If there are more than MAX_GRAPH_GROUPS, those that save most are grouped.
+
     decode   [n], slots of the rows
-    lent     [m], slots lent to drafted tokens, which are among them
+    lent     [m], those of them that are lent to drafted tokens
     sources  [m], slots of the sequences that the lent slots stand for; equal ones are adjacent
     length   positions in the cache, by slot
     """
@@ -24,6 +27,8 @@ def group_drafts(
     pages = length[parents].astype(np.int64) // page_size
     saved = count * (pages * read_cost(1, costs) - costs.member) - pages * read_cost(count, costs) - costs.group
     grouped = saved > 0
+    if grouped.sum() > MAX_GRAPH_GROUPS:
+        grouped[np.argsort(-saved, kind="stable")[MAX_GRAPH_GROUPS:]] = False
     total = float(saved[grouped].sum()) - costs.first
     if total <= 0:
         return NO_GROUPS

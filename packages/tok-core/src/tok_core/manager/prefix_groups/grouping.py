@@ -44,7 +44,7 @@ class Groups(NamedTuple):
             without a group come last
     levels  from the outermost on; a group's `start` is an index into `order`
     rows    number of rows in groups
-    saved   page reads saved, minus the costs of groups, members and levels
+    saved   page reads saved, minus the costs of groups, members and levels; in proportion, after rows have left
     """
 
     order: Int64
@@ -104,7 +104,8 @@ class Grouping:
         until = np.append(0, np.cumsum(stays))  # number of staying rows before each row
         levels = [_shrink_level(level, until, slots[order]) for level in self._groups.levels]
         levels = [level for level in levels if len(level.start)]  # groups are nested: only the last levels get empty
-        return Groups(order, levels, int(levels[0].count.sum()) if levels else 0, self._groups.saved)
+        rows = int(levels[0].count.sum()) if levels else 0
+        return Groups(order, levels, rows, self._groups.saved * rows / max(self._groups.rows, 1))
 
 
 class MostPagesSaved:

@@ -159,7 +159,9 @@ def visible_keys(
             start = tl.maximum(start, causal_begin - WINDOW)
             window_end = end - WINDOW
         else:
-            window_start = tl.load(length_ptr + token, mask=present, other=0) - WINDOW
-            start = tl.maximum(start, tl.min(tl.where(present, window_start, end), 0))
-            window_end = tl.max(tl.where(present, window_start, start), 0)
+            length = tl.load(length_ptr + token, mask=present, other=0)
+            window_start = length - WINDOW
+            live = present & (length > 0)  # rows of ended sequences need no keys
+            start = tl.maximum(start, tl.min(tl.where(live, window_start, end), 0))
+            window_end = tl.max(tl.where(live, window_start, start), 0)
     return limit, window_start, start, end, causal_begin, window_end

@@ -34,6 +34,8 @@ def counter_growth(before: Counters, after: Counters) -> Callable[[str], float]:
 def with_counters(result: Result, before: Counters, after: Counters) -> Result:
     """Return `result` with the figures derived from the counters before and after the run."""
     growth, steps = counter_growth(before, after), after["steps"] - before["steps"]
+    rejected = growth("drafted_tokens") - growth("accepted_tokens") if after.get("draft_steps") else 0.0
+    sampled = growth("output_tokens") + growth("discarded_tokens") + rejected
     replica_seconds = result.seconds * after.get("replicas", 1)
 
     def mean_ms(part: str) -> float:
@@ -41,7 +43,7 @@ def with_counters(result: Result, before: Counters, after: Counters) -> Result:
 
     return msgspec.structs.replace(
         result,
-        group_rows_share=round(ratio(growth("group_rows"), growth("output_tokens") + growth("discarded_tokens")), 4),
+        group_rows_share=round(ratio(growth("group_rows"), sampled), 4),
         preemptions=int(growth("preemptions")),
         discarded_tokens=int(growth("discarded_tokens")),
         **{name: int(growth(name)) for name in DRAFT_COUNTERS if after.get("draft_steps")},
