@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
 
 from support.engines import manager_of
 from support.patience import PATIENCE
-from tok_core.messages import StepInput
+from tok_core.messages import StepInput, Submit, ToManager
 from tok_core.worker.runner import LaunchedStep
 
 # Positions of a model and tokens of a request: enough that the request cannot end within a test.
@@ -30,6 +30,12 @@ class Gate:
         """Let all steps pass from now on."""
         with self._changed:
             self._left = math.inf
+            self._changed.notify_all()
+
+    def allow(self, steps: int) -> None:
+        """Let at least `steps` steps pass from now on."""
+        with self._changed:
+            self._left = max(self._left, steps)
             self._changed.notify_all()
 
     def _pass(self) -> None:
@@ -57,6 +63,28 @@ def gated(engine: object, steps: int = 0, replica: int = 0) -> Iterator[Gate]:
     finally:
         gate.open()
         del runner.launch
+
+
+@contextmanager
+def held(engine: object, steps: int = 20) -> Iterator[None]:
+    """Hold the only replica `steps` steps after each request, until it is sent another message, such as to pause."""
+    replica = engine._core._replica_set.records[0].replica  # type: ignore[attr-defined]
+    send = replica.send
+
+    with gated(engine, steps) as gate:
+
+        def send_and_let_pass(messages: Sequence[ToManager]) -> None:
+            send(messages)
+            if all(isinstance(message, Submit) for message in messages):
+                gate.allow(steps)
+            else:
+                gate.open()
+
+        replica.send = send_and_let_pass
+        try:
+            yield
+        finally:
+            del replica.send
 
 
 @contextmanager

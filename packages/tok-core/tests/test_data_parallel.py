@@ -27,7 +27,7 @@ from tok_core.worker.startup import setup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)  # of which the cache holds four
 PROMPTS = random_prompts((5, 40, 33, 100, 17, 64, 3, 80), seed=1)
 SAMPLED = [
     SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, logprobs=1),
@@ -40,11 +40,11 @@ ASKED: tuple[SamplingParams | list[SamplingParams], ...] = (GREEDY, SAMPLED)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("dp") / "llama")
+    return make_model("llama", tmp_path_factory.mktemp("dp") / "llama", max_positions=16_384)
 
 
 def config(path: Path, **options: int) -> EngineConfig:
-    settings = {"dp": 2, "kv_cache_tokens": 32_768, "max_running": 64, "max_restarts": 1, **options}
+    settings = {"dp": 2, "kv_cache_tokens": 65_536, "max_running": 64, "max_restarts": 1, **options}
     return EngineConfig(model=str(path), device="cpu", dtype="float32", **settings)  # type: ignore[arg-type]
 
 

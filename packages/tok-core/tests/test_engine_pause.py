@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.engines import assert_all_given_back, manager_of
 from support.patience import until
+from support.paused_engine import ENDLESS, ENDLESS_POSITIONS
 from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, EngineClosed, EngineConfig, InvalidField, RequestOutput, SamplingParams
 from tok_core.engine import RequestStream
@@ -25,6 +27,7 @@ PROMPT = [1, 2, 3, 4, 5]
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 QUIET_SECONDS = 0.2  # for which a paused engine is watched
+TRIES = 20  # to pause requests before they end
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,19 @@ async def started(engine: AsyncEngine, count: int = 1) -> list[RequestStream]:
     return streams
 
 
+async def until_midway(
+    begin: Callable[[], Awaitable[list[RequestStream]]], engine: AsyncEngine, mode: Any
+) -> list[RequestStream]:
+    """Begin streams and pause the engine before any of them ends; begin anew if the machine was too busy for that."""
+    for _ in range(TRIES):
+        streams = await begin()
+        await engine.pause(mode)
+        if max(stream.output_tokens for stream in streams) < 300:
+            return streams
+        await engine.resume()
+    raise AssertionError(f"{TRIES} times, a pause came after the end of a long request")
+
+
 async def assert_idle(engine: AsyncEngine) -> None:
     assert engine.is_paused
     first = engine.stats()
@@ -76,10 +92,8 @@ EVERYWHERE = pytest.mark.parametrize(
 async def test_kept_requests_go_on_where_they_stopped_and_later_ones_wait(path: Path, options: dict[str, Any]) -> None:
     async with running(path, **options) as engine:
         assert not engine.is_paused
-        streams = await started(engine, 4)
-        await engine.pause()
+        streams = await until_midway(lambda: started(engine, 4), engine, "keep")
         counts = [stream.output_tokens for stream in streams]
-        assert max(counts) < 300
         late = engine.generate(PROMPT, SHORT)
         await assert_idle(engine)
         assert [stream.output_tokens for stream in streams] == counts
@@ -97,7 +111,7 @@ async def test_running_requests_end_before_a_pause_that_waits(path: Path, option
     async with running(path, **options) as engine:
         streams = await started(engine, 12)  # more than run at a time
         pause = asyncio.ensure_future(engine.pause("wait"))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine._core._dispatcher.holding)
         late = [engine.generate(PROMPT, SHORT), engine.generate(PROMPT, SHORT, stream=False)]
         embedding = asyncio.ensure_future(engine.embed([PROMPT]))
         await pause
@@ -116,10 +130,14 @@ async def test_running_requests_end_before_a_pause_that_waits(path: Path, option
 @EVERYWHERE
 async def test_aborted_samples_keep_their_tokens_and_later_requests_wait(path: Path, options: dict[str, Any]) -> None:
     async with running(path, **options) as engine:
-        streams = await started(engine, 3)
-        streams.append(engine.generate(PROMPT, LONG, stream=False))
-        await until(lambda: engine.stats()["requests_running"] == 4)
-        await engine.pause("abort")
+
+        async def begin() -> list[RequestStream]:
+            streams = await started(engine, 3)
+            streams.append(engine.generate(PROMPT, LONG, stream=False))
+            await until(lambda: engine.stats()["requests_running"] == 4 or streams[0].output_tokens == 300)
+            return streams
+
+        streams = await until_midway(begin, engine, "abort")
         late = engine.generate(PROMPT, SHORT)
         for stream in streams:
             output = await stream.output()
@@ -183,9 +201,10 @@ async def test_replica_restarted_while_paused_is_paused_with_the_new_weights(pat
         assert output.weight_version == "1"
 
 
-async def test_close_ends_a_pause_that_waits(path: Path) -> None:
-    async with running(path, in_process=False) as engine:
-        (stream,) = await started(engine)
+async def test_close_ends_a_pause_that_waits(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path / "endless", max_positions=ENDLESS_POSITIONS)
+    async with running(path, in_process=False, kv_cache_tokens=ENDLESS_POSITIONS) as engine:
+        stream = engine.generate(PROMPT, replace(LONG, max_tokens=ENDLESS))
         pause = asyncio.ensure_future(engine.pause("wait"))
         await until(lambda: engine._core._dispatcher.holding)
         await engine.close()

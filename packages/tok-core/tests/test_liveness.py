@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from support.patience import PATIENCE, until
+from support.paused_engine import ENDLESS, ENDLESS_POSITIONS
 from support.replicas import replica_of, simulated_core
 from support.schedules import engine_info
 from support.tiny_models import make_model
@@ -25,7 +26,7 @@ from tok_core.runtime.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
-LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=ENDLESS, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 CONFIG = EngineConfig(model="m", step_timeout=60, start_timeout=200)
 
@@ -174,11 +175,17 @@ def test_unresponsive_replica_gets_no_requests_until_it_responds_again() -> None
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("liveness") / "llama")
+    return make_model("llama", tmp_path_factory.mktemp("liveness") / "llama", max_positions=ENDLESS_POSITIONS)
 
 
 def process_config(path: Path, **options: float) -> EngineConfig:
-    settings = {"kv_cache_tokens": 65_536, "max_running": 32, "max_restarts": 10, "step_timeout": 6.0, **options}
+    settings = {
+        "kv_cache_tokens": ENDLESS_POSITIONS,
+        "max_running": 32,
+        "max_restarts": 10,
+        "step_timeout": 6.0,
+        **options,
+    }
     return EngineConfig(model=str(path), device="cpu", **settings)  # type: ignore[arg-type]
 
 
@@ -188,13 +195,6 @@ def child(core: object, role: str) -> int | None:
     if not isinstance(replica, ProcessReplica) or role not in replica.children:
         return None
     return replica.children[role].pid
-
-
-async def until(condition: Callable[[], bool], seconds: float = 200.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.02)
 
 
 async def test_stopped_process_fails_open_requests_and_is_replaced(path: Path) -> None:
@@ -213,7 +213,7 @@ async def test_stopped_process_fails_open_requests_and_is_replaced(path: Path) -
             assert not engine.health().ok
             with pytest.raises(EngineDead, match="unresponsive"):
                 engine.generate([1], SHORT)
-            results = await asyncio.wait_for(reading, 200)
+            results = await asyncio.wait_for(reading, PATIENCE)
             assert all(isinstance(result, EngineDead) for result in results)
             assert "hung" in str(results[0]) or "stuck" in str(results[0])
             await until(lambda: engine.health().ok)

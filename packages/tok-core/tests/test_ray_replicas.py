@@ -17,9 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from support.engines import cpu_engine, random_prompts
 from support.patience import until
+from support.paused_engine import ENDLESS, ENDLESS_POSITIONS
 from support.ray_nodes import two_nodes
 from support.tiny_models import make_model
 from tok_core import (
@@ -46,7 +48,7 @@ LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("qwen2", tmp_path_factory.mktemp("ray") / "qwen2")
+    return make_model("qwen2", tmp_path_factory.mktemp("ray") / "qwen2", max_positions=ENDLESS_POSITIONS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,8 @@ def cluster() -> Iterator[str]:
 
 
 def config(path: Path, cluster: str, **options: int) -> EngineConfig:
-    return EngineConfig(model=str(path), ray=cluster, device="cpu", kv_cache_tokens=16_384, max_running=32, **options)  # type: ignore[arg-type]
+    options |= {"kv_cache_tokens": ENDLESS_POSITIONS, "max_running": 32}
+    return EngineConfig(model=str(path), ray=cluster, device="cpu", **options)  # type: ignore[arg-type]
 
 
 def nothing_is_left(pids: list[int]) -> bool:
@@ -120,7 +123,7 @@ async def test_hung_process_on_a_ray_node_is_killed_and_replaced(path: Path, clu
     await engine.start()
     try:
         for role in ("worker", "manager"):
-            stream = engine.generate([1, 2, 3], LONG)
+            stream = engine.generate([1, 2, 3], replace(LONG, max_tokens=ENDLESS))
             await anext(aiter(stream))
             pids = [where.pid for where in actors_of(engine)[0].location.values()]
             os.kill(actors_of(engine)[0].location[role].pid, signal.SIGSTOP)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from support.background import Later
 from support.patience import wait_until
+from support.paused_engine import held
 from support.serving import Answer, Server, serving
 from support.tiny_models import change_weights, make_model, reference_greedy
 from tok_client import AsyncClient, BadRequestError, Client
@@ -41,6 +43,16 @@ def restored(rl_server: Server, tiny_model: Path) -> Iterator[Server]:
 
 def post(server: Server, path: str, body: object = None) -> Answer:
     return server.call("POST", path, body)
+
+
+@contextmanager
+def long_request(server: Server, **fields: object) -> Iterator[Later]:
+    """Send a long request and hold it in the middle of its answer until the engine is told to pause or to abort it."""
+    before = server.engine.stats()["output_tokens"]
+    with held(server.engine):
+        long = Later(lambda: server.complete(**LONG, **fields))
+        wait_until(lambda: server.engine.stats()["output_tokens"] > before + 5)
+        yield long
 
 
 def tokens(answer: Answer) -> list[int]:
@@ -110,10 +122,9 @@ async def test_the_client_pauses_updates_and_resumes(restored: Server, new_model
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/pause", "/pause?mode=abort&clear_cache=true", "/pause_generation"])
 def test_aborted_requests_are_answered_with_their_tokens(restored: Server, path: str, stream: bool) -> None:
-    server, before = restored, restored.engine.stats()["output_tokens"]
-    long = Later(lambda: server.complete(**LONG, stream=stream))
-    wait_until(lambda: server.engine.stats()["output_tokens"] > before + 5)
-    assert post(server, path).status == 200
+    server = restored
+    with long_request(server, stream=stream) as long:
+        assert post(server, path).status == 200
     answer = long.answer()
     assert answer.status == 200
     chunks = answer.chunks() if stream else [answer.json()]
@@ -134,10 +145,9 @@ def test_pause_waits_for_running_requests(restored: Server) -> None:
 
 
 def test_sglang_pauses_in_place_updates_from_disk_and_continues(restored: Server, new_model: Path) -> None:
-    server, before = restored, restored.engine.stats()["output_tokens"]
-    long = Later(lambda: server.complete(**LONG))
-    wait_until(lambda: server.engine.stats()["output_tokens"] > before + 5)
-    answer = post(server, "/pause_generation", {"mode": "in_place"})
+    server = restored
+    with long_request(server) as long:
+        answer = post(server, "/pause_generation", {"mode": "in_place"})
     assert answer.json() == {"message": "generation is paused", "status": "ok"}
     body = {"model_path": str(new_model), "weight_version": "step-3", "keep_pause": True, "is_async": False}
     answer = post(server, "/update_weights_from_disk", body)
@@ -154,11 +164,10 @@ def test_sglang_pauses_in_place_updates_from_disk_and_continues(restored: Server
 
 
 def test_update_from_disk_resumes_unless_asked_not_to(restored: Server, new_model: Path) -> None:
-    server, before = restored, restored.engine.stats()["output_tokens"]
-    long = Later(lambda: server.complete(**LONG))
-    wait_until(lambda: server.engine.stats()["output_tokens"] > before + 5)
+    server = restored
     body = {"model_path": str(new_model), "abort_all_requests": True, "load_format": None}
-    assert post(server, "/update_weights_from_disk", body).json()["success"] is True
+    with long_request(server) as long:
+        assert post(server, "/update_weights_from_disk", body).json()["success"] is True
     assert long.answer().json()["choices"][0]["finish_reason"] == "abort"  # type: ignore[index]
     assert not server.engine.is_paused
     assert tokens(server.complete(**ASKED)) == expected(new_model)
@@ -200,10 +209,9 @@ def test_prefix_cache_is_forgotten(restored: Server, path: str) -> None:
 
 
 def test_all_requests_are_aborted_without_a_pause(restored: Server) -> None:
-    server, before = restored, restored.engine.stats()["output_tokens"]
-    long = Later(lambda: server.complete(**LONG))
-    wait_until(lambda: server.engine.stats()["output_tokens"] > before + 5)
-    assert post(server, "/abort_request", {"abort_all": True}).status == 200
+    server = restored
+    with long_request(server) as long:
+        assert post(server, "/abort_request", {"abort_all": True}).status == 200
     assert long.answer().json()["choices"][0]["finish_reason"] == "abort"  # type: ignore[index]
     assert not server.engine.is_paused
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.background import Later
+from support.paused_engine import held
 from support.serving import Answer, Server, serving
 from support.tiny_models import make_model, reference_logits
 from support.token_requests import (
@@ -161,10 +162,11 @@ def test_sglang_names_what_ended_a_sample(rl_server: Server, tiny_model: Path) -
 def test_sglang_answers_an_aborted_request_with_its_tokens(rl_server: Server, body: object) -> None:
     before = output_tokens_when_idle(rl_server)
     params = {**SGLANG_GREEDY, "max_new_tokens": 600}
-    long = Later(lambda: generate(rl_server, rid="long", sampling_params=params, return_logprob=True))
-    wait_until_running(rl_server, before)
-    assert rl_server.call("POST", "/abort_request", {"rid": "other"}).status == 200
-    assert rl_server.call("POST", "/abort_request", body).status == 200
+    with held(rl_server.engine):
+        long = Later(lambda: generate(rl_server, rid="long", sampling_params=params, return_logprob=True))
+        wait_until_running(rl_server, before)
+        assert rl_server.call("POST", "/abort_request", {"rid": "other"}).status == 200
+        assert rl_server.call("POST", "/abort_request", body).status == 200
     found: Any = long.answer().json()
     assert found["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(found["output_ids"]) < 600
@@ -173,9 +175,10 @@ def test_sglang_answers_an_aborted_request_with_its_tokens(rl_server: Server, bo
 
 def test_vllm_answers_an_aborted_request_with_its_tokens(rl_server: Server) -> None:
     before = output_tokens_when_idle(rl_server)
-    long = Later(lambda: inference(rl_server, request_id="l", sampling_params={**GREEDY, "max_tokens": 600}))
-    wait_until_running(rl_server, before)
-    assert rl_server.call("POST", "/abort_requests", {"request_ids": ["x", "generate-tokens-l"]}).status == 200
+    with held(rl_server.engine):
+        long = Later(lambda: inference(rl_server, request_id="l", sampling_params={**GREEDY, "max_tokens": 600}))
+        wait_until_running(rl_server, before)
+        assert rl_server.call("POST", "/abort_requests", {"request_ids": ["x", "generate-tokens-l"]}).status == 200
     body: Any = long.answer().json()
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "abort"
@@ -192,12 +195,13 @@ def test_answers_say_which_weights_made_which_tokens(rl_server: Server, tiny_mod
     new = make_model("llama", tmp_path / "new", seed=1)
     before = output_tokens_when_idle(rl_server)
     params = {**SGLANG_GREEDY, "max_new_tokens": 500}
-    first = Later(lambda: generate(rl_server, sampling_params=params))
-    second = Later(lambda: inference(rl_server, sampling_params={**GREEDY, "max_tokens": 500}))
-    wait_until_running(rl_server, before, sequences=2)
+    body = {"weight_dir": str(new), "weight_version": "7"}
     try:
-        body = {"weight_dir": str(new), "weight_version": "7"}
-        assert rl_server.call("POST", "/update_weights", body).status == 200
+        with held(rl_server.engine):
+            first = Later(lambda: generate(rl_server, sampling_params=params))
+            second = Later(lambda: inference(rl_server, sampling_params={**GREEDY, "max_tokens": 500}))
+            wait_until_running(rl_server, before, sequences=2)
+            assert rl_server.call("POST", "/update_weights", body).status == 200
         info: Any = first.answer().json()["meta_info"]
         other: Any = second.answer().json()
         (choice,) = other["choices"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from support.patience import wait_until
+from support.paused_engine import held
 from support.serving import Answer, Server, serving
 from support.tiny_models import make_model, reference_greedy
 from tok_client import AsyncClient, BadRequestError, Client
@@ -98,8 +100,9 @@ def test_vllm_updates_between_weights_and_kv_cache(restored: Server, new_model: 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_mode_decides_what_happens_to_open_requests(restored: Server, tiny_model: Path, mode: str) -> None:
     answers: list[Answer] = []
-    thread = start(restored, answers)
-    assert post(restored, "/sleep" if mode == "abort" else f"/sleep?mode={mode}").status == 200
+    with held(restored.engine) if mode != "wait" else nullcontext():
+        thread = start(restored, answers)
+        assert post(restored, "/sleep" if mode == "abort" else f"/sleep?mode={mode}").status == 200
     assert restored.engine.open_requests == (mode == "keep")
     assert post(restored, "/wake_up").status == 200
     thread.join()
@@ -126,12 +129,13 @@ def test_sglang_releases_and_resumes_memory(restored: Server, new_model: Path, t
 
 def test_sglang_releases_nothing_while_requests_run_unless_they_are_paused(restored: Server, tiny_model: Path) -> None:
     answers: list[Answer] = []
-    thread = start(restored, answers)
-    refused = post(restored, "/release_memory_occupation")
-    assert refused.status == 400
-    assert refused.error()["code"] == "requests_open"
-    assert is_sleeping(restored) is False
-    assert post(restored, "/pause_generation", {"mode": "in_place"}).status == 200
+    with held(restored.engine):
+        thread = start(restored, answers)
+        refused = post(restored, "/release_memory_occupation")
+        assert refused.status == 400
+        assert refused.error()["code"] == "requests_open"
+        assert is_sleeping(restored) is False
+        assert post(restored, "/pause_generation", {"mode": "in_place"}).status == 200
     assert post(restored, "/release_memory_occupation").status == 200
     assert post(restored, "/continue_generation", {}).status == 200
     assert is_sleeping(restored) is True

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from support.background import Later
+from support.paused_engine import held
 from support.serving import Answer, Server, serving
 from support.tiny_models import make_model
 from support.token_requests import (
@@ -135,14 +136,15 @@ def test_vllm_streams_new_tokens_and_the_usage(rl_server: Server) -> None:
 @pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate"])
 def test_streams_of_aborted_requests_end_with_their_tokens(rl_server: Server, path: str) -> None:
     before = output_tokens_when_idle(rl_server)
-    if path == "/generate":
-        params: Any = {**SGLANG_GREEDY, "max_new_tokens": 600}
-        long = Later(lambda: generate(rl_server, rid="long", sampling_params=params, stream=True))
-    else:
-        params = {**GREEDY, "max_tokens": 600}
-        long = Later(lambda: inference(rl_server, request_id="long", sampling_params=params, stream=True))
-    wait_until_running(rl_server, before)
-    assert rl_server.call("POST", "/abort_request", {"rid": "long"}).status == 200
+    with held(rl_server.engine):
+        if path == "/generate":
+            params: Any = {**SGLANG_GREEDY, "max_new_tokens": 600}
+            long = Later(lambda: generate(rl_server, rid="long", sampling_params=params, stream=True))
+        else:
+            params = {**GREEDY, "max_tokens": 600}
+            long = Later(lambda: inference(rl_server, request_id="long", sampling_params=params, stream=True))
+        wait_until_running(rl_server, before)
+        assert rl_server.call("POST", "/abort_request", {"rid": "long"}).status == 200
     chunks: Any = long.answer().chunks()
     if path == "/generate":
         assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "abort"
@@ -156,12 +158,13 @@ def test_streams_say_which_weights_made_which_tokens(rl_server: Server, tiny_mod
     new = make_model("llama", tmp_path / "new", seed=1)
     before = output_tokens_when_idle(rl_server)
     params = {**SGLANG_GREEDY, "max_new_tokens": 500}
-    first = Later(lambda: generate(rl_server, sampling_params=params, stream=True))
-    second = Later(lambda: inference(rl_server, sampling_params={**GREEDY, "max_tokens": 500}, stream=True))
-    wait_until_running(rl_server, before, sequences=2)
+    body = {"weight_dir": str(new), "weight_version": "7"}
     try:
-        body = {"weight_dir": str(new), "weight_version": "7"}
-        assert rl_server.call("POST", "/update_weights", body).status == 200
+        with held(rl_server.engine):
+            first = Later(lambda: generate(rl_server, sampling_params=params, stream=True))
+            second = Later(lambda: inference(rl_server, sampling_params={**GREEDY, "max_tokens": 500}, stream=True))
+            wait_until_running(rl_server, before, sequences=2)
+            assert rl_server.call("POST", "/update_weights", body).status == 200
         events: Any = first.answer().chunks()
         chunks: Any = second.answer().chunks()
         assert events[0]["meta_info"]["weight_version"] == "default"

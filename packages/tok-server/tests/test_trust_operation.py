@@ -85,10 +85,11 @@ def test_restart_of_the_only_replica_gives_503_and_a_second_restart_409(tiny_mod
 
 def test_unresponsive_replica_is_reported_and_restarts_without_drain(tiny_model: Path) -> None:
     with serving(tiny_model, admin_key="root") as server, ThreadPoolExecutor(4) as pool:
-        long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
-        wait_until(lambda: server.engine.stats()["requests_running"] == 1)
         replicas, why = server.engine._core._replica_set, "no sign of life from the manager process"
-        replicas._receive(replicas.records[0], Silence(why))
+        with gated(server.engine, steps=8):
+            long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
+            wait_until(lambda: server.engine.stats()["requests_running"] == 1)
+            replicas._receive(replicas.records[0], Silence(why))
         for path in ("/health", "/ready"):
             answer = server.call("GET", path, None)
             assert (answer.status, answer.json()["status"]) == (503, "unresponsive")
@@ -99,8 +100,9 @@ def test_unresponsive_replica_is_reported_and_restarts_without_drain(tiny_model:
             assert (refused.status, refused.error()["param"]) == (400, "drain"), drain
         assert server.call("POST", "/admin/replicas/0/restart", None, ADMIN).json() == {"state": "ready", "detail": ""}
         assert long.result(120).status in (200, 503)  # the request may have finished before
-        long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
-        wait_until(lambda: server.engine.stats()["requests_running"] == 1)
+        with gated(server.engine, steps=8):
+            long = pool.submit(server.complete, prompt="one", max_tokens=250, n=16, ignore_eos=True)
+            wait_until(lambda: server.engine.stats()["requests_running"] == 1)
         assert server.call("POST", "/admin/replicas/0/restart?drain=0", None, ADMIN).status == 200
         assert long.result(120).status in (200, 503)
         assert server.call("GET", "/ready", None).status == 200
