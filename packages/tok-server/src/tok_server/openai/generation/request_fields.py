@@ -145,7 +145,13 @@ def _refuse_nested(path: str, members: Members) -> None:
 @cache
 def _accepted_fields(unsupported: tuple[UnsupportedFields, ...]) -> frozenset[str]:
     """Return the names that count as known, including unsupported fields, which pass only with neutral values."""
-    return ACCEPTED_FIELDS.union(WITHOUT_EFFECT, *(table.fields for table in unsupported))
+    return ACCEPTED_FIELDS.union(WITHOUT_EFFECT, _listed_fields(unsupported))
+
+
+@cache
+def _listed_fields(tables: tuple[UnsupportedFields, ...]) -> frozenset[str]:
+    """Return the names of all fields of the tables."""
+    return frozenset().union(*(table.fields for table in tables))
 
 
 def _without_effect(members: Members) -> Iterator[str]:
@@ -158,6 +164,8 @@ def _without_effect(members: Members) -> Iterator[str]:
 
 def refuse_unsupported(tables: tuple[UnsupportedFields, ...], members: Members) -> None:
     """Raise ApiError (400) for the first field of `tables` whose value is not neutral."""
+    if _listed_fields(tables).isdisjoint(members):  # nearly always
+        return
     for table in tables:
         if not table.fields.keys().isdisjoint(members):
             for name in filter(members.__contains__, table.fields):
