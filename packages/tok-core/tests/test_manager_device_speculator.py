@@ -16,7 +16,7 @@ from tok_core.manager.loop import Manager
 from tok_core.manager.scheduling import scheduler
 from tok_core.manager.sequences import SequenceTable, State
 from tok_core.manager.speculation import DeviceSpeculator, device_speculator
-from tok_core.manager.speculation.device_speculator import PRIOR, SLOT_WINDOW, PredictableShares
+from tok_core.manager.speculation.device_speculator import IDLE_STEPS, PRIOR, SLOT_WINDOW, PredictableShares
 from tok_core.manager.speculation.drafts import reserve_pages
 from tok_core.messages import Int32, Int64, StepInput, StepOutput
 
@@ -66,6 +66,27 @@ def test_steps_are_sent_while_several_steps_with_drafts_are_in_flight() -> None:
     assert manager.stats().accepted_tokens > 30
     assert manager.scheduler.steps < 40
     assert_all_given_back(manager)
+
+
+def test_drafts_are_considered_in_few_steps_while_nothing_is_predictable(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, ports = drafting(run_ahead=2)
+    speculator, considered = manager.speculator, list[int]()
+    assert isinstance(speculator, DeviceSpeculator)
+    choose = speculator._choose
+
+    def counted(decode: Int64, rows: int, room: int) -> tuple[Int64, Int64, Int32]:
+        considered.append(manager.scheduler.steps)
+        return choose(decode, rows, room)
+
+    monkeypatch.setattr(speculator, "_choose", counted)
+    monkeypatch.setattr(speculator.shares, "of", lambda slots: np.zeros(len(slots)))
+    drive(manager, ports, {0: [submit(0, PROMPT, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))]})
+    assert manager.stats().drafted_tokens == 0
+    assert set(np.diff(considered)) == {IDLE_STEPS}
+    expect_acceptance(manager)
+    drive(manager, ports, {0: [submit(1, PROMPT, SamplingParams(max_tokens=60, seed=2, ignore_eos=True))]})
+    assert manager.stats().accepted_tokens > 30
+    assert 1 in np.diff(considered)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 8, 9, 61])

@@ -33,6 +33,7 @@ Float64 = NDArray[np.float64]
 
 MAX_PREDICTED: Final = 1024  # drafted tokens considered for a step; with more sequences, drafts are shorter
 MIN_DEPTH: Final = 4  # tokens considered for each sequence, however many there are
+IDLE_STEPS: Final = 4  # steps, of which one considers drafts, once one that did so had none
 
 
 class DeviceSpeculator:
@@ -83,6 +84,7 @@ class DeviceSpeculator:
         self._sent = deque[tuple[Int64, Int64, Int32]]()
         self._predicted = dict[int, Int32]()  # by slot: tokens predicted after the last token of guided sequences
         self._accepted_before = 0
+        self._idle_turns = 0  # calls of `lend_rows` until one considers drafts of unguided sequences
         self._single = np.zeros(paging.table.slots, np.bool_)  # scratch
 
     @property
@@ -103,9 +105,13 @@ class DeviceSpeculator:
         """Choose how many drafted tokens of which of `decode` the step verifies (`Speculation.lend_rows`)."""
         table, rows = self._table, len(decode) + others
         room = min(budget - rows, table.lendable_slots)
+        self._idle_turns = max(self._idle_turns - 1, 0)
+        if self._idle_turns and not table.guided[decode].any():
+            return NO_ROWS
         if room <= 0 or not 0 < len(decode) <= MAX_DRAFTING or not self.costs.allows(rows):
             return NO_ROWS
         parents, count, given = self._choose(decode, rows, room)
+        self._idle_turns = 0 if len(parents) else IDLE_STEPS
         length = table.length[parents] + table.ahead[parents] + 1 + count
         if not len(parents) or not reserve_pages(self._paging, parents, length):
             return NO_ROWS
@@ -247,8 +253,8 @@ class PredictableShares:
         self._right[full] /= 2
         self._tokens[full] /= 2
         family = self._families(slots)
-        self._family_right += np.bincount(family, right, 1 << FAMILY_BITS)
-        self._family_tokens += np.bincount(family, tokens, 1 << FAMILY_BITS)
+        np.add.at(self._family_right, family, right)
+        np.add.at(self._family_tokens, family, tokens)
         full = np.unique(family[self._family_tokens[family] > FAMILY_WINDOW])
         self._family_right[full] /= 2
         self._family_tokens[full] /= 2
