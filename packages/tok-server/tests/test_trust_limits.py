@@ -205,10 +205,15 @@ async def test_time_of_a_blocked_event_loop_does_not_count_for_timeouts(patient_
     await asyncio.sleep(0)
     began, told = loop.time(), listener.now()
     time.sleep(0.5)  # blocks the event loop
-    while (lag := loop.time() - began - (listener.now() - told)) <= 0:
+
+    def lag() -> float:
+        return loop.time() - began - (listener.now() - told)
+
+    while lag() <= 0:
         await asyncio.sleep(0.01)
     looking.cancel()
-    assert lag >= 0.5 - LIMITED["header_timeout"] / 8 - 0.01
+    largest = max(lag() for _ in range(100))  # a pause between the two clocks makes it smaller
+    assert largest >= 0.5 - LIMITED["header_timeout"] / 8 - 0.01
 
 
 async def test_slow_reader_is_not_cut_off_until_it_stops_reading(patient_server: Server) -> None:
