@@ -39,6 +39,7 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "CascadeLevel",
         "Contexts",
         "DecodeRows",
+        "DraftSlots",
         "DynamicScaling",
         "Exchange",
         "ExpertCopies",
