@@ -183,6 +183,8 @@ def test_most_pages_saved_saves_what_best_cascade_computed(made: Rows, cost: Cas
         assert saving(made, groups, cost) == pytest.approx(promised[len(groups.levels) - 1])
     for more, less in zip(promised[1 : len(groups.levels)], promised, strict=False):
         assert more - less > cost.level
+    if len(groups.levels) == 1:
+        assert promised[1] - promised[0] <= cost.level
 
 
 @given(rows(most=30), costs([0, 0.25, 1], [0, 5], [0, 3]))
