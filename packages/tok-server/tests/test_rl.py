@@ -47,7 +47,7 @@ def post(server: Server, path: str, body: object = None) -> Answer:
 
 @contextmanager
 def long_request(server: Server, **fields: object) -> Iterator[Later]:
-    """Send a long request and hold it in the middle of its answer until the engine is told to pause or to abort it."""
+    """Send a long request, and hold it in the middle of its answer until the engine gets the pause or the abort."""
     before = server.engine.stats()["output_tokens"]
     with held(server.engine):
         long = Later(lambda: server.complete(**LONG, **fields))

@@ -203,11 +203,11 @@ async def test_time_of_a_blocked_event_loop_does_not_count_for_timeouts(patient_
     listener = Listener(patient_server.context, web.Server(lambda request: None))  # type: ignore[arg-type, return-value]
     looking = asyncio.create_task(listener.check_connections())
     await asyncio.sleep(0)
-    began, told = loop.time(), listener.now()
+    loop_start, listener_start = loop.time(), listener.now()
     time.sleep(0.5)  # blocks the event loop
 
     def lag() -> float:
-        return loop.time() - began - (listener.now() - told)
+        return loop.time() - loop_start - (listener.now() - listener_start)
 
     while lag() <= 0:
         await asyncio.sleep(0.01)

@@ -174,7 +174,10 @@ def _shrink_level(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
 
 
 def _best_cascade(branches: BranchPoints, costs: CascadeCosts) -> CascadePlan:
-    """Return the chain of each branch, in as many levels as pay off; 0 everywhere if none does."""
+    """Return the chain of each branch, in as many levels as pay off; 0 everywhere if none does.
+
+    The costs of the levels are subtracted from `saved`, too.
+    """
     # No choice saves more than `most`: all shared pages are read once, and a row costs as a member, or saves nothing.
     pages, one = branches.depth - branches.depth[branches.up], read_cost(1, costs)
     most = float(((branches.rows * one - read_cost(branches.rows, costs)) * pages).sum())

@@ -23,6 +23,7 @@ from tok_core.manager.speculation.drafts import (
     LentRows,
     falling,
     family_of,
+    longest_draft,
     no_tokens,
     reserve_pages,
 )
@@ -31,8 +32,6 @@ from tok_core.messages import Int32, Int64, StepInput, StepOutput, VerifyRows
 
 Float64 = NDArray[np.float64]
 
-MAX_PREDICTED: Final = 1024  # drafted tokens considered for a step; with more sequences, drafts are shorter
-MIN_DEPTH: Final = 4  # tokens considered for each sequence, however many there are
 IDLE_STEPS: Final = 4  # steps, of which one considers drafts, once one that did so had none
 
 
@@ -136,7 +135,7 @@ class DeviceSpeculator:
         table = self._table
         guided = table.guided[decode]
         parents = decode if not guided.any() else decode[~guided | (table.known[decode] == table.length[decode] + 1)]
-        most = min(self._max_draft, max(MIN_DEPTH, MAX_PREDICTED // max(len(parents), 1)))
+        most = longest_draft(self._max_draft, len(parents))
         depth, given = np.arange(1, most + 1), no_tokens(len(parents), most)
         probability = self.shares.of(parents)[:, None] ** depth
         for i in table.guided[parents].nonzero()[0].tolist():

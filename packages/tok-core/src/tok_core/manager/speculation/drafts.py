@@ -19,6 +19,8 @@ from tok_core.messages import Int32, Int64, ModelDrafts, StepInput, StepOutput, 
 SALT_BYTES: Final = 16  # of a caller's salt, if there is one; what `RequestIntake` appends is shorter
 MAX_GUIDED_DRAFT: Final = 8  # drafted tokens of a guided sequence, each of which needs a mask
 MIN_GUIDED_PROBABILITY: Final = 0.3  # acceptance probability of a token that is worth its mask
+MAX_PREDICTED: Final = 1024  # drafted tokens considered for a step; with more sequences, drafts are shorter
+MIN_DEPTH: Final = 4  # tokens considered for each sequence, however many there are
 NOBODY: Final[Int64] = np.empty(0, np.int64)
 
 
@@ -163,6 +165,11 @@ def reserve_pages(paging: Paging, slots: Int64, length: Int64) -> bool:
     for i in short:
         paging.reserve(int(slots[i]), int(length[i]))
     return True
+
+
+def longest_draft(max_draft: int, sequences: int) -> int:
+    """Return how many tokens to consider for each of the sequences, so that the CPU's time is bounded."""
+    return min(max_draft, max(MIN_DEPTH, MAX_PREDICTED // max(sequences, 1)))
 
 
 def no_tokens(rows: int, count: int = 1) -> Int32:

@@ -25,6 +25,7 @@ from tok_core.manager.speculation.drafts import (
     LentRows,
     falling,
     family_of,
+    longest_draft,
     no_tokens,
     reserve_pages,
 )
@@ -36,8 +37,6 @@ MAX_LEARNT: Final = MAX_DRAFTING  # tokens learned in a step; bounds the CPU's t
 LAZY_STEPS: Final = 4  # steps; while nothing is drafted, their tokens are learned together
 MAX_LAZINESS: Final = 4  # factor of LAZY_STEPS while nothing is predicted either
 MIN_PREDICTED: Final = 0.1  # expected accepted tokens per sequence; fewer count as no prediction
-MAX_PREDICTED: Final = 1024  # tokens predicted for a step; with more sequences, drafts are shorter
-MIN_DEPTH: Final = 4  # tokens predicted for each sequence, however many there are
 MAX_PROMPT_TOKENS: Final = 8192  # last tokens of a prompt that are learned
 MAX_PROMPT_PARTS: Final = 1024  # newest parts of prompts that wait to be learned, of up to MAX_LEARNT tokens each
 MODEL_PASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # of the draft model that a step may have; each is compared
@@ -296,7 +295,7 @@ class HostSpeculator:
 
         Drafts stay within the limits of their sequences.
         """
-        table, most = self._table, min(self._max_draft, max(MIN_DEPTH, MAX_PREDICTED // max(len(slots), 1)))
+        table, most = self._table, longest_draft(self._max_draft, len(slots))
         if room <= 0 or not 0 < len(slots) <= MAX_LEARNT or not self.costs.allows(rows):
             return no_tokens(len(slots))
         shape = len(slots), most
