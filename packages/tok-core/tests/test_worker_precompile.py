@@ -177,6 +177,18 @@ def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(config: EngineCo
     assert sorted(launched.keys() - ahead) == []
 
 
+@pytest.mark.parametrize("slots", [1, 16])
+def test_prefill_chunks_beside_few_slots_need_no_other_kernel(config: EngineConfig, slots: int) -> None:
+    few = msgspec.structs.replace(config, max_running=slots, max_step_tokens=700)
+    ahead = {(variant.name, variant.arguments[0]) for variant in startup_variants(few, 90)}
+    runner = precompile.meta_runner(few)
+    with record(90) as launched:
+        for tokens in (*range(1, 70), 95, 129, 191, 257, 383, 513):
+            runner.reset()
+            runner.launch(dummy_step(chunks=1, tokens=tokens))
+    assert sorted(launched.keys() - ahead) == []
+
+
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     """Return the configuration of a small engine on a Hopper GPU with an empty cache of kernels."""

@@ -36,7 +36,6 @@ from tok_core.runtime import START_MARKER, start_compiler
 from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.runner import Runner
-from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.startup.resolve import (
     choose_cache_dtype,
     choose_dtype,
@@ -58,7 +57,6 @@ log = logging.getLogger("tok_core")
 HOPPER = 9  # major compute capability of the GPUs whose kernels can be predicted on the device "meta"
 CACHE_VARIABLES = "TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"  # set by `CacheDirectory.use`
 MAX_PROCESSES = 16  # compile at the same time
-MAX_DECODE_ROWS = 64  # every number of decode rows up to this is launched: kernels for experts change most often there
 MAX_WAIT_SECONDS = 300.0  # after this time the worker compiles by itself
 # Fields of EngineConfig that decide, with the model's own files, which kernels a startup launches.
 KERNEL_FIELDS = (
@@ -251,11 +249,10 @@ def startup_variants(config: EngineConfig, capability: int) -> list[Variant]:
 
 
 def launch_startup_steps(config: EngineConfig) -> None:
-    """Launch the steps of a startup, and decode steps of up to MAX_DECODE_ROWS rows, on the device "meta"."""
+    """Launch the steps of a startup on the device "meta"."""
     runner, path = meta_runner(config), Path(config.model)
     sizes = resolve_step_sizes(config, "cuda")
     steps = steps_of(runner, sizes.max_step_tokens, mask_words(runner.model.config, path))
-    steps += [dummy_step(decode=rows) for rows in range(1, min(sizes.slots, MAX_DECODE_ROWS) + 1)]
     with different_layers_only(runner.model, runner.state):
         for step in steps:
             runner.reset()

@@ -31,6 +31,8 @@ from tok_core.worker.startup.memory import SLACK, StepMemory
 LONG_PREFIX_TOKENS = 4096  # prefixes of this length use the kernels for long contexts
 SHORT_PREFIX_TOKENS = 1024
 MAX_ROW_POSITIONS = 1 << 25  # rows × shared positions of a step; bounds the time of the step
+MAX_CONSECUTIVE_TOKENS = 64  # up to this number of tokens, the kernels of experts change most often
+MAX_TOKENS = 2048  # kernels do not change for more tokens
 # Numbers of rows for which the GEMMs of a pipeline are warmed up: every one up to MAX_CONSECUTIVE_ROWS, then multiples
 MAX_CONSECUTIVE_ROWS = 1024
 LAYER_ROW_STEP = 16  # of this for layers,
@@ -70,6 +72,8 @@ def steps_of(runner: Runner, max_step_tokens: int, mask_words: int) -> list[Step
     """Return the `warm_up_steps` of a runner, without those with prefix groups if the engine has none."""
     state = runner.state
     steps = warm_up_steps(state.slots, max_step_tokens, runner.max_len, state.page_size, mask_words)
+    max_tokens = min(max_step_tokens, state.slots - 1 + runner.max_len)
+    steps += _token_steps(state.slots, max_tokens, experts=runner.model.config.moe is not None)
     return [step for step in steps if runner.prefix_groups or not step.levels]
 
 
@@ -155,6 +159,22 @@ def _prefill_steps(slots: int, max_step_tokens: int, max_len: int, prefix: int) 
         ]
     if few > 1 and prefix:
         steps.append(dummy_step(decode=few, groups=1, prefix=prefix, chunks=1, tokens=1))
+    return steps
+
+
+def _token_steps(slots: int, max_tokens: int, *, experts: bool) -> list[StepInput]:
+    """Return steps with the numbers of tokens between which linear layers change their kernels.
+
+    As many tokens as slots allow are decode rows, and the rest are a prefill chunk. With experts, every number of
+    tokens up to MAX_CONSECUTIVE_TOKENS is among them.
+    """
+    counts = set(graph_sizes(min(MAX_TOKENS, max_tokens)))
+    if experts:
+        counts.update(range(1, min(max_tokens, MAX_CONSECUTIVE_TOKENS) + 1))
+    steps = []
+    for tokens in sorted(counts):
+        decode = tokens if tokens <= slots else slots - 1
+        steps.append(dummy_step(decode=decode, chunks=int(tokens > decode), tokens=tokens - decode))
     return steps
 
 
