@@ -51,6 +51,10 @@ class TimingEvent:
             self.event.record()
         self.time = time.perf_counter()
 
+    def is_reached(self) -> bool:
+        """Return whether the device has reached this point."""
+        return self.event is None or bool(self.event.query())
+
     def wait(self) -> None:
         """Block until the device has reached this point."""
         if self.event is not None:
@@ -182,12 +186,18 @@ class Runner:
         self._start_weights = start_weights
         self._receiver = WeightReceiver(model, pipeline.coordinates.number)
         self._memory = memory
+        self._last_done: TimingEvent | None = None  # when the last launched step is done
         self._watch = LaunchWatch(kernel_builds() if state.device.type == "cuda" else ())
 
     @property
     def max_len(self) -> int:
         """Return the length of the longest sequence, as limited by a slot's page table and by the RoPE table."""
         return min(self.state.max_len, self.model.config.max_positions)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the device has finished all launched steps."""
+        return self._last_done is None or self._last_done.is_reached()
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> LaunchedStep:
@@ -233,7 +243,7 @@ class Runner:
         prompts = None if prompts is None else PromptOutputs(*map(copy_to_host, prompts))
         expert_tokens = None if self._expert_load is None else self._expert_load.take()
         expert_tokens = None if expert_tokens is None else copy_to_host(expert_tokens)
-        done = TimingEvent(self.state.device)
+        self._last_done = done = TimingEvent(self.state.device)
         launch_seconds = time.perf_counter() - launch_start
         self._watch.end(step.step, launch_seconds, graph=graph is not None)
         return LaunchedStep(

@@ -49,7 +49,7 @@ def run_worker(
             launched.put(runner.launch(step))
         elif step is not None:
             results.send(runner.execute(step))
-        else:
+        elif runner.is_idle:  # a capture beside a long step would delay the launch of the next one
             runner.graphs.capture_missing()
 
 
