@@ -24,7 +24,7 @@ from tok_core.worker.layer_kinds import different_layers, different_layers_only
 from tok_core.worker.runner import Runner
 from tok_core.worker.sleep import SleepingMemory
 from tok_core.worker.staging import Staging
-from tok_core.worker.startup.dummy_steps import dummy_step, run_dummy_step
+from tok_core.worker.startup.dummy_steps import dummy_step, dummy_verify_rows, run_dummy_step
 from tok_core.worker.state import WorkerState
 from tok_kernels import choose
 
@@ -86,6 +86,23 @@ def test_start_captures_the_largest_graphs_and_steps_the_others_once(graphs: Dec
     for step in (dummy_step(decode=4, groups=2, prefix=16), dummy_step(decode=4, cached=LONG, prefix=LONG)):
         assert graphs.find(step) is graphs.find(step) is not found[0]
     assert len(graphs) == 7
+
+
+def test_steps_with_drafts_replay_graphs_of_their_own_whose_rows_form_packs(
+    model: CausalLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_STALL_SECONDS", np.inf)
+    graphs = DecodeGraphs(model, choose(CPU), state_of(model), Staging(CPU, 2), RankCoordinates(), pack_rows=4)
+    graphs.capture(SIZES)
+    assert len(graphs) + graphs.missing == 2 * 4 * 3 + 2  # a single row verifies no draft
+    plain, verifying = graphs.find(dummy_step(decode=4)), graphs.find(dummy_verify_rows(1, 3))
+    assert plain is not None
+    assert verifying is not None
+    assert not plain.key.packs
+    assert "packs" not in plain.arrays(dummy_step(decode=4))
+    assert verifying.key == plain.key._replace(packs=True)
+    packs = verifying.arrays(dummy_verify_rows(1, 2))["packs"]
+    assert packs.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1], [-1] * 4, [-1] * 4]
 
 
 def test_idle_worker_captures_all_graphs_one_by_one(graphs: DecodeGraphs) -> None:

@@ -47,7 +47,7 @@ def test_worker_captures_graphs_only_once_the_device_is_idle(monkeypatch: pytest
 @pytest.mark.gpu
 def test_device_is_idle_once_it_has_finished_its_work() -> None:
     device = torch.device("cuda")
-    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # about 0.1 s
     event = TimingEvent(device)
     assert not event.is_reached()
     event.wait()

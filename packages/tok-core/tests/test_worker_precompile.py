@@ -19,13 +19,14 @@ from types import SimpleNamespace
 from typing import Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from support.tiny_models import make_model
 from tok_core import EngineConfig
-from tok_core.messages import StepInput
+from tok_core.messages import StepInput, VerifyRows
 from tok_core.model_config import ModelConfig
 from tok_core.models.registry import build
 from tok_core.runtime import MANIFEST, compiler_process, is_first_start
@@ -54,11 +55,17 @@ CPU, CUDA, SLOTS, TOKENS = torch.device("cpu"), torch.device("cuda"), 20, 96
 CARD = "NVIDIA H100 80GB HBM3"
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-window", "qwen2-moe"])
+@pytest.fixture(scope="module", params=["llama", "llama, speculating", "qwen3-window", "qwen2-moe"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    path = make_model(request.param, tmp_path_factory.mktemp("precompile") / request.param, max_positions=4160)
+    kind, _, speculating = request.param.partition(", ")
+    path = make_model(kind, tmp_path_factory.mktemp("precompile") / kind, max_positions=4160)
     return EngineConfig(
-        model=str(path), load_format="dummy", dtype="bfloat16", max_running=SLOTS, max_step_tokens=TOKENS
+        model=str(path),
+        load_format="dummy",
+        dtype="bfloat16",
+        max_running=SLOTS,
+        max_step_tokens=TOKENS,
+        speculate=4 if speculating else "off",
     )
 
 
@@ -99,6 +106,7 @@ def launched_by_warm_up(config: EngineConfig) -> set[tuple[str, str]]:
                     num_pages=pages,
                     page_size=config.page_size,
                     pages_per_slot=-(-positions // config.page_size),
+                    predicts=config.speculate != "off",
                 ),
             )
             for pages, positions in ((1, length), (300, model_config.max_positions))
@@ -144,12 +152,12 @@ def test_layer_kinds_launch_the_variants_of_all_layers_scales(tmp_path: Path) ->
     assert of_all.keys() == of_kinds.keys()
 
 
-def random_step(source: random.Random, slots: int, tokens: int, words: int) -> StepInput:
+def random_step(source: random.Random, slots: int, tokens: int, words: int, *, drafts: bool) -> StepInput:
     rows = source.choice([1, 2, source.randint(3, 40), source.randint(41, slots - 20)])
     chunks = source.choice([0, 1, source.randint(2, 20)])
     groups = source.choice([0, 1, rows // 2]) if rows > 1 else 0
     options = {name: source.choice([0, source.randint(1, rows)]) for name in ("filtered", "penalised", "masked")}
-    return dummy_step(
+    step = dummy_step(
         decode=rows,
         chunks=chunks,
         tokens=source.choice([chunks, chunks + source.randint(0, tokens)]) if chunks else 0,
@@ -163,6 +171,13 @@ def random_step(source: random.Random, slots: int, tokens: int, words: int) -> S
         mask_words=words if options["masked"] else 0,
         **options,
     )
+    longest = source.choice([1, 3, 7])
+    sequences = source.randint(1, max(1, rows // (1 + longest)))
+    if drafts and sequences * (1 + longest) <= rows:
+        parent, lent = np.split(step.decode_slot[: sequences * (1 + longest)], [sequences])
+        lent = lent.reshape(sequences, longest)
+        step.verify_rows = VerifyRows(parent, lent, np.full_like(lent, source.choice([-1, 0])))
+    return step
 
 
 def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(config: EngineConfig) -> None:
@@ -173,7 +188,7 @@ def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(config: EngineCo
     with record(90) as launched:
         for _ in range(100):
             runner.reset()
-            runner.launch(random_step(source, 2048, 2000, words))
+            runner.launch(random_step(source, 2048, 2000, words, drafts=config.speculate != "off"))
     assert sorted(launched.keys() - ahead) == []
 
 

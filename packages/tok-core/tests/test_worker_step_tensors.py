@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.tiny_models import make_model
+from tok_core.messages import VerifyRows
 from tok_core.model_config.model_config import read_config
 from tok_core.worker import state as state_module
 from tok_core.worker import step_tensors
@@ -54,6 +57,43 @@ def test_step_arrays_are_padded_to_the_shapes_of_their_cuda_graph() -> None:
         name.startswith("start_") for name in padded_arrays(None, key._replace(groups=False), padding_slot=99)
     )
     assert np.unique(recorded["slots"]).tolist() == [99]
+
+
+@given(
+    drafts=st.lists(st.integers(0, 7), min_size=1, max_size=12),
+    longest=st.integers(7, 9),
+    padding=st.integers(0, 3),
+    pack_rows=st.sampled_from([2, 3, 4, 8]),
+    seed=st.integers(0, 99),
+)
+def test_every_row_is_in_one_pack_with_rows_of_its_sequence(
+    drafts: list[int], longest: int, padding: int, pack_rows: int, seed: int
+) -> None:
+    """Sequence i has `drafts[i]` draft rows; those without are not among the step's `verify_rows`."""
+    order = np.random.default_rng(seed).permutation(sum(drafts) + len(drafts))
+    step = dummy_step(decode=len(order))
+    step.decode_slot = order.astype(np.int32)
+    parent, lent, sequence_of, slot = [], [], np.zeros(len(order), np.int64), len(drafts)
+    for sequence, count in enumerate(drafts):
+        rows = range(slot, slot + count)
+        sequence_of[[sequence, *rows]] = sequence
+        slot += count
+        if count:
+            parent.append(sequence)
+            lent.append([*rows, *[-1] * (longest - count)])
+    lents = np.array(lent, np.int32).reshape(len(parent), longest)
+    if parent:
+        step.verify_rows = VerifyRows(np.array(parent, np.int32), lents, np.full_like(lents, -1))
+    total = len(order) + padding
+    packs = step_tensors.pack_arrays(step, total, pack_rows)["packs"]
+    assert packs.shape == (total, pack_rows)
+    assert packs.dtype == np.int32
+    assert sorted(packs[packs >= 0]) == list(range(total))
+    used = [pack[pack >= 0] for pack in packs if pack[0] >= 0]
+    assert len(used) == sum(-(-(1 + count) // pack_rows) for count in drafts) + padding
+    assert (packs[len(used) :] == -1).all()
+    for pack in used:
+        assert len(pack) == 1 or len({sequence_of[order[row]] for row in pack}) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

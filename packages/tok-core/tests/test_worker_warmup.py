@@ -128,6 +128,7 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
     assert page_table_bytes(3, 17, 16) == state.columns.page_table.nbytes
     # With prefix groups and without; up to 512 rows for short contexts and for long ones.
     assert total_graph_rows(576) == 2 * 576 + 4 * sum(size for size in graph_sizes(576) if size <= 512)
+    assert total_graph_rows(576, packs=True) == 2 * total_graph_rows(576)
 
 
 def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_block(

@@ -47,6 +47,13 @@ class Backend(Protocol):
         """
         ...
 
+    def pack_rows(self, group: int) -> int:
+        """Return how many rows a pack should have at most (`AttentionBatch.packs`); 1: packs make no step faster.
+
+        group  query heads per key/value head
+        """
+        ...
+
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         """Return the RMS norm of x over its last axis (Zhang & Sennrich 2019).
 

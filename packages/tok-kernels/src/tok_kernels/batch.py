@@ -159,6 +159,11 @@ class AttentionBatch:
     max_q, max_kv              host-side upper bounds of any sequence's query tokens and kv_len
     levels                     cascade levels, over disjoint position ranges
     host                       the lengths on the host, if the backend needs them (`Backend.needs_host_lengths`)
+    packs       int32 [n, w]   decode rows whose keys a kernel may read together; None: each row's by themselves
+
+    The rows of a pack belong to one sequence: they verify its drafted tokens, and the longest row's pages are those of
+    all. Each decode row is in one pack. A pack's unused entries are −1, and so is the first entry of an empty pack. A
+    value of one row's last positions that is not finite may make the rows of its pack not finite.
 
     A backend may cache its plan for a batch by object identity. Use one object for all layers of a step, and a new
     object for every step.
@@ -174,6 +179,7 @@ class AttentionBatch:
     max_kv: int
     levels: tuple[CascadeLevel, ...] = ()
     host: HostLengths | None = None
+    packs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

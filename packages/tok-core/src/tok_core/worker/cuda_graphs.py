@@ -36,7 +36,7 @@ from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.sampling import sampling_batch
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
-from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays
+from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays, pack_arrays
 from tok_kernels import AttentionBatch, Backend
 
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
@@ -63,9 +63,10 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
-def total_graph_rows(max_rows: int) -> int:
+def total_graph_rows(max_rows: int, *, packs: bool = False) -> int:
     """Return the total rows of all graphs up to `max_rows`: each graph keeps its hidden states and sampled tokens."""
-    return sum(size * (4 if size <= MAX_VARIANT_ROWS else 2) for size in graph_sizes(max_rows))
+    total = sum(size * (4 if size <= MAX_VARIANT_ROWS else 2) for size in graph_sizes(max_rows))
+    return 2 * total if packs else total
 
 
 class GraphKey(NamedTuple):
@@ -74,11 +75,13 @@ class GraphKey(NamedTuple):
     rows    decode rows
     groups  whether the step may have prefix groups
     long    whether contexts may be longer than SHORT_KV_TOKENS
+    packs   whether rows that verify one sequence's drafts read its keys together
     """
 
     rows: int
     groups: bool
     long: bool
+    packs: bool = False
 
     @property
     def max_groups(self) -> int:
@@ -86,8 +89,10 @@ class GraphKey(NamedTuple):
         return min(MAX_GRAPH_GROUPS, self.rows // 2) if self.groups else 0
 
 
-def padded_arrays(step: StepInput | None, key: GraphKey, padding_slot: int) -> dict[str, np.ndarray]:
-    """Return slots, `kv_start` and groups of a step, padded to the sizes of a graph; step None: padding only."""
+def padded_arrays(
+    step: StepInput | None, key: GraphKey, padding_slot: int, pack_rows: int = 1
+) -> dict[str, np.ndarray]:
+    """Return slots, `kv_start`, groups and packs of a step, padded to the sizes of a graph; step None: padding only."""
     slots, kv_start = np.full(key.rows, padding_slot, np.int32), np.zeros(key.rows, np.int32)
     if step is not None:
         count = len(step.decode_slot)
@@ -95,7 +100,9 @@ def padded_arrays(step: StepInput | None, key: GraphKey, padding_slot: int) -> d
         kv_start[:count] = decode_kv_start(step)
     level = step.levels[0] if step is not None and step.levels else None
     groups = group_arrays(0, level, key.max_groups) if key.groups else {}
-    return {"slots": slots, "kv_start": kv_start} | groups
+    return (
+        {"slots": slots, "kv_start": kv_start} | groups | (pack_arrays(step, key.rows, pack_rows) if key.packs else {})
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,7 @@ class DecodeGraph:
     """Captured decode step.
 
     padding_slot    slot of padding rows
+    pack_rows       maximum rows of a pack
     forward         computes `hidden` from slots, and from the `stage_input` that the stage before sends
     stage_input     received residual stream; None at the first stage
     hidden          hidden states `[rows, N]`, or the residual stream for the next stage
@@ -113,6 +121,7 @@ class DecodeGraph:
 
     key: GraphKey
     padding_slot: int
+    pack_rows: int
     forward: torch.cuda.CUDAGraph
     stage_input: Tensor | None
     hidden: Tensor
@@ -122,7 +131,7 @@ class DecodeGraph:
 
     def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
         """Return the step's host arrays, padded to this graph; staged first, they get the addresses the graph reads."""
-        return padded_arrays(step, self.key, self.padding_slot)
+        return padded_arrays(step, self.key, self.padding_slot, self.pack_rows)
 
     @staticmethod
     def can_sample(step: StepInput) -> bool:
@@ -135,6 +144,7 @@ class DecodeGraphs:
     """CUDA graphs of one model's decode steps, by GraphKey; empty until `capture`.
 
     prefix_groups  whether there are graphs of steps with prefix groups
+    pack_rows      maximum rows of a pack; 1: there are no graphs with packs
     reader         reads the residual stream of each step
     """
 
@@ -147,6 +157,7 @@ class DecodeGraphs:
         coordinates: RankCoordinates,
         *,
         prefix_groups: bool = True,
+        pack_rows: int = 1,
         reader: StreamReader | None = None,
     ) -> None:
         self._model = model
@@ -156,6 +167,7 @@ class DecodeGraphs:
         self._staging = staging
         self._coordinates = coordinates
         self._prefix_groups = prefix_groups
+        self._pack_rows = pack_rows
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []  # ascending
         self._recorder: GraphRecorder | None = None
@@ -193,7 +205,8 @@ class DecodeGraphs:
         if len(step.prefill_slot) or len(step.levels) > 1 or not self._sizes or count > self._sizes[-1]:
             return None
         rows = self._sizes[bisect_left(self._sizes, count)]
-        key = GraphKey(rows, groups > 0, step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(rows))
+        long = step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(rows)
+        key = GraphKey(rows, groups > 0, long, packs=self._pack_rows > 1 and step.verify_rows is not None)
         if groups > key.max_groups or (groups and not self._prefix_groups):
             return None
         if key not in self._graphs and not self._memory_full:
@@ -281,6 +294,7 @@ class DecodeGraphs:
         self._graphs[key] = DecodeGraph(
             key=key,
             padding_slot=self._state.slots,
+            pack_rows=self._pack_rows,
             forward=forward,
             stage_input=self._stage_input_of(key.rows),
             hidden=hidden,
@@ -292,18 +306,19 @@ class DecodeGraphs:
         return time.monotonic() - began
 
     def _keys(self, graph_sizes: Iterable[int]) -> Iterator[GraphKey]:
-        """Yield all variants of graphs of these sizes; a single row is in no group."""
+        """Yield all variants of graphs of these sizes; a single row is in no group and verifies no draft."""
         for rows in graph_sizes:
             for groups in (False, True) if self._prefix_groups and rows > 1 else (False,):
                 for long in (True, False) if self._has_short_variant(rows) else (True,):
-                    yield GraphKey(rows, groups, long)
+                    for packs in (False, True) if self._pack_rows > 1 and rows > 1 else (False,):
+                        yield GraphKey(rows, groups, long, packs)
 
     def _has_short_variant(self, rows: int) -> bool:
         return rows <= MAX_VARIANT_ROWS and self._state.max_len > SHORT_KV_TOKENS
 
     def _padding_inputs(self, key: GraphKey) -> tuple[dict[str, Tensor], Tensor]:
         """Return the staged arrays of a step of padding rows, and its `q_start`."""
-        staged = self._staging.put(padded_arrays(None, key, self._state.slots))
+        staged = self._staging.put(padded_arrays(None, key, self._state.slots, self._pack_rows))
         return staged, torch.arange(key.rows + 1, dtype=torch.int32, device=self._state.device)
 
     def _allocate_stage_input(self, graph_sizes: Iterable[int]) -> None:
@@ -330,6 +345,7 @@ class DecodeGraphs:
             max_q=1,
             max_kv=max_kv,
             levels=(cascade_level(staged, 0, key.rows, max_kv),) if key.groups else (),
+            packs=staged.get("packs"),
         )
         stage_input = self._stage_input_of(key.rows)
         x_T = inputs.token if stage_input is None else stage_input

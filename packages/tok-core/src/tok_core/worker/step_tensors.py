@@ -1,7 +1,7 @@
 """Build the inputs of a step's forward pass: host arrays from the StepInput, then tensors from them and the state.
 
 `step_arrays` runs on the host, before the arrays are staged. `build_step_tensors` enqueues operations on the device.
-Steps that replay a CUDA graph need `decode_kv_start` and `group_arrays` only; the graph has the rest.
+Steps that replay a CUDA graph need `decode_kv_start`, `group_arrays` and `pack_arrays` only; the graph has the rest.
 
 Legend: D decode rows, P prefill chunks, B = D + P sequences, T tokens, R rows that sample.
 """
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_core.messages import GroupLevel, Int64, StepInput
+from tok_core.messages import GroupLevel, Int64, StepInput, VerifyRows
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, CascadeLevel, HostLengths, HostLevel
 
@@ -39,8 +39,8 @@ class StepTensors:
     logit_row_R: Tensor | None
 
 
-def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """Return the host arrays that `build_step_tensors` needs, by name."""
+def step_arrays(step: StepInput, pack_rows: int = 1) -> dict[str, np.ndarray]:
+    """Return the host arrays that `build_step_tensors` needs, by name; packs have up to `pack_rows` rows."""
     decode, count = len(step.decode_slot), step.prefill_count
     q_start = np.concatenate(([0], np.cumsum(np.concatenate((np.ones(decode, np.int32), count))))).astype(np.int32)
     arrays = {
@@ -58,7 +58,37 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
         }
     for number, level in enumerate(step.levels):
         arrays |= group_arrays(number, level, len(level.start))
-    return arrays
+    return arrays | ({} if step.verify_rows is None else pack_arrays(step, decode, pack_rows))
+
+
+def pack_arrays(step: StepInput | None, rows: int, pack_rows: int) -> dict[str, np.ndarray]:
+    """Return `AttentionBatch.packs` of `rows` decode rows, `[rows, pack_rows]`, if packs have more than one row.
+
+    The rows that verify a sequence's drafts make up packs. Any other row is a pack of its own, and so are padding rows.
+    """
+    if pack_rows == 1:
+        return {}
+    together = np.empty((0, pack_rows), np.int32)
+    if step is not None and step.verify_rows is not None:
+        together = _draft_packs(step.verify_rows, step.decode_slot, pack_rows)
+    is_alone = np.ones(rows + 1, np.bool_)  # the last entry stands for the −1 of unused entries
+    is_alone[together] = False
+    alone = is_alone[:rows].nonzero()[0]
+    packs = np.full((rows, pack_rows), -1, np.int32)
+    packs[: len(together)] = together
+    packs[len(together) : len(together) + len(alone), 0] = alone
+    return {"packs": packs}
+
+
+def _draft_packs(verify: VerifyRows, decode_slot: np.ndarray, pack_rows: int) -> np.ndarray:
+    """Return the packs of the sequences that have drafts, int32 `[packs, pack_rows]`."""
+    row_of = np.zeros(int(decode_slot.max()) + 1, np.int32)
+    row_of[decode_slot] = np.arange(len(decode_slot))
+    lent_row = np.where(verify.lent >= 0, row_of[verify.lent], -1)
+    rows = np.column_stack((row_of[verify.parent], lent_row))
+    padding = ((0, 0), (0, -rows.shape[1] % pack_rows))
+    packs = np.pad(rows, padding, constant_values=-1).reshape(-1, pack_rows)
+    return packs[packs[:, 0] >= 0]
 
 
 def group_arrays(number: int, level: GroupLevel | None, size: int) -> dict[str, np.ndarray]:
@@ -149,7 +179,7 @@ def build_step_tensors(
 ) -> StepTensors:
     """Build the step's tensors, and advance the lengths and tokens of its slots in `state`.
 
-    staged       `step_arrays(step)` on the device
+    staged       `step_arrays` on the device
     host_kv_len  `kv_len` of HostLengthTracker; None: the backend plans nothing on the host
     """
     columns, decode = state.columns, len(step.decode_slot)
@@ -174,6 +204,7 @@ def build_step_tensors(
         max_kv=step.max_kv,
         levels=_cascade_levels(step, staged),
         host=None if host_kv_len is None else _host_lengths(step, host_kv_len),
+        packs=staged.get("packs"),
     )
     # Without prefill chunks every row samples, in order.
     logit_row_R = staged["logit_row"].long() if "logit_row" in staged else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.triton import invariant as invariant_attention
 from tok_kernels.attention.triton.attention import attention
+from tok_kernels.attention.triton.decode import pack_rows
 from tok_kernels.linear import triton_invariant as invariant_linear
 from tok_kernels.linear.triton import gated_linear, linear
 from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
@@ -26,6 +27,7 @@ class TritonBackend:
     needs_host_lengths: frozenset[Phase] = frozenset()
     capturable: bool = True
 
+    pack_rows = staticmethod(pack_rows)
     rms_norm = staticmethod(rms_norm)
     linear = staticmethod(linear)
     gated_linear = staticmethod(gated_linear)
@@ -62,6 +64,10 @@ class InvariantTritonBackend(TritonBackend):
     select_experts = staticmethod(invariant_moe.select_experts)
     fused_experts = staticmethod(invariant_moe.fused_experts)
     attention = staticmethod(invariant_attention.attention)
+
+    @staticmethod
+    def pack_rows(group: int) -> int:
+        return 1  # attention reads the keys of each row by themselves
 
     def __init__(self) -> None:
         invariant_linear.forbid_split_k()

@@ -29,14 +29,21 @@ from tok_core.worker.cuda_graphs import graph_sizes, total_graph_rows
 from tok_core.worker.draft_model import DRAFT_GRAPH_SIZES
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup.draft import read_draft
-from tok_core.worker.startup.dummy_steps import dummy_drafts, dummy_step, largest_draft, largest_step, run_dummy_step
+from tok_core.worker.startup.dummy_steps import (
+    dummy_drafts,
+    dummy_step,
+    dummy_verify_rows,
+    largest_draft,
+    largest_step,
+    run_dummy_step,
+)
 from tok_core.worker.startup.resolve import choose_cache_dtype, dtype_name
 from tok_core.worker.state import kv_bytes_per_token
 
 CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
 MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
 MIN_CACHE_PAGES = 2  # pages of the KV cache: one for a sequence, and the page that no sequence owns
-DRIVER_GRAPH_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves
+DRIVER_GRAPH_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves, without those of packs
 GRAPH_TRIALS = 3  # steps of each size that are timed to choose the sizes of CUDA graphs
 SLACK = 1.1  # factor on the measured activations, for the allocator's fragmentation
 
@@ -189,6 +196,8 @@ def measure_steps(runner: Runner, max_step_tokens: int, *, graphs: bool, mask_wo
         return StepMemory(step_bytes, graph_rows=0, graph_bytes=0)
     rows = largest_graph_rows(runner)
     graph_bytes = _peak_bytes(runner, dummy_step(decode=rows)) + _graph_tensor_bytes(runner, rows)
+    if runner.pack_rows > 1 and rows > 1:
+        graph_bytes += _peak_bytes(runner, dummy_verify_rows(rows // 2, 1)) + DRIVER_GRAPH_BYTES
     if runner.draft_model is not None:
         graph_bytes += _peak_bytes(runner, dummy_drafts(min(rows, DRAFT_GRAPH_SIZES[-1]), 0, runner.max_len))
     return StepMemory(step_bytes, rows, graph_bytes)
@@ -230,9 +239,8 @@ def _graph_tensor_bytes(runner: Runner, rows: int) -> int:
     A row of the outputs has a hidden state, a token and a log-probability.
     """
     hidden_bytes = runner.model.config.hidden_size * runner.model.dtype.itemsize
-    return total_graph_rows(rows) * (hidden_bytes + 8) + (
-        0 if runner.pipeline.coordinates.first else rows * hidden_bytes
-    )
+    total_rows = total_graph_rows(rows, packs=runner.pack_rows > 1)
+    return total_rows * (hidden_bytes + 8) + (0 if runner.pipeline.coordinates.first else rows * hidden_bytes)
 
 
 def cache_tokens(

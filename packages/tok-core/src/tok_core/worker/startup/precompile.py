@@ -43,7 +43,7 @@ from tok_core.worker.startup.resolve import (
     resolve_model_config,
     resolve_step_sizes,
 )
-from tok_core.worker.startup.warmup import steps_of
+from tok_core.worker.startup.warmup import draft_steps_of, steps_of
 from tok_core.worker.state import WorkerState
 from tok_kernels.compilation import compile_variants, hash_kernels, kernel_builds, record
 from tok_kernels.launch_config import override_for_card
@@ -62,6 +62,7 @@ MAX_WAIT_SECONDS = 300.0  # after this time the worker compiles by itself
 KERNEL_FIELDS = (
     *("dtype", "backend", "quantization", "logprobs_mode", "kv_cache_dtype", "page_size", "max_running"),
     *("max_step_tokens", "max_model_len", "cuda_graphs", "prefix_groups", "batch_invariant", "load_format"),
+    *("speculate", "draft"),
 )
 
 
@@ -253,6 +254,7 @@ def launch_startup_steps(config: EngineConfig) -> None:
     runner, path = meta_runner(config), Path(config.model)
     sizes = resolve_step_sizes(config, "cuda")
     steps = steps_of(runner, sizes.max_step_tokens, mask_words(runner.model.config, path))
+    steps += draft_steps_of(runner, sizes.max_step_tokens)
     with different_layers_only(runner.model, runner.state):
         for step in steps:
             runner.reset()

@@ -6,11 +6,12 @@ import logging
 import time
 from typing import cast
 
+import numpy as np
 import torch
 from msgspec import structs
 
 from tok_core.config import MAX_DRAFT_TOKENS
-from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
+from tok_core.messages import MAX_CASCADE_LEVELS, StepInput, VerifyRows
 from tok_core.models import CausalLM, DecoderLayer
 from tok_core.parallel import choose_layout
 from tok_core.worker.cuda_graphs import graph_sizes
@@ -85,7 +86,10 @@ def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
     if runner.state.ngrams is not None:
         rows = min(runner.state.slots, max_step_tokens)
         lengths = {min(tokens, rows - 1, runner.max_len - 1) for tokens in (1, 3, MAX_DRAFT_TOKENS)}
-        return [dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0]
+        steps = [dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0]
+        if runner.pack_rows > 1:
+            steps += [_with_draft(step) for step in _decode_steps_of(runner, rows) if len(step.decode_slot) > 1]
+        return steps
     if runner.draft_model is None:
         return []
     largest = largest_draft(runner, max_step_tokens)
@@ -118,6 +122,18 @@ def warm_up_steps(
         *_prefill_steps(slots, max_step_tokens, max_len, max_prefix_pages * page_size),
         *_sampling_steps(max_rows, mask_words),
     ]
+
+
+def _decode_steps_of(runner: Runner, max_rows: int) -> list[StepInput]:
+    page_size = runner.state.page_size
+    steps = _decode_steps(max_rows, runner.max_len // 2 // page_size, page_size)
+    return [step for step in steps if runner.prefix_groups or not step.levels]
+
+
+def _with_draft(step: StepInput) -> StepInput:
+    """Return the step with a drafted token in its second row, which the first row's sequence verifies."""
+    parent, lent = step.decode_slot[:1], step.decode_slot[1:2].reshape(1, 1)
+    return structs.replace(step, verify_rows=VerifyRows(parent, lent, np.full_like(lent, -1)))
 
 
 def _decode_steps(max_rows: int, max_prefix_pages: int, page_size: int) -> list[StepInput]:

@@ -66,7 +66,8 @@ def _run_split(
     rows = operands.q[: batch.num_decode]
     level_splits = [tile_splits(operands, items) for items in levels]
     # No program of a level writes a row that is in none of its groups.
-    parts = new_partials(rows, sum(level_splits), chunks=chunks.num_chunks, filled=True)
+    stride = 1 if batch.packs is None else batch.packs.shape[1]
+    parts = new_partials(rows, sum(level_splits), chunks=chunks.num_chunks, stride=stride, filled=True)
     decode_by_chunks(operands, batch, chunks, parts)
     first_partial = 0
     for items, splits in zip(levels, level_splits, strict=True):

@@ -1,4 +1,8 @@
-"""Attend from one query token per sequence: one program for each key/value head and row, or chunk of a row's keys."""
+"""Attend from one query token per sequence: one program for each key/value head and row, or chunk of a row's keys.
+
+Rows that verify drafted tokens of one sequence share a program if the batch has packs: tensor cores compute 16 rows at
+once, and the query heads of a key/value head are fewer.
+"""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -18,15 +22,30 @@ from tok_kernels.attention.triton.online_softmax import (
     merge_states,
 )
 from tok_kernels.attention.triton.operands import Operands
-from tok_kernels.attention.triton.split_kv import SplitKVPlan, count_blocks, count_chunks, find_chunk, plan_split_kv
+from tok_kernels.attention.triton.split_kv import (
+    SplitKVPlan,
+    count_blocks,
+    count_chunks,
+    find_chunk,
+    find_keys,
+    plan_split_kv,
+)
 from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
 from tok_kernels.batch import AttentionBatch
+
+_TILE_ROWS = 16  # rows of queries that tensor cores compute at once
+_MAX_PACK_ROWS = 8
+
+
+def pack_rows(group: int) -> int:
+    """Compute `Backend.pack_rows`: the queries of a pack fill the tile of a program."""
+    return max(1, min(_MAX_PACK_ROWS, _TILE_ROWS // group))
 
 
 @triton.jit(
     # A value that changes from step to step must not recompile the kernel.
     do_not_specialize=["page_table_stride", "rows", "base", "target_chunks", "min_keys", "max_chunks"],
-    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "page_table_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "packs_ptr", "page_table_ptr"],
 )
 def _decode_attention_kernel(
     q_ptr: tl.tensor,
@@ -37,6 +56,7 @@ def _decode_attention_kernel(
     slots_ptr: tl.tensor,
     start_ptr: tl.tensor,
     len_ptr: tl.tensor,
+    packs_ptr: tl.tensor,
     rows: tl.tensor,
     base: tl.tensor,
     target_chunks: tl.tensor,
@@ -63,13 +83,15 @@ def _decode_attention_kernel(
     GROUP: tl.constexpr,
     FP16: tl.constexpr,
     WINDOW: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
+    PACK: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
     CHUNKED: tl.constexpr,
     PRIOR: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Attend from one decode row to its own keys, or to one chunk of them, for the query heads of one key/value head.
 
+    With a PACK of more than one row, packs take the place of rows, and a program attends from all rows of its pack.
     Grid: `(rows × KV_HEADS,)`, or with CHUNKED `(chunks × KV_HEADS,)`; the key/value head changes fastest.
 
     1. Find the row and its range of keys. CHUNKED: find the program's chunk; programs past the last chunk return.
@@ -81,11 +103,13 @@ def _decode_attention_kernel(
     part_out_ptr, part_lse_ptr           float32 [entries, H, HEAD] and [entries, H], as in `SplitKVPartials`
     chunks_ptr                           int32 [R, 2], written if CHUNKED: first chunk and number of chunks of a row
     slots_ptr, start_ptr, len_ptr        int32 [R], `AttentionBatch`'s slots, kv_start and kv_len
-    rows                                 R
+    packs_ptr                            int32 [rows, PACK], `AttentionBatch.packs`; not read if PACK is 1
+    rows                                 R, or the number of packs
     base                                 entry of the partial results that chunk 0 writes
     target_chunks, min_keys, max_chunks  as in `SplitKVPlan`
     KEYS                                 keys of a block
-    GROUP_PADDED                         GROUP, padded to the rows of a block
+    PACK                                 rows of a pack; 1: there are no packs
+    PADDED_ROWS                          PACK × GROUP, padded to the rows of a block
     PDL                                  this kernel may start before its predecessor ends
 
     `Operands` describes the other arguments.
@@ -100,21 +124,39 @@ def _decode_attention_kernel(
     if CHUNKED:
         chunk = row
         row, first_chunk, blocks_per_chunk = find_chunk(
-            start_ptr, len_ptr, rows, chunk, target_chunks, min_keys, max_chunks, KEYS, WINDOW
+            start_ptr, len_ptr, packs_ptr, rows, chunk, target_chunks, min_keys, max_chunks, KEYS, WINDOW, PACK
         )
         if row >= rows:
             if PDL:
                 gdc_wait()
             return
     row = row.to(tl.int64)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    start = tl.load(start_ptr + row)
-    end = tl.load(len_ptr + row)
-    begin = start
-    if WINDOW:
-        begin = tl.maximum(start, end - WINDOW)
+    begin, end = find_keys(start_ptr, len_ptr, packs_ptr, row, True, WINDOW, PACK)
+
+    # Find the row of each query: they are query heads of the row, or of each row of the pack.
+    query = tl.arange(0, PADDED_ROWS)
+    head = kv_head * GROUP + query % GROUP
+    if PACK == 1:
+        member = 0
+        present = query < GROUP
+        query_row = tl.full([PADDED_ROWS], 0, tl.int64) + row
+        start = tl.load(start_ptr + row)
+        limit = tl.full([PADDED_ROWS], 0, tl.int32) + end
+        window_start = limit
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    else:
+        member = query // GROUP
+        query_row = tl.load(packs_ptr + row * PACK + member, mask=member < PACK, other=-1).to(tl.int64)
+        present = query_row >= 0
+        start = tl.load(start_ptr + query_row, mask=present, other=0)
+        limit = tl.load(len_ptr + query_row, mask=present, other=0)
+        window_start = start
+        if WINDOW:
+            window_start = tl.maximum(start, limit - WINDOW)
+        longest = present & (limit == end)
+        slot = tl.max(tl.load(slots_ptr + query_row, mask=longest, other=0), 0).to(tl.int64)
     if CHUNKED:
-        row_blocks = count_blocks(start_ptr, len_ptr, row, True, KEYS, WINDOW)
+        row_blocks = count_blocks(begin, end, KEYS)
         chunk_count = count_chunks(row_blocks, blocks_per_chunk, max_chunks)
         keys_per_chunk = tl.cdiv(row_blocks, chunk_count) * KEYS
         begin += (chunk - first_chunk) * keys_per_chunk
@@ -122,31 +164,28 @@ def _decode_attention_kernel(
         if PDL:
             gdc_wait()
         if (chunk == first_chunk) & (kv_head == 0):
-            tl.store(chunks_ptr + 2 * row, first_chunk)
-            tl.store(chunks_ptr + 2 * row + 1, chunk_count)
+            tl.store(chunks_ptr + 2 * query_row, first_chunk * PACK + member, mask=present)
+            tl.store(chunks_ptr + 2 * query_row + 1, chunk_count, mask=present)
 
     # Load the queries, and read the keys and values.
-    group_head = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, PADDED)
-    head = kv_head * GROUP + group_head
-    present = group_head < GROUP
     d_mask = d < HEAD
     mask = present[:, None] & d_mask[None, :]
-    q = tl.load(q_ptr + row * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
+    q_offset = query_row * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=mask, other=0.0)
     q = cast_queries(q, FP16)
-    head_row = row * (KV_HEADS * GROUP) + head
+    head_row = query_row * (KV_HEADS * GROUP) + head
     out_offset = head_row[:, None] * HEAD + d[None, :]
-    state = empty_state(GROUP_PADDED, PADDED)
-    limit = tl.full([GROUP_PADDED], 0, tl.int32) + end
+    state = empty_state(PADDED_ROWS, PADDED)
     if k_token_scale_ptr is not None:
         k_token_scale_ptr += kv_head * PAGE
         v_token_scale_ptr += kv_head * PAGE
     state = attend(
-        *(q, state, limit, limit, begin, end),
+        *(q, state, window_start, limit, begin, end),
         *(k_ptr + kv_head * kv_head_stride, v_ptr + kv_head * kv_head_stride),
         page_table_ptr + slot * page_table_stride,
         *(kv_page_stride, kv_row_stride, scale, k_token_scale_ptr, v_token_scale_ptr),
-        *(PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, False),
+        *(PAGE, KEYS, HEAD, PADDED, KV_HEADS, True, PACK > 1),
     )
 
     # Merge with the prefix, and store the output or the partial result.
@@ -159,7 +198,7 @@ def _decode_attention_kernel(
         state = merge_states(state, prefix_state)
     out, lse = finish(state)
     if CHUNKED:
-        head_row = (base + chunk).to(tl.int64) * (KV_HEADS * GROUP) + head
+        head_row = (base + chunk * PACK + member).to(tl.int64) * (KV_HEADS * GROUP) + head
         tl.store(part_lse_ptr + head_row, lse, mask=present)
         tl.store(part_out_ptr + head_row[:, None] * HEAD + d[None, :], out, mask=mask)
     else:
@@ -182,7 +221,8 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
     start early, so all kernels that wrote the cache have ended before.
     """
     pdl_options = config.pdl_options(operands.q.device) if prior else {"PDL": False}
-    programs = batch.num_decode * operands.kv_heads
+    rows = batch.num_decode if batch.packs is None else len(batch.packs)
+    programs = rows * operands.kv_heads
     launch = _launch(operands, split=False)
     _run(operands, batch, out_THD, parts, launch, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **pdl_options)
 
@@ -206,13 +246,17 @@ def _run(
     chunk_arguments: tuple[int, int, int, int],
     **options: bool,
 ) -> None:
+    packs, (rows, pack) = batch.slots, (batch.num_decode, 1)
+    if batch.packs is not None:
+        packs, (rows, pack) = batch.packs, batch.packs.shape
     _decode_attention_kernel[(programs,)](
-        *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len),
-        *(batch.num_decode, *chunk_arguments),
+        *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len, packs),
+        *(rows, *chunk_arguments),
         *operands.runtime(),
         *operands.token_scales(),
         KEYS=launch.keys,
-        GROUP_PADDED=launch.rows,
+        PACK=pack,
+        PADDED_ROWS=max(launch.rows, config.power_of_two(pack * operands.group)),
         **operands.static(),
         num_warps=launch.warps,
         num_stages=launch.stages,

@@ -61,19 +61,54 @@ def no_split_kv(rows: int) -> SplitKVPlan:
 
 
 @triton.jit
-def count_blocks(
+def find_keys(
     start_ptr: tl.tensor,
     len_ptr: tl.tensor,
+    packs_ptr: tl.tensor,
     row: tl.tensor,
     present: tl.tensor,
-    KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
-) -> tl.tensor:
-    """Return the number of key blocks of each row; 0 for a row without keys."""
-    keys = tl.load(len_ptr + row, mask=present, other=0) - tl.load(start_ptr + row, mask=present, other=0)
-    if WINDOW:
-        keys = tl.minimum(keys, WINDOW)
-    return tl.cdiv(tl.maximum(keys, 0), KEYS)
+    PACK: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return the first key of each row, and the end of its keys; of each pack if a pack has more than one row.
+
+    The end of a row without keys may lie before the first; a pack without keys begins and ends at 0.
+    """
+    if PACK == 1:
+        end = tl.load(len_ptr + row, mask=present, other=0)
+        begin = tl.load(start_ptr + row, mask=present, other=0)
+        if WINDOW:
+            begin = tl.maximum(begin, end - WINDOW)
+    else:
+        end = (row * 0).to(tl.int32)
+        begin = end + 0x7FFFFFFF
+        for i in tl.static_range(PACK):
+            member = tl.load(packs_ptr + row * PACK + i, mask=present, other=-1)
+            exists = present & (member >= 0)
+            row_end = tl.load(len_ptr + member, mask=exists, other=0)
+            row_begin = tl.load(start_ptr + member, mask=exists, other=0)
+            if WINDOW:
+                row_begin = tl.maximum(row_begin, row_end - WINDOW)
+            has_keys = row_begin < row_end
+            begin = tl.where(has_keys, tl.minimum(begin, row_begin), begin)
+            end = tl.where(has_keys, tl.maximum(end, row_end), end)
+        begin = tl.minimum(begin, end)
+    return begin, end
+
+
+@triton.jit
+def count_blocks(begin: tl.tensor, end: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    """Return the number of key blocks of each row or pack, given its `find_keys`; 0 without keys."""
+    return tl.cdiv(tl.maximum(end - begin, 0), KEYS)
+
+
+@triton.jit
+def _exists(packs_ptr: tl.tensor, row: tl.tensor, rows: tl.tensor, PACK: tl.constexpr) -> tl.tensor:
+    """Return whether there is such a row or pack."""
+    present = row < rows
+    if PACK > 1:
+        present &= tl.load(packs_ptr + row * PACK, mask=present, other=-1) >= 0
+    return present
 
 
 @triton.jit
@@ -86,6 +121,7 @@ def count_chunks(row_blocks: tl.tensor, blocks_per_chunk: tl.tensor, max_chunks:
 def find_chunk(
     start_ptr: tl.tensor,
     len_ptr: tl.tensor,
+    packs_ptr: tl.tensor,
     rows: tl.tensor,
     chunk: tl.tensor,
     target_chunks: tl.tensor,
@@ -93,29 +129,33 @@ def find_chunk(
     max_chunks: tl.tensor,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    PACK: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Return the row of chunk number `chunk`, the number of that row's first chunk, and the blocks of a chunk.
 
-    The returned row is `rows` if there is no such chunk.
+    The returned row is `rows` if there is no such chunk. With a PACK of more than one row, `rows` packs take the place
+    of the rows; empty ones come last.
     """
     total_blocks = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
-        total_blocks += tl.sum(count_blocks(start_ptr, len_ptr, row, row < rows, KEYS, WINDOW), 0)
+        begin, end = find_keys(start_ptr, len_ptr, packs_ptr, row, _exists(packs_ptr, row, rows, PACK), WINDOW, PACK)
+        total_blocks += tl.sum(count_blocks(begin, end, KEYS), 0)
     blocks_per_chunk = tl.maximum(tl.cdiv(total_blocks, target_chunks), tl.cdiv(min_keys, KEYS))
     chunk_row = 0
     first_chunk = 0
     chunks_before = 0
     for base in range(0, rows, ROWS):
         row = base + tl.arange(0, ROWS)
-        present = row < rows
-        num_chunks = count_chunks(
-            count_blocks(start_ptr, len_ptr, row, present, KEYS, WINDOW), blocks_per_chunk, max_chunks
-        )
+        present = _exists(packs_ptr, row, rows, PACK)
+        begin, end = find_keys(start_ptr, len_ptr, packs_ptr, row, present, WINDOW, PACK)
+        num_chunks = count_chunks(count_blocks(begin, end, KEYS), blocks_per_chunk, max_chunks)
         num_chunks = tl.where(present, num_chunks, 0)
         chunk_ends = chunks_before + tl.cumsum(num_chunks, 0)
         is_before = present & (chunk_ends <= chunk)
         chunk_row += tl.sum(is_before.to(tl.int32), 0)
         first_chunk = tl.maximum(first_chunk, tl.max(tl.where(is_before, chunk_ends, 0), 0))
         chunks_before += tl.sum(num_chunks, 0)
+    if PACK > 1:
+        chunk_row = tl.where(chunk < chunks_before, chunk_row, rows)
     return chunk_row, first_chunk, blocks_per_chunk

@@ -32,6 +32,7 @@ class SplitKVPartials:
     chunks   int32   [R, 2]  a row's first chunk and its number of chunks; unwritten entries are never read
     rows     R
     chunked  whether there are chunks
+    stride   entries from a chunk of a row to the next one; with packs, other rows' chunks are between them
 
     For example, 2 splits of 3 rows: entries 0–2 are split 0 of rows 0–2, entries 3–5 are split 1, chunks begin at 6.
     """
@@ -42,6 +43,7 @@ class SplitKVPartials:
     rows: int
     splits: int
     chunked: bool
+    stride: int = 1
 
 
 def empty_partials(device: torch.device) -> SplitKVPartials:
@@ -50,19 +52,20 @@ def empty_partials(device: torch.device) -> SplitKVPartials:
     return SplitKVPartials(nothing, nothing, nothing, rows=1, splits=0, chunked=False)
 
 
-def new_partials(q_RHD: Tensor, splits: int, *, chunks: int = 0, filled: bool) -> SplitKVPartials:
-    """Allocate `splits` partial results for each row of q, and `chunks` chunks.
+def new_partials(q_RHD: Tensor, splits: int, *, chunks: int = 0, stride: int = 1, filled: bool) -> SplitKVPartials:
+    """Allocate `splits` partial results for each row of q, and `chunks` chunks of `stride` rows.
 
     With `filled`, the partial results of all splits are marked as having no keys; otherwise they are undefined.
     """
     rows, heads, size = q_RHD.shape
-    out = torch.empty((splits * rows + chunks, heads, size), dtype=torch.float32, device=q_RHD.device)
-    lse = torch.empty((splits * rows + chunks, heads), dtype=torch.float32, device=q_RHD.device)
+    entries = splits * rows + chunks * stride
+    out = torch.empty((entries, heads, size), dtype=torch.float32, device=q_RHD.device)
+    lse = torch.empty((entries, heads), dtype=torch.float32, device=q_RHD.device)
     if filled and splits:
         lse[: splits * rows].fill_(-torch.inf)
     # Without chunks no kernel reads the table, so any tensor serves as its argument.
     table = torch.empty((rows, 2), dtype=torch.int32, device=q_RHD.device) if chunks else lse
-    return SplitKVPartials(out, lse, table, rows, splits, chunks > 0)
+    return SplitKVPartials(out, lse, table, rows, splits, chunks > 0, stride)
 
 
 @triton.jit
@@ -79,18 +82,19 @@ def _merge_row(
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return the weighted mean of a row's `parts` partial results for one head, float32 `[PADDED]`; 0 without keys.
 
-    `first` is the row's first chunk; BLOCK partial results are read at a time.
+    `first` is the row's first chunk, STRIDE entries before its next; BLOCK partial results are read at a time.
     """
     row_max = float("-inf")
     row_sum = 0.0
     acc = tl.zeros([PADDED], tl.float32)
     for begin in range(0, parts, BLOCK):
         part = begin + tl.arange(0, BLOCK)
-        entry = tl.where(part < splits, part * rows + row, splits * rows + first + part - splits)
+        entry = tl.where(part < splits, part * rows + row, splits * rows + first + (part - splits) * STRIDE)
         head_row = entry.to(tl.int64) * HEADS + head
         lse = tl.load(part_lse_ptr + head_row, mask=part < parts, other=float("-inf"))
         seen = (lse > float("-inf"))[:, None] & (d < HEAD)[None, :]
@@ -119,6 +123,7 @@ def _merge_partials_kernel(
     KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
+    STRIDE: tl.constexpr,
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     PDL: tl.constexpr,
@@ -133,6 +138,7 @@ def _merge_partials_kernel(
     out_ptr                     [rows, HEADS, HEAD], contiguous
     part_out_ptr, part_lse_ptr  float32 [entries, HEADS, HEAD] and [entries, HEADS], as in `SplitKVPartials`
     chunks_ptr                  int32 [rows, 2], first chunk and number of chunks of each row
+    STRIDE                      `SplitKVPartials.stride`
     v_scale_ptr                 float32 [KV_HEADS], or None
     PDL                         this kernel may start before its predecessor ends
     """
@@ -150,11 +156,11 @@ def _merge_partials_kernel(
     d = tl.arange(0, PADDED)
     if parts <= SMALL:
         merged = _merge_row(
-            part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, SMALL
+            part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, STRIDE, SMALL
         )
     else:
         merged = _merge_row(
-            part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, LARGE
+            part_out_ptr, part_lse_ptr, row, head, rows, splits, first, parts, d, HEADS, HEAD, PADDED, STRIDE, LARGE
         )
     if v_scale_ptr is not None:
         merged *= tl.load(v_scale_ptr + head // (HEADS // KV_HEADS))
@@ -171,6 +177,7 @@ def merge_partials(operands: Operands, parts: SplitKVPartials, out_RHD: Tensor) 
         KV_HEADS=operands.kv_heads,
         HEAD=size,
         PADDED=operands.padded_head,
+        STRIDE=parts.stride,
         SMALL=_FEW_PARTIALS,
         LARGE=_MANY_PARTIALS,
         num_warps=4,
