@@ -10,5 +10,4 @@ from tok_core.manager.prefix_groups.grouping import Grouping, MostPagesSaved
 def group_eagerly(manager: Manager) -> None:
     """Set the cost of groups to zero and of their members to one, if the manager groups at all."""
     scheduler, costs = manager.scheduler, CPU_COSTS._replace(member=1, group=0)
-    scheduler.group_costs = costs
     scheduler.groupings = [Grouping(manager.paging.tree, MostPagesSaved(costs)) for _ in scheduler.groupings]

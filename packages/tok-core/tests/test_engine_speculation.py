@@ -105,23 +105,6 @@ def test_full_engine_drafts_in_slots_beyond_max_running(path: Path, running: int
         assert engine.stats()["accepted_tokens"] > NEW // 2
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_draft_rows_that_read_their_sequence_together_change_no_token(
-    path: Path, on_host: bool, request: pytest.FixtureRequest
-) -> None:
-    if on_host:
-        request.getfixturevalue("drafts_on_host")
-    prompts, params = [[5, 6, 7], [8], [2, 9]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    wanted = [tokens for tokens, _ in reference_greedy(path, prompts, 100)]
-    with cpu_engine(path, speculate=4, page_size=4, max_model_len=128) as engine:  # no prompt fills a page
-        group_eagerly(manager_of(engine))
-        for _ in range(2):
-            assert [one.outputs[0].token_ids for one in engine.generate(prompts, params)] == wanted
-        stats = engine.stats()
-    assert stats["accepted_tokens"] > 50
-    assert stats["group_rows"] > stats["accepted_tokens"]
-
-
 @pytest.mark.parametrize("kind", ["llama3", "qwen2", "qwen3"])
 def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path / kind)

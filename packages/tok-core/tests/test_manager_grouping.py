@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Node
-from tok_core.manager.prefix_groups import NO_GROUPS, cascade, group_drafts, grouping
+from tok_core.manager.prefix_groups import cascade, grouping
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, read_cost
 from tok_core.manager.prefix_groups.grouping import Grouping, Groups, MostPagesSaved
 from tok_core.messages import Int32, Int64
@@ -369,40 +369,8 @@ def test_groups_without_rows_that_sit_out_are_sound(made: Rows, cost: CascadeCos
         sitting_out = np.array((made.slots[others], made.node_ids[others], epochs[others]), np.int64)
         left = found.groups_of(made.slots[row], made.node_ids[row], epochs[row], sitting_out)
         assert_sound(made, made.slots[row], [made.paths[i] for i in row], left)
-        assert left.saved == pytest.approx(full.saved * left.rows / max(full.rows, 1))
         members = [{*group.rows} & {*row.tolist()} for group in listed(made, full)]
         assert sorted(sorted(m) for m in members if len(m) > 1) == sorted(
             sorted(row[group.rows].tolist()) for group in listed(made, left)
         )
     assert_sound(made, made.slots, made.paths, found.groups_of(made.slots, made.node_ids, epochs))
-
-
-@given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 900)), min_size=1, max_size=8), data=st.data())
-def test_draft_rows_share_the_full_pages_of_their_sequence(rows: list[tuple[int, int]], data: st.DataObject) -> None:
-    """`rows`: drafted tokens and length of each sequence."""
-    cost = data.draw(costs([0, 1, 2], [0], [0, 40, 400]))
-    slots = data.draw(st.permutations(range(60)))
-    parents, free = np.array(slots[: len(rows)]), iter(slots[len(rows) :])
-    drafted = np.array([count for count, _ in rows])
-    lent, sources = np.array([next(free) for _ in range(drafted.sum())], np.int64), np.repeat(parents, drafted)
-    length = np.full(60, -1, np.int32)
-    length[parents] = [size for _, size in rows]
-    decode = np.concatenate((parents, lent))
-    groups = group_drafts(decode, lent, sources, length, 16, cost) if len(lent) else NO_GROUPS
-
-    members, pages = drafted[drafted > 0] + 1, length[parents[drafted > 0]] // 16
-    saved = members * (pages * read_cost(1, cost) - cost.member) - pages * read_cost(members, cost) - cost.group
-    total = saved[saved > 0].sum() - cost.first
-    assert groups.saved == pytest.approx(max(0, total))
-    assert bool(groups.levels) == (total > 0)
-    if groups.levels:
-        (level,), grouped = groups.levels, (drafted > 0).nonzero()[0][saved > 0]
-        assert sorted(groups.order.tolist()) == list(range(len(decode)))
-        assert level.slot.tolist() == parents[grouped].tolist()
-        assert level.kv_start.tolist() == [0] * len(grouped)
-        assert level.kv_end.tolist() == (length[parents[grouped]] // 16 * 16).tolist()
-        ordered = decode[groups.order]
-        for start, count, slot in zip(level.start, level.count, level.slot, strict=True):
-            own = lent[sources == slot].tolist()
-            assert ordered[start : start + count].tolist() == [slot, *own]
-        assert groups.rows == level.count.sum()

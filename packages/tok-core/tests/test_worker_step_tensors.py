@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.tiny_models import make_model
-from tok_core.messages import VerifyRows
+from tok_core.messages import SlotMoves, VerifyRows
 from tok_core.model_config.model_config import read_config
 from tok_core.worker import state as state_module
 from tok_core.worker import step_tensors
@@ -94,6 +94,11 @@ def test_every_row_is_in_one_pack_with_rows_of_its_sequence(
     assert (packs[len(used) :] == -1).all()
     for pack in used:
         assert len(pack) == 1 or len({sequence_of[order[row]] for row in pack}) == 1
+    # Drafts of a draft model come as moved slots; a sequence past accepted drafts moves, too.
+    slot = np.concatenate((np.arange(len(drafts)), lents[lents >= 0]))
+    source = sequence_of[slot]
+    step.verify_rows, step.moves = None, SlotMoves(slot, source, np.ones_like(slot), np.ones_like(slot))
+    assert np.array_equal(step_tensors.pack_arrays(step, total, pack_rows)["packs"], packs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

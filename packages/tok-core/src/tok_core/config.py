@@ -28,7 +28,6 @@ TRACE_STEPS = 20
 MAX_STEPS_AHEAD = 16  # maximum number of steps queued at the worker, including those that it computes
 MAX_DRAFT_TOKENS = 16  # limit of `speculate`, and of auto
 MAX_DRAFTING = 1024  # sequences up to which a step drafts
-MAX_GRAPH_GROUPS = 256  # groups; steps with more, or with nested groups, are launched kernel by kernel
 EXPERT_REBALANCE_STEPS = 3000  # as the step_interval of vLLM's EPLB
 MAX_MOE_SKEW = 4.0  # limit of `moe_skew`
 MAX_PARALLEL_DEGREE = 64  # limit of each of dp, tp and pp

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tok_core.config import MAX_GRAPH_GROUPS, RankCoordinates
+from tok_core.config import RankCoordinates
 from tok_core.messages import StepInput
 from tok_core.models import CausalLM, StreamReader
 from tok_core.runtime import HEARTBEAT
@@ -36,13 +36,14 @@ from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.sampling import sampling_batch
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
-from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays, pack_arrays
+from tok_core.worker.step_tensors import cascade_level, decode_kv_start, draft_rows, group_arrays, pack_arrays
 from tok_kernels import AttentionBatch, Backend
 
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
 # fixes it.
 MAX_VARIANT_ROWS = 512  # up to this many rows there are two variants
 SHORT_KV_TOKENS = 2048  # longest context of the short variant
+MAX_GRAPH_GROUPS = 256  # groups; steps with more, or with nested groups, are launched kernel by kernel
 MAX_STALL_SECONDS = 0.05  # capture time up to which a start leaves captures to idle workers and to steps
 NO_SAMPLED_TOKENS = torch.empty((2, 0), dtype=torch.int32)  # of a pipeline stage that is not the last
 
@@ -206,7 +207,7 @@ class DecodeGraphs:
             return None
         rows = self._sizes[bisect_left(self._sizes, count)]
         long = step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(rows)
-        key = GraphKey(rows, groups > 0, long, packs=self._pack_rows > 1 and step.verify_rows is not None)
+        key = GraphKey(rows, groups > 0, long, packs=self._pack_rows > 1 and len(draft_rows(step)[0]) > 0)
         if groups > key.max_groups or (groups and not self._prefix_groups):
             return None
         if key not in self._graphs and not self._memory_full:

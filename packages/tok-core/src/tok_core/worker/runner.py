@@ -176,7 +176,7 @@ class Runner:
         self.host_lengths = HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
         self._ngram_drafter = None if state.ngrams is None else NgramDrafter(backend, state)
         group = model.config.num_heads // model.config.num_kv_heads
-        self.pack_rows = 1 if state.ngrams is None else backend.pack_rows(group)
+        self.pack_rows = 1 if state.ngrams is None and draft_model is None else backend.pack_rows(group)
         self._reader = None if draft_model is None else draft_model.reader
         self.graphs = DecodeGraphs(
             *(model, backend, state, self.staging, pipeline.coordinates),

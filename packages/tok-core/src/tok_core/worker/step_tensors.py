@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_core.messages import GroupLevel, Int64, StepInput, VerifyRows
+from tok_core.messages import EMPTY, GroupLevel, Int64, StepInput
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, CascadeLevel, HostLengths, HostLevel
 
@@ -58,19 +58,33 @@ def step_arrays(step: StepInput, pack_rows: int = 1) -> dict[str, np.ndarray]:
         }
     for number, level in enumerate(step.levels):
         arrays |= group_arrays(number, level, len(level.start))
-    return arrays | ({} if step.verify_rows is None else pack_arrays(step, decode, pack_rows))
+    has_packs = pack_rows > 1 and len(draft_rows(step)[0])
+    return arrays | pack_arrays(step, decode, pack_rows) if has_packs else arrays
+
+
+def draft_rows(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slots of the decode rows that verify drafts, and the slots of their sequences."""
+    if step.verify_rows is not None:
+        exists = step.verify_rows.lent >= 0
+        return step.verify_rows.lent[exists], np.repeat(step.verify_rows.parent, exists.sum(1))
+    if step.moves is not None:
+        is_draft = step.moves.slot != step.moves.source
+        return step.moves.slot[is_draft], step.moves.source[is_draft]
+    return EMPTY, EMPTY
 
 
 def pack_arrays(step: StepInput | None, rows: int, pack_rows: int) -> dict[str, np.ndarray]:
-    """Return `AttentionBatch.packs` of `rows` decode rows, `[rows, pack_rows]`, if packs have more than one row.
+    """Return `AttentionBatch.packs` of `rows` decode rows, `[rows, pack_rows]`.
 
-    The rows that verify a sequence's drafts make up packs. Any other row is a pack of its own, and so are padding rows.
+    A sequence and the rows that verify its drafts make up packs. Any other row is a pack of its own, and so are padding
+    rows; step None: padding only.
     """
-    if pack_rows == 1:
-        return {}
     together = np.empty((0, pack_rows), np.int32)
-    if step is not None and step.verify_rows is not None:
-        together = _draft_packs(step.verify_rows, step.decode_slot, pack_rows)
+    if step is not None:
+        row_of = np.zeros(int(step.decode_slot.max(initial=0)) + 1, np.int32)
+        row_of[step.decode_slot] = np.arange(len(step.decode_slot))
+        slot, source = draft_rows(step)
+        together = _draft_packs(row_of[slot], row_of[source], pack_rows)
     is_alone = np.ones(rows + 1, np.bool_)  # the last entry stands for the −1 of unused entries
     is_alone[together] = False
     alone = is_alone[:rows].nonzero()[0]
@@ -80,15 +94,19 @@ def pack_arrays(step: StepInput | None, rows: int, pack_rows: int) -> dict[str, 
     return {"packs": packs}
 
 
-def _draft_packs(verify: VerifyRows, decode_slot: np.ndarray, pack_rows: int) -> np.ndarray:
-    """Return the packs of the sequences that have drafts, int32 `[packs, pack_rows]`."""
-    row_of = np.zeros(int(decode_slot.max()) + 1, np.int32)
-    row_of[decode_slot] = np.arange(len(decode_slot))
-    lent_row = np.where(verify.lent >= 0, row_of[verify.lent], -1)
-    rows = np.column_stack((row_of[verify.parent], lent_row))
-    padding = ((0, 0), (0, -rows.shape[1] % pack_rows))
-    packs = np.pad(rows, padding, constant_values=-1).reshape(-1, pack_rows)
-    return packs[packs[:, 0] >= 0]
+def _draft_packs(row: np.ndarray, source_row: np.ndarray, pack_rows: int) -> np.ndarray:
+    """Return the packs of draft rows and of the rows of their sequences, int32 `[packs, pack_rows]`; −1: no row."""
+    order = np.argsort(source_row, kind="stable")
+    row, source_row = row[order], source_row[order]
+    first = np.flatnonzero(np.diff(source_row, prepend=-1))  # draft row of each sequence
+    drafts = np.diff(first, append=len(row))
+    num_packs = -(-(1 + drafts) // pack_rows)
+    start = np.cumsum(num_packs) - num_packs
+    rank = 1 + np.arange(len(row)) - np.repeat(first, drafts)  # of a row in its sequence, whose own row is row 0
+    packs = np.full((num_packs.sum(), pack_rows), -1, np.int32)
+    packs[start, 0] = source_row[first]
+    packs[np.repeat(start, drafts) + rank // pack_rows, rank % pack_rows] = row
+    return packs
 
 
 def group_arrays(number: int, level: GroupLevel | None, size: int) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tok_core.manager.prefix_groups.cascade import COSTS, CPU_COSTS
-from tok_core.manager.prefix_groups.draft_groups import group_drafts
 from tok_core.manager.prefix_groups.grouping import NO_GROUPS, Grouping, GroupingRule, Groups, MostPagesSaved
 
 __all__ = [
@@ -14,5 +13,4 @@ __all__ = [
     "GroupingRule",
     "Groups",
     "MostPagesSaved",
-    "group_drafts",
 ]

@@ -13,7 +13,6 @@ from tok_core.manager.prefix_groups.cascade import (
     COSTS,
     BranchPoints,
     CascadeCosts,
-    CascadePlan,
     best_cascade,
     choices,
     find_branch_points,
@@ -44,16 +43,14 @@ class Groups(NamedTuple):
             without a group come last
     levels  from the outermost on; a group's `start` is an index into `order`
     rows    number of rows in groups
-    saved   page reads saved, minus the costs of groups, members and levels; in proportion, after rows have left
     """
 
     order: Int64
     levels: list[GroupLevel]
     rows: int
-    saved: float
 
 
-NO_GROUPS = Groups(np.empty(0, np.int64), [], 0, 0.0)
+NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)
 NOBODY: Int64 = np.empty((3, 0), np.int64)
 
 
@@ -104,8 +101,7 @@ class Grouping:
         until = np.append(0, np.cumsum(stays))  # number of staying rows before each row
         levels = [_shrink_level(level, until, slots[order]) for level in self._groups.levels]
         levels = [level for level in levels if len(level.start)]  # groups are nested: only the last levels get empty
-        rows = int(levels[0].count.sum()) if levels else 0
-        return Groups(order, levels, rows, self._groups.saved * rows / max(self._groups.rows, 1))
+        return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
 
 class MostPagesSaved:
@@ -121,19 +117,18 @@ class MostPagesSaved:
 
     def choose(self, tree: PrefixTree, slots: Int64, node_ids: Int32 | Int64) -> Groups:
         """See `GroupingRule`."""
-        nothing = Groups(np.arange(len(node_ids)), [], 0, 0.0)
+        nothing = Groups(np.arange(len(node_ids)), [], 0)
         if tree.depth[node_ids].sum() <= self._costs.first:  # no choice can save more than all pages
             return nothing
         branches = find_branch_points(tree, np.bincount(node_ids))
-        best = _best_cascade(branches, self._costs)
-        if not best.chain.any():
+        chain = _best_chains(branches, self._costs)
+        if not chain.any():
             return nothing
-        return _arranged(branches, best, branches.of[node_ids], slots, tree.page_size)
+        return _arranged(branches, chain, branches.of[node_ids], slots, tree.page_size)
 
 
-def _arranged(branches: BranchPoints, best: CascadePlan, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
+def _arranged(branches: BranchPoints, chain: Int64, branch_of: Int64, slots: Int64, page_size: int) -> Groups:
     """Return the groups that the branches' chains make of rows at the branches `branch_of`."""
-    chain = best.chain
     # Depth first: by the first level's group, within it by the second's; branches in no group of a level come last.
     order = np.lexsort(np.where(chain, chain, len(chain)).T[::-1])
     rank = np.empty(len(order), np.uint16 if len(order) < 1 << 16 else np.int64)  # NumPy radix-sorts 16 bits
@@ -146,7 +141,7 @@ def _arranged(branches: BranchPoints, best: CascadePlan, branch_of: Int64, slots
     starts = np.zeros_like(ends)
     starts[:, 1:] = ends[:, :-1]
     levels = [_level(chain[:, i], count, starts[:, i], ends[:, i], slots, rows) for i in range(chain.shape[1])]
-    return Groups(rows, levels, int(levels[0].count.sum()), best.saved)
+    return Groups(rows, levels, int(levels[0].count.sum()))
 
 
 def _drop_singletons(stays: NDArray[np.bool_], outermost: Sequence[GroupLevel]) -> NDArray[np.bool_]:
@@ -173,11 +168,8 @@ def _shrink_level(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
     return GroupLevel(*(column.astype(np.int32) for column in columns))
 
 
-def _best_cascade(branches: BranchPoints, costs: CascadeCosts) -> CascadePlan:
-    """Return the chain of each branch, in as many levels as pay off; 0 everywhere if none does.
-
-    The costs of the levels are subtracted from `saved`, too.
-    """
+def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
+    """Return the chain of each branch, in as many levels as pay off; 0 everywhere if none does."""
     # No choice saves more than `most`: all shared pages are read once, and a row costs as a member, or saves nothing.
     pages, one = branches.depth - branches.depth[branches.up], read_cost(1, costs)
     most = float(((branches.rows * one - read_cost(branches.rows, costs)) * pages).sum())
@@ -186,16 +178,15 @@ def _best_cascade(branches: BranchPoints, costs: CascadeCosts) -> CascadePlan:
     most -= float((own_rows * np.minimum(costs.member, branches.depth * one)).sum())
     best = best_cascade(branches, 1, costs)
     if best.saved <= costs.first:
-        return CascadePlan(0.0, np.zeros_like(best.chain))
-    extra = costs.first
+        return np.zeros_like(best.chain)
     for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.height_start) - 2)):
         if most - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
             break
         more = best_cascade(branches, levels, costs)
         if more.saved - best.saved <= costs.level:
             break
-        best, extra = more, extra + costs.level
-    return best._replace(saved=best.saved - extra)
+        best = more
+    return best.chain
 
 
 def _level(group: Int64, count: Int64, start: Int64, end: Int64, slots: Int64, rows: Int64) -> GroupLevel:

@@ -19,7 +19,6 @@ from tok_core.manager.prefix_groups import (
     Grouping,
     Groups,
     MostPagesSaved,
-    group_drafts,
 )
 from tok_core.manager.requests import Pending, Request
 from tok_core.manager.scheduling.admitter import Admitter
@@ -28,7 +27,7 @@ from tok_core.manager.scheduling.prefill import ChunkedPrefill
 from tok_core.manager.scheduling.reclaimer import Reclaimer
 from tok_core.manager.scheduling.steps_in_flight import Microbatches, TokenBudget
 from tok_core.manager.sequences import State
-from tok_core.manager.speculation import LentRows, Speculation
+from tok_core.manager.speculation import Speculation
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EngineInfo, Int64, StepInput
 
@@ -79,8 +78,7 @@ class Scheduler:
             self.starter, self.fair_shares, self.admission, self.microbatches, self.reclaimer, self.prefill, faults
         )
         self.token_budget = TokenBudget(info.max_step_tokens, self.microbatches.count)
-        self.group_costs = CPU_COSTS if info.device == "cpu" else COSTS
-        rule = MostPagesSaved(self.group_costs)
+        rule = MostPagesSaved(CPU_COSTS if info.device == "cpu" else COSTS)
         self.groupings = [Grouping(paging.tree, rule) for _ in range(self.microbatches.count if groups else 0)]
         self.computed_tokens = 0
         self.group_rows = 0
@@ -198,7 +196,7 @@ class Scheduler:
 
     def _build(self, builder: BatchBuilder, decode: Int64) -> StepInput:
         """Group the decode rows, advance each by one position, and return the step."""
-        table, groups = self.table, self._find_groups(decode, builder.lent)
+        table, groups = self.table, self._find_groups(decode)
         decode = decode[groups.order] if len(groups.order) else decode
         table.length[decode] += 1  # the last token enters the cache, and the next one is sampled
         table.state[decode[table.length[decode] + 1 >= table.limit[decode]]] = State.DRAIN
@@ -249,11 +247,8 @@ class Scheduler:
         rows: Int64 = np.sort(decode[ranked[: max(0, len(decode) - count)]])
         return rows
 
-    def _find_groups(self, decode: Int64, lent: LentRows) -> Groups:
-        """Return the groups that save the most page reads, of common prefixes or of rows that verify drafts.
-
-        Fewer than two rows have none.
-        """
+    def _find_groups(self, decode: Int64) -> Groups:
+        """Return the prefix groups of decode rows; fewer than two rows have none."""
         if not self.groupings or len(decode) < 2:
             return NO_GROUPS
         table = self.table
@@ -261,8 +256,5 @@ class Scheduler:
         sitting_out = self.microbatches.sitting_out(decode)
         around = np.array((sitting_out, table.node[sitting_out], table.epoch[sitting_out]), np.int64)
         groups = grouping.groups_of(decode, table.node[decode], table.epoch[decode], around)
-        if len(lent.slots):
-            of_drafts = group_drafts(decode, lent.slots, lent.sources, table.length, table.page_size, self.group_costs)
-            groups = max(groups, of_drafts, key=lambda one: one.saved)
         self.group_rows += groups.rows
         return groups

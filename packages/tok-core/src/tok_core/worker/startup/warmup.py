@@ -6,12 +6,11 @@ import logging
 import time
 from typing import cast
 
-import numpy as np
 import torch
 from msgspec import structs
 
 from tok_core.config import MAX_DRAFT_TOKENS
-from tok_core.messages import MAX_CASCADE_LEVELS, StepInput, VerifyRows
+from tok_core.messages import MAX_CASCADE_LEVELS, SlotMoves, StepInput, array
 from tok_core.models import CausalLM, DecoderLayer
 from tok_core.parallel import choose_layout
 from tok_core.worker.cuda_graphs import graph_sizes
@@ -86,10 +85,7 @@ def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
     if runner.state.ngrams is not None:
         rows = min(runner.state.slots, max_step_tokens)
         lengths = {min(tokens, rows - 1, runner.max_len - 1) for tokens in (1, 3, MAX_DRAFT_TOKENS)}
-        steps = [dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0]
-        if runner.pack_rows > 1:
-            steps += [_with_draft(step) for step in _decode_steps_of(runner, rows) if len(step.decode_slot) > 1]
-        return steps
+        return [*(dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0), *_pack_steps(runner, rows)]
     if runner.draft_model is None:
         return []
     largest = largest_draft(runner, max_step_tokens)
@@ -97,6 +93,7 @@ def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
     max_lens = {largest.max_kv, min(largest.max_kv, SHORT_PREFIX_TOKENS)}
     chunk_tokens = 0, min(2, max_step_tokens)
     return [
+        *_pack_steps(runner, min(runner.state.slots, max_step_tokens)),
         largest,
         *(
             dummy_drafts(rows, tokens, max_len)
@@ -124,16 +121,18 @@ def warm_up_steps(
     ]
 
 
-def _decode_steps_of(runner: Runner, max_rows: int) -> list[StepInput]:
+def _pack_steps(runner: Runner, max_rows: int) -> list[StepInput]:
+    """Return decode steps whose second row verifies a drafted token of the first row's sequence."""
+    if runner.pack_rows == 1:
+        return []
     page_size = runner.state.page_size
     steps = _decode_steps(max_rows, runner.max_len // 2 // page_size, page_size)
-    return [step for step in steps if runner.prefix_groups or not step.levels]
-
-
-def _with_draft(step: StepInput) -> StepInput:
-    """Return the step with a drafted token in its second row, which the first row's sequence verifies."""
-    parent, lent = step.decode_slot[:1], step.decode_slot[1:2].reshape(1, 1)
-    return structs.replace(step, verify_rows=VerifyRows(parent, lent, np.full_like(lent, -1)))
+    moves = SlotMoves(slot=array([1]), source=array([0]), length=array([1]), last_token=array([0]))
+    return [
+        structs.replace(step, moves=moves)
+        for step in steps
+        if len(step.decode_slot) > 1 and (runner.prefix_groups or not step.levels)
+    ]
 
 
 def _decode_steps(max_rows: int, max_prefix_pages: int, page_size: int) -> list[StepInput]:
