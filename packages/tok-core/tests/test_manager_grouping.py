@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Node
-from tok_core.manager.prefix_groups import cascade, grouping
+from tok_core.manager.prefix_groups import cascade, grouping, with_drafts
 from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, read_cost
 from tok_core.manager.prefix_groups.grouping import Grouping, Groups, MostPagesSaved
 from tok_core.messages import Int32, Int64
@@ -374,3 +374,24 @@ def test_groups_without_rows_that_sit_out_are_sound(made: Rows, cost: CascadeCos
             sorted(row[group.rows].tolist()) for group in listed(made, left)
         )
     assert_sound(made, made.slots, made.paths, found.groups_of(made.slots, made.node_ids, epochs))
+
+
+@given(made=rows(most=30), cost=costs([0, 0.25, 1], [0, 5]), data=st.data())
+def test_draft_rows_follow_their_sequence_in_every_group(made: Rows, cost: CascadeCosts, data: st.DataObject) -> None:
+    count = len(made.slots)
+    groups = MostPagesSaved(cost).choose(made.tree, made.slots, made.node_ids)
+    drafted = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    sources = np.repeat(np.arange(count), drafted)[data.draw(st.permutations(range(drafted.sum())))].astype(np.int64)
+    lent = 1000 + np.arange(len(sources))
+    found = with_drafts(groups, made.slots, lent, made.slots[sources])
+    if not groups.levels:
+        assert found is groups
+        return
+    both, every = np.concatenate((made.slots, lent)), np.concatenate((np.arange(count), sources))
+    assert_sound(made, both, [made.paths[row] for row in every], found)
+    assert every[found.order].tolist() == np.repeat(groups.order, 1 + drafted[groups.order]).tolist()
+    for level, before in zip(found.levels, groups.levels, strict=True):
+        assert level.slot.tolist() == before.slot.tolist()
+        ends = before.start + before.count
+        members = [groups.order[start:end] for start, end in zip(before.start, ends, strict=True)]
+        assert level.count.tolist() == [len(one) + drafted[one].sum() for one in members]

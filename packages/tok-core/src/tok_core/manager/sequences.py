@@ -251,7 +251,7 @@ class SequenceTable:
                 self.unstopped_length,
                 self.eos_from_position,
             ),
-            *(self.node, self.guided, self.allowed_set, self.filters, self.penalises, self.bias_until, self.greedy),
+            *(self.guided, self.allowed_set, self.filters, self.penalises, self.bias_until, self.greedy),
             self.top_logprobs,
         ):
             column[slots] = column[sources]

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from tok_core.manager.prefix_groups.cascade import COSTS, CPU_COSTS
-from tok_core.manager.prefix_groups.grouping import NO_GROUPS, Grouping, GroupingRule, Groups, MostPagesSaved
+from tok_core.manager.prefix_groups.grouping import (
+    NO_GROUPS,
+    Grouping,
+    GroupingRule,
+    Groups,
+    MostPagesSaved,
+    with_drafts,
+)
 
 __all__ = [
     "COSTS",
@@ -13,4 +20,5 @@ __all__ = [
     "GroupingRule",
     "Groups",
     "MostPagesSaved",
+    "with_drafts",
 ]

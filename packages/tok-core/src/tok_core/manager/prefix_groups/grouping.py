@@ -104,6 +104,37 @@ class Grouping:
         return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
 
+def with_drafts(groups: Groups, decode: Int64, lent: Int64, sources: Int64) -> Groups:
+    """Return the groups among the rows `decode` and `lent`, in which the rows of drafts follow their sequence's row.
+
+    decode   [n], slots of the rows that `groups` are of
+    lent     [m], slots lent to drafted tokens
+    sources  [m], those of `decode` that they stand for
+    """
+    if not groups.levels:
+        return groups
+    row_of = np.empty(int(decode.max()) + 1, np.int64)
+    row_of[decode] = np.arange(len(decode))
+    source_row = row_of[sources]
+    drafts = np.bincount(source_row, minlength=len(decode))
+    end_of = np.cumsum(drafts)  # of the drafts of each row, once they are sorted by row
+    own = np.cumsum(1 + drafts[groups.order])
+    place = np.append(0, own)  # of each row of `groups.order`, and the end
+    order = np.empty(len(decode) + len(lent), np.int64)
+    is_own = np.zeros(len(order), np.bool_)
+    is_own[place[:-1]] = True
+    order[is_own] = groups.order
+    counts = drafts[groups.order]
+    first = np.repeat(end_of[groups.order] - counts - (np.cumsum(counts) - counts), counts)
+    order[~is_own] = len(decode) + np.argsort(source_row, kind="stable")[first + np.arange(len(lent))]
+    levels = []
+    for level in groups.levels:
+        start, end = place[level.start], place[level.start + level.count]
+        columns = start, end - start, level.slot, level.kv_start, level.kv_end
+        levels.append(GroupLevel(*(column.astype(np.int32) for column in columns)))
+    return Groups(order, levels, int(levels[0].count.sum()))
+
+
 class MostPagesSaved:
     """Groups that save the most page reads, minus the costs of groups and members (`CascadeCosts`).
 

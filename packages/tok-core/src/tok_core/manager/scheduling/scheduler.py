@@ -19,6 +19,7 @@ from tok_core.manager.prefix_groups import (
     Grouping,
     Groups,
     MostPagesSaved,
+    with_drafts,
 )
 from tok_core.manager.requests import Pending, Request
 from tok_core.manager.scheduling.admitter import Admitter
@@ -136,7 +137,7 @@ class Scheduler:
         if (over := min(rows_to_skip, len(decode) + builder.tokens - self.token_budget.tokens)) > 0:
             decode = self._without(decode, over)
         if self.speculator is not None:
-            decode = self._add_drafts(self.speculator, builder, decode)
+            self._add_drafts(self.speculator, builder, decode)
         decode = np.concatenate((decode, *builder.starts)) if builder.starts else decode
         if not len(decode) and not builder.chunks:
             return None
@@ -183,8 +184,8 @@ class Scheduler:
             budget = admitter.admit(builder, decode, budget, self.computed_tokens)
         return max(budget, 0), max(-budget, 0)
 
-    def _add_drafts(self, speculator: Speculation, builder: BatchBuilder, decode: Int64) -> Int64:
-        """Return `decode` with the draft rows of the step; let the worker move on past accepted drafts."""
+    def _add_drafts(self, speculator: Speculation, builder: BatchBuilder, decode: Int64) -> None:
+        """Lend slots to the draft rows of the step; let the worker move on past accepted drafts."""
         builder.predicted_tokens = speculator.predicted_tokens if len(decode) <= MAX_DRAFTING else 0
         lent = speculator.lend_rows(builder.step, decode, builder.tokens, self.token_budget.tokens)
         builder.lent = lent
@@ -192,12 +193,15 @@ class Scheduler:
             moved = decode[self.table.moved[decode]]
             builder.move(moved, moved)
             builder.move(lent.slots, lent.sources)
-        return np.concatenate((decode, lent.slots))
 
     def _build(self, builder: BatchBuilder, decode: Int64) -> StepInput:
-        """Group the decode rows, advance each by one position, and return the step."""
-        table, groups = self.table, self._find_groups(decode)
-        decode = decode[groups.order] if len(groups.order) else decode
+        """Group the decode rows, add those of drafts, advance each by one position, and return the step."""
+        table, groups, lent = self.table, self._find_groups(decode), builder.lent
+        if len(lent.slots):
+            groups = with_drafts(groups, decode, lent.slots, lent.sources)
+            decode = np.concatenate((decode, lent.slots))
+        decode = decode[groups.order] if groups.levels else decode
+        self.group_rows += groups.rows
         table.length[decode] += 1  # the last token enters the cache, and the next one is sampled
         table.state[decode[table.length[decode] + 1 >= table.limit[decode]]] = State.DRAIN
         self.computed_tokens += len(decode) + sum(count for _, _, count in builder.chunks)
@@ -255,6 +259,4 @@ class Scheduler:
         grouping = self.groupings[self.microbatches.turn]
         sitting_out = self.microbatches.sitting_out(decode)
         around = np.array((sitting_out, table.node[sitting_out], table.epoch[sitting_out]), np.int64)
-        groups = grouping.groups_of(decode, table.node[decode], table.epoch[decode], around)
-        self.group_rows += groups.rows
-        return groups
+        return grouping.groups_of(decode, table.node[decode], table.epoch[decode], around)
