@@ -158,12 +158,13 @@ def reserve_pages(paging: Paging, slots: Int64, length: Int64) -> bool:
 
     No sequence is preempted for drafts.
     """
-    short = (-(-length // paging.page_size) > paging.table.num_pages[slots]).nonzero()[0].tolist()
-    missing = sum(paging.missing(int(slots[i]), int(length[i])) for i in short)
-    if missing > paging.available or not paging.evict_until_free(missing):
+    missing = -(-length // paging.page_size) - paging.table.num_pages[slots]
+    total = int(missing[missing > 0].sum())
+    if total > paging.available or not paging.evict_until_free(total):
         return False
-    for i in short:
-        paging.reserve(int(slots[i]), int(length[i]))
+    while len(short := slots[missing > 0]):
+        paging.grow(short, paging.allocator.allocate(len(short)))
+        missing -= 1
     return True
 
 
