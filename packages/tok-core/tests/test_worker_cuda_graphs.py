@@ -92,7 +92,7 @@ def test_steps_with_drafts_replay_graphs_of_their_own_whose_rows_form_packs(
     model: CausalLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_STALL_SECONDS", np.inf)
-    graphs = DecodeGraphs(model, choose(CPU), state_of(model), Staging(CPU, 2), RankCoordinates(), pack_rows=4)
+    graphs = DecodeGraphs(model, choose(CPU), state_of(model), Staging(CPU, 2), RankCoordinates(), max_pack_rows=4)
     graphs.capture(SIZES)
     assert len(graphs) + graphs.missing == 2 * 4 * 3 + 2  # a single row verifies no draft
     plain, verifying = graphs.find(dummy_step(decode=4)), graphs.find(dummy_verify_rows(1, 3))

@@ -44,7 +44,7 @@ from tok_core.worker.startup.precompile import (
     meta_runner,
     startup_variants,
 )
-from tok_core.worker.startup.resolve import mask_words, resolve_model_config
+from tok_core.worker.startup.resolve import mask_words, resolve_model_config, resolve_pack_rows
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState
 from tok_kernels import launch_config
@@ -108,6 +108,7 @@ def launched_by_warm_up(config: EngineConfig) -> set[tuple[str, str]]:
                     pages_per_slot=-(-positions // config.page_size),
                     predicts=config.speculate != "off",
                 ),
+                max_pack_rows=resolve_pack_rows(config, model_config, backend),
             )
             for pages, positions in ((1, length), (300, model_config.max_positions))
         )

@@ -63,11 +63,11 @@ def test_step_arrays_are_padded_to_the_shapes_of_their_cuda_graph() -> None:
     drafts=st.lists(st.integers(0, 7), min_size=1, max_size=12),
     longest=st.integers(7, 9),
     padding=st.integers(0, 3),
-    pack_rows=st.sampled_from([2, 3, 4, 8]),
+    max_pack_rows=st.sampled_from([2, 3, 4, 8]),
     seed=st.integers(0, 99),
 )
 def test_every_row_is_in_one_pack_with_rows_of_its_sequence(
-    drafts: list[int], longest: int, padding: int, pack_rows: int, seed: int
+    drafts: list[int], longest: int, padding: int, max_pack_rows: int, seed: int
 ) -> None:
     """Sequence i has `drafts[i]` draft rows; those without are not among the step's `verify_rows`."""
     order = np.random.default_rng(seed).permutation(sum(drafts) + len(drafts))
@@ -85,12 +85,12 @@ def test_every_row_is_in_one_pack_with_rows_of_its_sequence(
     if parent:
         step.verify_rows = VerifyRows(np.array(parent, np.int32), lents, np.full_like(lents, -1))
     total = len(order) + padding
-    packs = step_tensors.pack_arrays(step, total, pack_rows)["packs"]
-    assert packs.shape == (total, pack_rows)
+    packs = step_tensors.pack_arrays(step, total, max_pack_rows)["packs"]
+    assert packs.shape == (total, max_pack_rows)
     assert packs.dtype == np.int32
     assert sorted(packs[packs >= 0]) == list(range(total))
     used = [pack[pack >= 0] for pack in packs if pack[0] >= 0]
-    assert len(used) == sum(-(-(1 + count) // pack_rows) for count in drafts) + padding
+    assert len(used) == sum(-(-(1 + count) // max_pack_rows) for count in drafts) + padding
     assert (packs[len(used) :] == -1).all()
     for pack in used:
         assert len(pack) == 1 or len({sequence_of[order[row]] for row in pack}) == 1
@@ -98,7 +98,7 @@ def test_every_row_is_in_one_pack_with_rows_of_its_sequence(
     slot = np.concatenate((np.arange(len(drafts)), lents[lents >= 0]))
     source = sequence_of[slot]
     step.verify_rows, step.moves = None, SlotMoves(slot, source, np.ones_like(slot), np.ones_like(slot))
-    assert np.array_equal(step_tensors.pack_arrays(step, total, pack_rows)["packs"], packs)
+    assert np.array_equal(step_tensors.pack_arrays(step, total, max_pack_rows)["packs"], packs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

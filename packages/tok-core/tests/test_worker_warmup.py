@@ -30,7 +30,7 @@ from tok_core.worker.draft_model import DraftModelRunner
 from tok_core.worker.runner import Runner
 from tok_core.worker.startup import memory
 from tok_core.worker.startup.dummy_steps import dummy_step, largest_step, largest_step_len, run_dummy_step
-from tok_core.worker.startup.memory import StepMemory, largest_graph_rows
+from tok_core.worker.startup.memory import DRIVER_GRAPH_BYTES, SLACK, StepMemory, largest_graph_rows, measure_steps
 from tok_core.worker.startup.warmup import draft_steps_of, row_counts, warm_up, warm_up_gemms, warm_up_steps
 from tok_core.worker.state import WorkerState, page_table_bytes
 from tok_kernels import Sampled, SamplingBatch, choose
@@ -105,6 +105,29 @@ def test_warm_up_drafts_fit_the_sizes_of_engine_and_draft_model(
         output = run_dummy_step(runner, step)
         assert output.draft_token.shape == step.drafts.lent.shape == (len(step.decode_slot), 2)
     assert len(steps[0].drafts.chunk_token) == tokens  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("max_pack_rows", [1, 4])
+def test_graphs_with_packs_are_measured_beside_a_draft_model(
+    max_pack_rows: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, steps = runner_of(directory, 8, 64, 16, 64), list[StepInput]()
+    runner.max_pack_rows, packs = max_pack_rows, max_pack_rows > 1
+    runner.draft_model = DraftModelRunner(runner.model, runner.backend, runner.state, 512)
+
+    def peak_bytes(runner: Runner, step: StepInput) -> int:
+        run_dummy_step(runner, step)
+        steps.append(step)
+        return 0
+
+    monkeypatch.setattr(memory, "_peak_bytes", peak_bytes)
+    monkeypatch.setattr(memory, "largest_graph_rows", lambda runner: 8)
+    measured = measure_steps(runner, 32, graphs=True)
+    assert any(step.moves is not None and step.max_kv == 64 for step in steps) == packs
+    sets, row_bytes = 1 + packs, runner.model.config.hidden_size * 4 + 8
+    assert measured.packs == packs
+    assert measured.graph_bytes == sets * total_graph_rows(8) * row_bytes
+    assert measured.activations == int(measured.graph_bytes * SLACK) + sets * DRIVER_GRAPH_BYTES
 
 
 @pytest.mark.parametrize(("row_seconds", "fast_launches", "rows"), [(3e-6, 5, 1024), (1e-5, 1000, 384)])

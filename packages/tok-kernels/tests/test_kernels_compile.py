@@ -78,7 +78,7 @@ def attend(
     window: int | None = None,
     scaled: bool = False,
     dtype: torch.dtype = BF16,
-    pack_rows: int | None = None,
+    max_pack_rows: int | None = None,
 ) -> None:
     """Attend from `rows` decode rows, in `groups` if any, and from `chunks` (number, new tokens of each)."""
     number, new = chunks
@@ -91,7 +91,7 @@ def attend(
         max_q=max(1, new),
         max_kv=max_kv,
         levels=(level,) if groups else (),
-        packs=None if pack_rows is None else meta(rows, pack_rows),
+        packs=None if max_pack_rows is None else meta(rows, max_pack_rows),
     )
     q = meta(rows + number * new, HEADS, head_dim, dtype=dtype)
     cache = kv_cache(head_dim, cache_dtype, scaled)
@@ -254,8 +254,8 @@ def launch_all() -> None:
     attend(128, rows=1024)
     attend(128, rows=4, max_kv=8192)
     attend(128, rows=2048, groups=8)
-    attend(128, rows=64, groups=8, pack_rows=4)
-    attend(128, rows=2048, groups=8, pack_rows=4)
+    attend(128, rows=64, groups=8, max_pack_rows=4)
+    attend(128, rows=2048, groups=8, max_pack_rows=4)
     attend(128, chunks=(16, 512))
     attend(64, chunks=(16, 512), cache_dtype=FP8)
     attend(64, rows=4, max_kv=8192, cache_dtype=FP8, scaled=True)

@@ -21,7 +21,7 @@ def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_table_in_the_readme_names_every_operation() -> None:
     named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", README.read_text(encoding="utf-8"), re.M)))
     members = {name for name in vars(tok_kernels.Backend) if not name.startswith("_")}
-    operations = members - {"name", "capturable", "needs_host_lengths", "pack_rows"}
+    operations = members - {"name", "capturable", "needs_host_lengths", "max_pack_rows"}
     assert set(named) == operations | {"merge_states"}
 
 

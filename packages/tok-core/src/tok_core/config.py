@@ -88,8 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant      compute the same bits for a request whatever runs beside it, and however its tokens are cut
                          into steps, on CPUs and Hopper GPUs
     enable_sleep_mode    allow `Engine.sleep`: weights and KV cache live in memory that can be given back. On Linux only
-    prefix_groups        read prefixes shared by running sequences, and the pages of a sequence with drafts, once a step
-                         (cascade attention)
+    prefix_groups        read prefixes shared by running sequences once a step (cascade attention)
     admission            which waiting samples start: forecast admits by predicted page use over time; watermark while
                          the pages needed now leave 1 % of the cache free
     run_ahead            steps queued at the worker before their tokens return; None: two, or more if steps are short

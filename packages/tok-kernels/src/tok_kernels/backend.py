@@ -47,7 +47,7 @@ class Backend(Protocol):
         """
         ...
 
-    def pack_rows(self, group: int) -> int:
+    def max_pack_rows(self, group: int) -> int:
         """Return how many rows a pack should have at most (`AttentionBatch.packs`); 1: packs make no step faster.
 
         group  query heads per key/value head

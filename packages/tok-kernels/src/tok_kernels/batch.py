@@ -162,8 +162,9 @@ class AttentionBatch:
     packs       int32 [n, w]   decode rows whose keys a kernel may read together; None: each row's by themselves
 
     The rows of a pack belong to one sequence: they verify its drafted tokens, and the longest row's pages are those of
-    all. Each decode row is in one pack. A pack's unused entries are −1, and so is the first entry of an empty pack. A
-    value of one row's last positions that is not finite may make the rows of its pack not finite.
+    all. Each decode row is in one pack; there are at most `num_decode` packs, of w ≥ 2 rows. Unused entries are −1, as
+    the first one of an empty pack is; empty packs come last. If a later row's key or value is not finite, results of
+    earlier rows of its pack may not be finite, either (0 × NaN).
 
     A backend may cache its plan for a batch by object identity. Use one object for all layers of a step, and a new
     object for every step.

@@ -7,7 +7,7 @@ lengths on the device, so that one graph serves all lengths.
 Graphs are captured at three moments:
 
 - at the start, the largest ones (`capture`), whose memory the others reuse;
-- in an idle worker, the others one by one (`capture_missing`);
+- in a worker that is idle, and whose device is, the others one by one (`capture_missing`);
 - in the launch of a step, the graph that the step needs, if it is missing (`find`). That takes the host as long as one
   launch kernel by kernel.
 
@@ -91,7 +91,7 @@ class GraphKey(NamedTuple):
 
 
 def padded_arrays(
-    step: StepInput | None, key: GraphKey, padding_slot: int, pack_rows: int = 1
+    step: StepInput | None, key: GraphKey, padding_slot: int, max_pack_rows: int = 1
 ) -> dict[str, np.ndarray]:
     """Return slots, `kv_start`, groups and packs of a step, padded to the sizes of a graph; step None: padding only."""
     slots, kv_start = np.full(key.rows, padding_slot, np.int32), np.zeros(key.rows, np.int32)
@@ -101,9 +101,8 @@ def padded_arrays(
         kv_start[:count] = decode_kv_start(step)
     level = step.levels[0] if step is not None and step.levels else None
     groups = group_arrays(0, level, key.max_groups) if key.groups else {}
-    return (
-        {"slots": slots, "kv_start": kv_start} | groups | (pack_arrays(step, key.rows, pack_rows) if key.packs else {})
-    )
+    packs = pack_arrays(step, key.rows, max_pack_rows) if key.packs else {}
+    return {"slots": slots, "kv_start": kv_start} | groups | packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class DecodeGraph:
     """Captured decode step.
 
     padding_slot    slot of padding rows
-    pack_rows       maximum rows of a pack
+    max_pack_rows       maximum rows of a pack
     forward         computes `hidden` from slots, and from the `stage_input` that the stage before sends
     stage_input     received residual stream; None at the first stage
     hidden          hidden states `[rows, N]`, or the residual stream for the next stage
@@ -122,7 +121,7 @@ class DecodeGraph:
 
     key: GraphKey
     padding_slot: int
-    pack_rows: int
+    max_pack_rows: int
     forward: torch.cuda.CUDAGraph
     stage_input: Tensor | None
     hidden: Tensor
@@ -132,7 +131,7 @@ class DecodeGraph:
 
     def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
         """Return the step's host arrays, padded to this graph; staged first, they get the addresses the graph reads."""
-        return padded_arrays(step, self.key, self.padding_slot, self.pack_rows)
+        return padded_arrays(step, self.key, self.padding_slot, self.max_pack_rows)
 
     @staticmethod
     def can_sample(step: StepInput) -> bool:
@@ -145,7 +144,7 @@ class DecodeGraphs:
     """CUDA graphs of one model's decode steps, by GraphKey; empty until `capture`.
 
     prefix_groups  whether there are graphs of steps with prefix groups
-    pack_rows      maximum rows of a pack; 1: there are no graphs with packs
+    max_pack_rows      maximum rows of a pack; 1: there are no graphs with packs
     reader         reads the residual stream of each step
     """
 
@@ -158,7 +157,7 @@ class DecodeGraphs:
         coordinates: RankCoordinates,
         *,
         prefix_groups: bool = True,
-        pack_rows: int = 1,
+        max_pack_rows: int = 1,
         reader: StreamReader | None = None,
     ) -> None:
         self._model = model
@@ -168,7 +167,7 @@ class DecodeGraphs:
         self._staging = staging
         self._coordinates = coordinates
         self._prefix_groups = prefix_groups
-        self._pack_rows = pack_rows
+        self._pack_rows = max_pack_rows
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []  # ascending
         self._recorder: GraphRecorder | None = None
@@ -295,7 +294,7 @@ class DecodeGraphs:
         self._graphs[key] = DecodeGraph(
             key=key,
             padding_slot=self._state.slots,
-            pack_rows=self._pack_rows,
+            max_pack_rows=self._pack_rows,
             forward=forward,
             stage_input=self._stage_input_of(key.rows),
             hidden=hidden,

@@ -149,7 +149,7 @@ class Runner:
     memory         memory of weights and KV cache; None: the engine cannot sleep
     prefix_groups  whether decode rows may be grouped by shared prefix
     draft_model    drafts tokens at the start of steps that say so; None: there is no draft model
-    pack_rows      maximum rows of a pack (`AttentionBatch.packs`); 1: there are no packs
+    max_pack_rows  maximum rows of a pack (`AttentionBatch.packs`); 1: there are no packs
     """
 
     def __init__(
@@ -164,6 +164,7 @@ class Runner:
         *,
         prefix_groups: bool = True,
         draft_model: DraftModelRunner | None = None,
+        max_pack_rows: int = 1,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -175,13 +176,12 @@ class Runner:
         self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.host_lengths = HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
         self._ngram_drafter = None if state.ngrams is None else NgramDrafter(backend, state)
-        group = model.config.num_heads // model.config.num_kv_heads
-        self.pack_rows = 1 if state.ngrams is None and draft_model is None else backend.pack_rows(group)
+        self.max_pack_rows = max_pack_rows
         self._reader = None if draft_model is None else draft_model.reader
         self.graphs = DecodeGraphs(
             *(model, backend, state, self.staging, pipeline.coordinates),
             prefix_groups=prefix_groups,
-            pack_rows=self.pack_rows,
+            max_pack_rows=max_pack_rows,
             reader=self._reader,
         )
         self._expert_load = ExpertLoad(model) if _counts_experts(model, pipeline.coordinates) else None
@@ -293,7 +293,7 @@ class Runner:
     ) -> dict[str, Tensor]:
         """Copy all host arrays of a step to the device at once; return them by name."""
         # A graph reads its arrays at fixed addresses, which the first arrays get.
-        arrays = step_arrays(step, self.pack_rows) if graph is None else graph.arrays(step)
+        arrays = step_arrays(step, self.max_pack_rows) if graph is None else graph.arrays(step)
         arrays |= state_changes(step)
         if self.pipeline.coordinates.last:
             arrays |= sampling_arrays(step) | prompt_output_arrays(step)

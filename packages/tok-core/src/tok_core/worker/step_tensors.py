@@ -39,8 +39,8 @@ class StepTensors:
     logit_row_R: Tensor | None
 
 
-def step_arrays(step: StepInput, pack_rows: int = 1) -> dict[str, np.ndarray]:
-    """Return the host arrays that `build_step_tensors` needs, by name; packs have up to `pack_rows` rows."""
+def step_arrays(step: StepInput, max_pack_rows: int = 1) -> dict[str, np.ndarray]:
+    """Return the host arrays that `build_step_tensors` needs, by name; packs have up to `max_pack_rows` rows."""
     decode, count = len(step.decode_slot), step.prefill_count
     q_start = np.concatenate(([0], np.cumsum(np.concatenate((np.ones(decode, np.int32), count))))).astype(np.int32)
     arrays = {
@@ -58,8 +58,8 @@ def step_arrays(step: StepInput, pack_rows: int = 1) -> dict[str, np.ndarray]:
         }
     for number, level in enumerate(step.levels):
         arrays |= group_arrays(number, level, len(level.start))
-    has_packs = pack_rows > 1 and len(draft_rows(step)[0])
-    return arrays | pack_arrays(step, decode, pack_rows) if has_packs else arrays
+    has_packs = max_pack_rows > 1 and len(draft_rows(step)[0])
+    return arrays | pack_arrays(step, decode, max_pack_rows) if has_packs else arrays
 
 
 def draft_rows(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
@@ -73,39 +73,39 @@ def draft_rows(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
     return EMPTY, EMPTY
 
 
-def pack_arrays(step: StepInput | None, rows: int, pack_rows: int) -> dict[str, np.ndarray]:
-    """Return `AttentionBatch.packs` of `rows` decode rows, `[rows, pack_rows]`.
+def pack_arrays(step: StepInput | None, rows: int, max_pack_rows: int) -> dict[str, np.ndarray]:
+    """Return `AttentionBatch.packs` of `rows` decode rows, `[rows, max_pack_rows]`.
 
     A sequence and the rows that verify its drafts make up packs. Any other row is a pack of its own, and so are padding
     rows; step None: padding only.
     """
-    together = np.empty((0, pack_rows), np.int32)
+    together = np.empty((0, max_pack_rows), np.int32)
     if step is not None:
         row_of = np.zeros(int(step.decode_slot.max(initial=0)) + 1, np.int32)
         row_of[step.decode_slot] = np.arange(len(step.decode_slot))
         slot, source = draft_rows(step)
-        together = _draft_packs(row_of[slot], row_of[source], pack_rows)
+        together = _draft_packs(row_of[slot], row_of[source], max_pack_rows)
     is_alone = np.ones(rows + 1, np.bool_)  # the last entry stands for the −1 of unused entries
     is_alone[together] = False
     alone = is_alone[:rows].nonzero()[0]
-    packs = np.full((rows, pack_rows), -1, np.int32)
+    packs = np.full((rows, max_pack_rows), -1, np.int32)
     packs[: len(together)] = together
     packs[len(together) : len(together) + len(alone), 0] = alone
     return {"packs": packs}
 
 
-def _draft_packs(row: np.ndarray, source_row: np.ndarray, pack_rows: int) -> np.ndarray:
-    """Return the packs of draft rows and of the rows of their sequences, int32 `[packs, pack_rows]`; −1: no row."""
+def _draft_packs(row: np.ndarray, source_row: np.ndarray, max_pack_rows: int) -> np.ndarray:
+    """Return the packs of draft rows and of the rows of their sequences, int32 `[packs, max_pack_rows]`; −1: no row."""
     order = np.argsort(source_row, kind="stable")
     row, source_row = row[order], source_row[order]
     first = np.flatnonzero(np.diff(source_row, prepend=-1))  # draft row of each sequence
     drafts = np.diff(first, append=len(row))
-    num_packs = -(-(1 + drafts) // pack_rows)
+    num_packs = -(-(1 + drafts) // max_pack_rows)
     start = np.cumsum(num_packs) - num_packs
     rank = 1 + np.arange(len(row)) - np.repeat(first, drafts)  # of a row in its sequence, whose own row is row 0
-    packs = np.full((num_packs.sum(), pack_rows), -1, np.int32)
+    packs = np.full((num_packs.sum(), max_pack_rows), -1, np.int32)
     packs[start, 0] = source_row[first]
-    packs[np.repeat(start, drafts) + rank // pack_rows, rank % pack_rows] = row
+    packs[np.repeat(start, drafts) + rank // max_pack_rows, rank % max_pack_rows] = row
     return packs
 
 

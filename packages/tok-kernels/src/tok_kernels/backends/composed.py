@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tok_kernels import launch_config as config
 from tok_kernels.attention.interface import PHASES, AttentionShape, Phase, PhaseKernel
+from tok_kernels.attention.triton.attention import triton_decode_kernel
 from tok_kernels.attention.triton.operands import unsupported_reason
 from tok_kernels.backend import Backend
 from tok_kernels.backends.triton import TritonBackend
@@ -39,6 +40,11 @@ class ComposedBackend(TritonBackend):
         self.capturable = not planned & {"decode", "cascade"}
         self._kernels = dict(kernels)
         self._cache_dtype = cache_dtype
+
+    def max_pack_rows(self, group: int) -> int:
+        """Compute `Backend.max_pack_rows`: only Triton's kernels read packs."""
+        reads_packs = all(self._kernels[phase] is triton_decode_kernel for phase in ("decode", "cascade"))
+        return super().max_pack_rows(group) if reads_packs else 1
 
     def attention(
         self, q_THD: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None = None

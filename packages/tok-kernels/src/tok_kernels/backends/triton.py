@@ -5,7 +5,7 @@ from __future__ import annotations
 from tok_kernels.attention.interface import Phase
 from tok_kernels.attention.triton import invariant as invariant_attention
 from tok_kernels.attention.triton.attention import attention
-from tok_kernels.attention.triton.decode import pack_rows
+from tok_kernels.attention.triton.decode import max_pack_rows
 from tok_kernels.linear import triton_invariant as invariant_linear
 from tok_kernels.linear.triton import gated_linear, linear
 from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
@@ -27,7 +27,7 @@ class TritonBackend:
     needs_host_lengths: frozenset[Phase] = frozenset()
     capturable: bool = True
 
-    pack_rows = staticmethod(pack_rows)
+    max_pack_rows = staticmethod(max_pack_rows)
     rms_norm = staticmethod(rms_norm)
     linear = staticmethod(linear)
     gated_linear = staticmethod(gated_linear)
@@ -66,7 +66,7 @@ class InvariantTritonBackend(TritonBackend):
     attention = staticmethod(invariant_attention.attention)
 
     @staticmethod
-    def pack_rows(group: int) -> int:
+    def max_pack_rows(group: int) -> int:
         return 1  # attention reads the keys of each row by themselves
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ COUNTERS = {
     "model_accepted_tokens": "Tokens that the model of --draft has drafted and that were accepted.",
     "preemptions": "Samples preempted for lack of memory.",
     "steps": "Forward passes.",
-    "group_rows": "Decode rows in groups that read pages once: of a shared prefix, or of a sequence and its drafts.",
+    "group_rows": "Decode rows in groups that read the pages of a shared prefix once.",
     "schedule_seconds": "Seconds that scheduling steps took.",
     "launch_seconds": "Seconds that launching steps took.",
     "device_seconds": "Seconds that steps took on the device, each from its first operation to its last.",

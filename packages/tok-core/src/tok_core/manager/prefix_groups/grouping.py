@@ -113,20 +113,11 @@ def with_drafts(groups: Groups, decode: Int64, lent: Int64, sources: Int64) -> G
     """
     if not groups.levels:
         return groups
-    row_of = np.empty(int(decode.max()) + 1, np.int64)
-    row_of[decode] = np.arange(len(decode))
-    source_row = row_of[sources]
-    drafts = np.bincount(source_row, minlength=len(decode))
-    end_of = np.cumsum(drafts)  # of the drafts of each row, once they are sorted by row
-    own = np.cumsum(1 + drafts[groups.order])
-    place = np.append(0, own)  # of each row of `groups.order`, and the end
-    order = np.empty(len(decode) + len(lent), np.int64)
-    is_own = np.zeros(len(order), np.bool_)
-    is_own[place[:-1]] = True
-    order[is_own] = groups.order
-    counts = drafts[groups.order]
-    first = np.repeat(end_of[groups.order] - counts - (np.cumsum(counts) - counts), counts)
-    order[~is_own] = len(decode) + np.argsort(source_row, kind="stable")[first + np.arange(len(lent))]
+    rank = np.empty(int(decode.max()) + 1, np.int64)  # of each slot in `groups.order`
+    rank[decode[groups.order]] = np.arange(len(decode))
+    rank_of_row = rank[np.concatenate((decode, sources))]
+    order = np.argsort(rank_of_row, kind="stable")
+    place = np.append(0, np.cumsum(np.bincount(rank_of_row)))  # of the rows of each rank, and the end
     levels = []
     for level in groups.levels:
         start, end = place[level.start], place[level.start + level.count]

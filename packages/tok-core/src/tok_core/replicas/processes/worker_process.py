@@ -18,7 +18,7 @@ from tok_core.replicas.processes.failure_report import report_failure
 from tok_core.runtime import HEARTBEAT, MAX_TURN_SECONDS, freeze_gc_heap
 from tok_core.worker import LaunchedStep, set_up
 
-IDLE_SECONDS = 0.02  # without a step, after which a worker captures a CUDA graph that a later step may need
+IDLE_SECONDS = 0.02  # without a step, after which a worker with an idle device captures a CUDA graph for later steps
 
 
 def run_worker(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from tok_core.config import MAX_DRAFTING
 from tok_core.messages import (
@@ -16,6 +17,7 @@ from tok_core.messages import (
     Int32,
     ModelDrafts,
     RequestedPromptOutputs,
+    SlotMoves,
     StepInput,
     StepOutput,
     VerifyRows,
@@ -142,6 +144,12 @@ def dummy_verify_rows(sequences: int, tokens: int) -> StepInput:
     step.verify_rows = VerifyRows(parent, lent, np.zeros_like(lent))  # given: the kernels of guided drafts, too
     step.predict_slot, step.predicted_tokens = parent, tokens
     return step
+
+
+def with_draft_row(step: StepInput) -> StepInput:
+    """Return the step, of at least two decode rows, with a second row that verifies a drafted token of the first."""
+    moves = SlotMoves(slot=array([1]), source=array([0]), length=array([1]), last_token=array([0]))
+    return structs.replace(step, moves=moves)
 
 
 def largest_step(slots: int, max_step_tokens: int, max_len: int, mask_words: int = 0) -> StepInput:

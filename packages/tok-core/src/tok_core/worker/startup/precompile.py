@@ -41,6 +41,7 @@ from tok_core.worker.startup.resolve import (
     choose_dtype,
     mask_words,
     resolve_model_config,
+    resolve_pack_rows,
     resolve_step_sizes,
 )
 from tok_core.worker.startup.warmup import draft_steps_of, steps_of
@@ -289,7 +290,8 @@ def meta_runner(config: EngineConfig) -> Runner:
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
         predicts=config.speculate != "off" and not config.draft,
     )
-    return Runner(model, backend, state, prefix_groups=config.prefix_groups)
+    max_pack_rows = resolve_pack_rows(config, model_config, backend)
+    return Runner(model, backend, state, prefix_groups=config.prefix_groups, max_pack_rows=max_pack_rows)
 
 
 def _triton_backend(config: EngineConfig) -> Backend:

@@ -177,6 +177,11 @@ class StepSizes(NamedTuple):
         return self.max_running + self.draft_slots
 
 
+def resolve_pack_rows(config: EngineConfig, model: ModelConfig, backend: Backend) -> int:
+    """Return the maximum rows of a pack (`AttentionBatch.packs`); 1, for no packs, unless the engine speculates."""
+    return 1 if config.speculate == "off" else backend.max_pack_rows(model.num_heads // model.num_kv_heads)
+
+
 def resolve_step_sizes(config: EngineConfig, device_type: str) -> StepSizes:
     """Return the limits of steps. Raises InvalidField if `max_running` exceeds `max_step_tokens`."""
     default_running, default_step_tokens = (8192, 8192) if device_type == "cuda" else (256, 1024)

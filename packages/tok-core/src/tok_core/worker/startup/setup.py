@@ -38,6 +38,7 @@ from tok_core.worker.startup.resolve import (
     mask_words,
     quantises_weights,
     resolve_max_model_len,
+    resolve_pack_rows,
     warn_without_float8,
 )
 from tok_core.worker.startup.settings import WorkerSettings, check_settings, resolve_settings
@@ -111,10 +112,11 @@ def set_up(
     if settings.cache_dtype != settings.dtype:
         scales = _choose_kv_scales(settings, model, backend, pipeline)
         timer.log_phase("scales and error of the cache")
+    max_pack_rows = peers.all_reduce_min(resolve_pack_rows(config, settings.model, backend))
     measured, words = None, 0
     if settings.device.type == "cuda":
         words = peers.all_reduce_min(mask_words(settings.model, settings.path))  # workers must measure the same steps
-        measured = _measure_steps(settings, model, backend, pipeline, scales, words, make_draft_runner)
+        measured = _measure_steps(settings, model, backend, pipeline, scales, words, make_draft_runner, max_pack_rows)
         timer.log_phase("largest step, and rows of graphs")
 
     # Allocate the KV cache in the memory that is left, and warm up.
@@ -136,6 +138,7 @@ def set_up(
         memory=sleeping_memory,
         prefix_groups=config.prefix_groups,
         draft_model=make_draft_runner(state),
+        max_pack_rows=max_pack_rows,
     )
     timer.log_phase("cache")
     if measured is not None:
@@ -255,6 +258,7 @@ def _measure_steps(
     scales: torch.Tensor | None,
     words: int,
     make_draft_runner: MakeDraftRunner,
+    max_pack_rows: int,
 ) -> StepMemory:
     """Measure the memory of steps, on a temporary state whose sequences all share one page."""
     slots, max_step_tokens = settings.sizes.slots, settings.sizes.max_step_tokens
@@ -264,12 +268,13 @@ def _measure_steps(
     problem = f"a step of {max_step_tokens} tokens and {slots} sampled rows does not fit beside the weights"
     try:
         with _explain(f"{problem}: lower max_step_tokens or max_running", torch.OutOfMemoryError):
-            return measure_steps(
-                Runner(model, backend, state, pipeline=pipeline, draft_model=make_draft_runner(state)),
-                max_step_tokens,
-                graphs=graphs,
-                mask_words=words,
+            runner = Runner(
+                *(model, backend, state),
+                pipeline=pipeline,
+                draft_model=make_draft_runner(state),
+                max_pack_rows=max_pack_rows,
             )
+            return measure_steps(runner, max_step_tokens, graphs=graphs, mask_words=words)
     finally:
         del state
         torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from tok_core.config import MAX_DRAFT_TOKENS
-from tok_core.messages import MAX_CASCADE_LEVELS, SlotMoves, StepInput, array
+from tok_core.messages import MAX_CASCADE_LEVELS, StepInput
 from tok_core.models import CausalLM, DecoderLayer
 from tok_core.parallel import choose_layout
 from tok_core.worker.cuda_graphs import graph_sizes
@@ -25,6 +25,7 @@ from tok_core.worker.startup.dummy_steps import (
     largest_draft,
     largest_step,
     run_dummy_step,
+    with_draft_row,
 )
 from tok_core.worker.startup.memory import SLACK, StepMemory
 
@@ -32,7 +33,7 @@ LONG_PREFIX_TOKENS = 4096  # prefixes of this length use the kernels for long co
 SHORT_PREFIX_TOKENS = 1024
 MAX_ROW_POSITIONS = 1 << 25  # rows × shared positions of a step; bounds the time of the step
 MAX_CONSECUTIVE_TOKENS = 64  # up to this number of tokens, the kernels of experts change most often
-MAX_TOKENS = 2048  # kernels do not change for more tokens
+MAX_DENSE_TOKENS = 2048  # kernels of layers without experts do not change for more tokens
 # Numbers of rows for which the GEMMs of a pipeline are warmed up: every one up to MAX_CONSECUTIVE_ROWS, then multiples
 MAX_CONSECUTIVE_ROWS = 1024
 LAYER_ROW_STEP = 16  # of this for layers,
@@ -69,11 +70,14 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, mask_wor
 
 
 def steps_of(runner: Runner, max_step_tokens: int, mask_words: int) -> list[StepInput]:
-    """Return the `warm_up_steps` of a runner, without those with prefix groups if the engine has none."""
+    """Return the `warm_up_steps` of a runner and steps with packs, without prefix groups if the engine has none."""
     state = runner.state
     steps = warm_up_steps(state.slots, max_step_tokens, runner.max_len, state.page_size, mask_words)
     max_tokens = min(max_step_tokens, state.slots - 1 + runner.max_len)
     steps += _token_steps(state.slots, max_tokens, experts=runner.model.config.moe is not None)
+    if runner.max_pack_rows > 1:
+        rows = min(state.slots, max_step_tokens)
+        steps += _pack_steps(rows, runner.max_len, state.page_size)
     return [step for step in steps if runner.prefix_groups or not step.levels]
 
 
@@ -85,7 +89,7 @@ def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
     if runner.state.ngrams is not None:
         rows = min(runner.state.slots, max_step_tokens)
         lengths = {min(tokens, rows - 1, runner.max_len - 1) for tokens in (1, 3, MAX_DRAFT_TOKENS)}
-        return [*(dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0), *_pack_steps(runner, rows)]
+        return [dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0]
     if runner.draft_model is None:
         return []
     largest = largest_draft(runner, max_step_tokens)
@@ -93,7 +97,6 @@ def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
     max_lens = {largest.max_kv, min(largest.max_kv, SHORT_PREFIX_TOKENS)}
     chunk_tokens = 0, min(2, max_step_tokens)
     return [
-        *_pack_steps(runner, min(runner.state.slots, max_step_tokens)),
         largest,
         *(
             dummy_drafts(rows, tokens, max_len)
@@ -121,18 +124,11 @@ def warm_up_steps(
     ]
 
 
-def _pack_steps(runner: Runner, max_rows: int) -> list[StepInput]:
-    """Return decode steps whose second row verifies a drafted token of the first row's sequence."""
-    if runner.pack_rows == 1:
-        return []
-    page_size = runner.state.page_size
-    steps = _decode_steps(max_rows, runner.max_len // 2 // page_size, page_size)
-    moves = SlotMoves(slot=array([1]), source=array([0]), length=array([1]), last_token=array([0]))
-    return [
-        structs.replace(step, moves=moves)
-        for step in steps
-        if len(step.decode_slot) > 1 and (runner.prefix_groups or not step.levels)
-    ]
+def _pack_steps(max_rows: int, max_len: int, page_size: int) -> list[StepInput]:
+    """Return decode steps in which a row verifies a drafted token."""
+    steps = _decode_steps(max_rows, max_len // 2 // page_size, page_size)
+    steps += [structs.replace(dummy_step(decode=rows), max_kv=max_len) for rows in {min(2, max_rows), max_rows}]
+    return [with_draft_row(step) for step in steps if len(step.decode_slot) > 1]
 
 
 def _decode_steps(max_rows: int, max_prefix_pages: int, page_size: int) -> list[StepInput]:
@@ -180,10 +176,9 @@ def _prefill_steps(slots: int, max_step_tokens: int, max_len: int, prefix: int) 
 def _token_steps(slots: int, max_tokens: int, *, experts: bool) -> list[StepInput]:
     """Return steps with the numbers of tokens between which linear layers change their kernels.
 
-    As many tokens as slots allow are decode rows, and the rest are a prefill chunk. With experts, every number of
-    tokens up to MAX_CONSECUTIVE_TOKENS is among them.
+    As many tokens as slots allow are decode rows, and the rest are a prefill chunk.
     """
-    counts = set(graph_sizes(min(MAX_TOKENS, max_tokens)))
+    counts = set(graph_sizes(max_tokens if experts else min(MAX_DENSE_TOKENS, max_tokens)))
     if experts:
         counts.update(range(1, min(max_tokens, MAX_CONSECUTIVE_TOKENS) + 1))
     steps = []

@@ -37,8 +37,8 @@ _TILE_ROWS = 16  # rows of queries that tensor cores compute at once
 _MAX_PACK_ROWS = 8
 
 
-def pack_rows(group: int) -> int:
-    """Compute `Backend.pack_rows`: the queries of a pack fill the tile of a program."""
+def max_pack_rows(group: int) -> int:
+    """Compute `Backend.max_pack_rows`: the queries of a pack fill the tile of a program."""
     return max(1, min(_MAX_PACK_ROWS, _TILE_ROWS // group))
 
 
@@ -101,7 +101,7 @@ def _decode_attention_kernel(
 
     q_ptr, out_ptr                       [R, H, HEAD]; out_ptr is contiguous
     part_out_ptr, part_lse_ptr           float32 [entries, H, HEAD] and [entries, H], as in `SplitKVPartials`
-    chunks_ptr                           int32 [R, 2], written if CHUNKED: first chunk and number of chunks of a row
+    chunks_ptr                           int32 [R, 2], `SplitKVPartials.chunks`, written if CHUNKED
     slots_ptr, start_ptr, len_ptr        int32 [R], `AttentionBatch`'s slots, kv_start and kv_len
     packs_ptr                            int32 [rows, PACK], `AttentionBatch.packs`; not read if PACK is 1
     rows                                 R, or the number of packs

@@ -27,14 +27,16 @@ _FEW_PARTIALS, _MANY_PARTIALS = 8, 64
 class SplitKVPartials:
     """Partial results of R rows: `splits` of every row, then the chunks, of which a row may have any number.
 
-    out      float32 [splits × R + chunks, H, D]
-    lse      float32 [splits × R + chunks, H]
-    chunks   int32   [R, 2]  a row's first chunk and its number of chunks; unwritten entries are never read
+    out      float32 [splits × R + chunks × stride, H, D]
+    lse      float32 [splits × R + chunks × stride, H]
+    chunks   int32   [R, 2]  entry of a row's first chunk, counted from the first entry of chunks, and its number of
+                             chunks; unwritten ones are never read
     rows     R
     chunked  whether there are chunks
-    stride   entries from a chunk of a row to the next one; with packs, other rows' chunks are between them
+    stride   entries from a chunk of a row to the next one; with packs, those of other rows are between them
 
-    For example, 2 splits of 3 rows: entries 0–2 are split 0 of rows 0–2, entries 3–5 are split 1, chunks begin at 6.
+    For example, 2 splits of 3 rows: entries 0–2 are split 0 of rows 0–2, entries 3–5 are split 1, chunks begin at 6. If
+    rows 0 and 1 are a pack of 2 chunks, and the stride is 2, entries 6 and 8 are chunks of row 0, 7 and 9 of row 1.
     """
 
     out: Tensor
@@ -87,7 +89,7 @@ def _merge_row(
 ) -> tl.tensor:
     """Return the weighted mean of a row's `parts` partial results for one head, float32 `[PADDED]`; 0 without keys.
 
-    `first` is the row's first chunk, STRIDE entries before its next; BLOCK partial results are read at a time.
+    `first` is the entry of the row's first chunk; BLOCK partial results are read at a time.
     """
     row_max = float("-inf")
     row_sum = 0.0
@@ -137,7 +139,7 @@ def _merge_partials_kernel(
 
     out_ptr                     [rows, HEADS, HEAD], contiguous
     part_out_ptr, part_lse_ptr  float32 [entries, HEADS, HEAD] and [entries, HEADS], as in `SplitKVPartials`
-    chunks_ptr                  int32 [rows, 2], first chunk and number of chunks of each row
+    chunks_ptr                  int32 [rows, 2], `SplitKVPartials.chunks`
     STRIDE                      `SplitKVPartials.stride`
     v_scale_ptr                 float32 [KV_HEADS], or None
     PDL                         this kernel may start before its predecessor ends

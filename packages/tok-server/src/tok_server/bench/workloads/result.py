@@ -35,8 +35,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     per_token_*       time from a request's first token to its last, divided by the tokens of its longest sample minus
                       one
     prefix_hit_share  share of the prompt tokens that were found in the prefix cache
-    group_rows_share  share of the sampled tokens, discarded and rejected ones included, whose rows read common pages as
-                      a group: those of a shared prefix, or of a sequence with its drafts
+    group_rows_share  share of the sampled tokens, discarded and rejected ones included, whose rows read the pages of a
+                      shared prefix as a group
     discarded_tokens  tokens computed past the end of a sample and thrown away
     drafted_tokens    rows that --speculate added to steps, one for each drafted token
     accepted_tokens   drafted tokens that were accepted; each saves its sample one step
