@@ -299,11 +299,23 @@ def heads_of_64(config: EngineConfig, path: Path) -> ModelConfig:
 def test_marker_depends_on_what_decides_the_kernels(small: EngineConfig) -> None:
     markers = {
         marker_path(one, card, capability)
-        for one in (small, msgspec.structs.replace(small, max_running=3), msgspec.structs.replace(small, page_size=8))
+        for one in (small, msgspec.structs.replace(small, speculate=3), msgspec.structs.replace(small, page_size=8))
         for card, capability in ((CARD, 90), ("NVIDIA H100 PCIe", 90), ("NVIDIA B200", 100))
     }
     assert len(markers) == 9
-    assert marker_path(msgspec.structs.replace(small, run_ahead=3), CARD, 90) in markers
+    same = msgspec.structs.replace(small, run_ahead=3, max_running=3, max_step_tokens=80, max_model_len=99)
+    assert marker_path(same, CARD, 90) in markers
+
+
+def test_sizes_change_few_kernels_of_a_start(small: EngineConfig) -> None:
+    first, second = (
+        {(one.name, one.arguments[0]) for one in startup_variants(msgspec.structs.replace(small, **size), 90)}
+        for size in (
+            {"max_running": 300, "max_step_tokens": 4096, "max_model_len": 100},
+            {"max_running": 900, "max_step_tokens": 5000},
+        )
+    )
+    assert len(first ^ second) <= 4
 
 
 def test_process_that_cannot_compile_is_logged_and_the_start_goes_on(
