@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from msgspec.structs import replace
 
 from support.engines import cpu_engine, random_prompts
 from support.patience import until
@@ -43,7 +42,7 @@ from tok_core.replicas.ray_replica import RayReplica
 
 PROMPTS = random_prompts((3, 17, 40, 65))
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=ENDLESS, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +99,18 @@ async def test_engine_of_replicas_on_two_ray_nodes_survives_a_worker_death(
         assert len({one.nodes["worker"] for one in actors}) == 2
         outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY).output() for prompt in PROMPTS))
         assert [output.outputs[0].token_ids for output in outputs] == alone
-        streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(16)]
+        streams = [engine.generate([1, 2, 3 + i], LONG) for i in range(16)]  # none ends by itself
         await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
         os.kill(actors[0].location["worker"].pid, signal.SIGKILL)
+        outputs_to_come = [asyncio.create_task(stream.output()) for stream in streams]
         await until(lambda: engine.stats()["replicas_ready"] == 1)
-        results = await asyncio.gather(*(stream.output() for stream in streams), return_exceptions=True)
+        await until(lambda: engine.stats()["replicas_ready"] == 2)
+        for output in outputs_to_come:
+            output.cancel()  # those of the other replica, which would run on
+        results = await asyncio.gather(*outputs_to_come, return_exceptions=True)
         failed = [result for result in results if isinstance(result, EngineDead)]
         assert 0 < len(failed) < len(streams)
         assert re.search(r"the worker process \d+ on host \S+ died", str(failed[0]))
-        await until(lambda: engine.stats()["replicas_ready"] == 2)
         pids = [where.pid for one in actors_of(engine) for where in one.location.values()]
         assert len(pids) == 4
         outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY).output() for prompt in PROMPTS))
@@ -123,7 +125,7 @@ async def test_hung_process_on_a_ray_node_is_killed_and_replaced(path: Path, clu
     await engine.start()
     try:
         for role in ("worker", "manager"):
-            stream = engine.generate([1, 2, 3], replace(LONG, max_tokens=ENDLESS))
+            stream = engine.generate([1, 2, 3], LONG)
             await anext(aiter(stream))
             pids = [where.pid for where in actors_of(engine)[0].location.values()]
             os.kill(actors_of(engine)[0].location[role].pid, signal.SIGSTOP)
