@@ -20,7 +20,7 @@ import pytest
 
 from support.engines import cpu_engine, random_prompts
 from support.patience import until
-from support.paused_engine import ENDLESS, ENDLESS_POSITIONS
+from support.paused_engine import ENDLESS_POSITIONS
 from support.ray_nodes import two_nodes
 from support.tiny_models import make_model
 from tok_core import (
