@@ -110,7 +110,7 @@ class DecodeGraph:
     """Captured decode step.
 
     padding_slot    slot of padding rows
-    max_pack_rows       maximum rows of a pack
+    max_pack_rows   maximum rows of a pack
     forward         computes `hidden` from slots, and from the `stage_input` that the stage before sends
     stage_input     received residual stream; None at the first stage
     hidden          hidden states `[rows, N]`, or the residual stream for the next stage
@@ -144,7 +144,7 @@ class DecodeGraphs:
     """CUDA graphs of one model's decode steps, by GraphKey; empty until `capture`.
 
     prefix_groups  whether there are graphs of steps with prefix groups
-    max_pack_rows      maximum rows of a pack; 1: there are no graphs with packs
+    max_pack_rows  maximum rows of a pack; 1: there are no graphs with packs
     reader         reads the residual stream of each step
     """
 
@@ -167,7 +167,7 @@ class DecodeGraphs:
         self._staging = staging
         self._coordinates = coordinates
         self._prefix_groups = prefix_groups
-        self._pack_rows = max_pack_rows
+        self._max_pack_rows = max_pack_rows
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []  # ascending
         self._recorder: GraphRecorder | None = None
@@ -206,7 +206,7 @@ class DecodeGraphs:
             return None
         rows = self._sizes[bisect_left(self._sizes, count)]
         long = step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(rows)
-        key = GraphKey(rows, groups > 0, long, packs=self._pack_rows > 1 and len(draft_rows(step)[0]) > 0)
+        key = GraphKey(rows, groups > 0, long, packs=self._max_pack_rows > 1 and len(draft_rows(step)[0]) > 0)
         if groups > key.max_groups or (groups and not self._prefix_groups):
             return None
         if key not in self._graphs and not self._memory_full:
@@ -294,7 +294,7 @@ class DecodeGraphs:
         self._graphs[key] = DecodeGraph(
             key=key,
             padding_slot=self._state.slots,
-            max_pack_rows=self._pack_rows,
+            max_pack_rows=self._max_pack_rows,
             forward=forward,
             stage_input=self._stage_input_of(key.rows),
             hidden=hidden,
@@ -310,7 +310,7 @@ class DecodeGraphs:
         for rows in graph_sizes:
             for groups in (False, True) if self._prefix_groups and rows > 1 else (False,):
                 for long in (True, False) if self._has_short_variant(rows) else (True,):
-                    for packs in (False, True) if self._pack_rows > 1 and rows > 1 else (False,):
+                    for packs in (False, True) if self._max_pack_rows > 1 and rows > 1 else (False,):
                         yield GraphKey(rows, groups, long, packs)
 
     def _has_short_variant(self, rows: int) -> bool:
@@ -318,7 +318,7 @@ class DecodeGraphs:
 
     def _padding_inputs(self, key: GraphKey) -> tuple[dict[str, Tensor], Tensor]:
         """Return the staged arrays of a step of padding rows, and its `q_start`."""
-        staged = self._staging.put(padded_arrays(None, key, self._state.slots, self._pack_rows))
+        staged = self._staging.put(padded_arrays(None, key, self._state.slots, self._max_pack_rows))
         return staged, torch.arange(key.rows + 1, dtype=torch.int32, device=self._state.device)
 
     def _allocate_stage_input(self, graph_sizes: Iterable[int]) -> None:

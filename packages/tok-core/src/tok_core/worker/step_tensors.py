@@ -98,7 +98,7 @@ def _draft_packs(row: np.ndarray, source_row: np.ndarray, max_pack_rows: int) ->
     """Return the packs of draft rows and of the rows of their sequences, int32 `[packs, max_pack_rows]`; −1: no row."""
     order = np.argsort(source_row, kind="stable")
     row, source_row = row[order], source_row[order]
-    first = np.flatnonzero(np.diff(source_row, prepend=-1))  # draft row of each sequence
+    first = np.flatnonzero(np.diff(source_row, prepend=-1))  # first draft row of each sequence
     drafts = np.diff(first, append=len(row))
     num_packs = -(-(1 + drafts) // max_pack_rows)
     start = np.cumsum(num_packs) - num_packs

@@ -147,7 +147,7 @@ def dummy_verify_rows(sequences: int, tokens: int) -> StepInput:
 
 
 def with_draft_row(step: StepInput) -> StepInput:
-    """Return the step, of at least two decode rows, with a second row that verifies a drafted token of the first."""
+    """Return a step of at least two decode rows so that its second row verifies a drafted token of its first."""
     moves = SlotMoves(slot=array([1]), source=array([0]), length=array([1]), last_token=array([0]))
     return structs.replace(step, moves=moves)
 
