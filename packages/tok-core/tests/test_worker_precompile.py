@@ -365,6 +365,15 @@ def test_process_that_started_with_the_worker_ends_if_it_is_not_needed(small: En
     assert compiler.returncode is not None
 
 
+def test_process_ends_if_the_start_fails_before_it_waits(small: EngineConfig) -> None:
+    compiler = python("import time; time.sleep(600)")
+    with pytest.raises(ValueError, match="no such model"), Precompilation(small, CUDA, 1, compiler):
+        raise ValueError("no such model")
+    assert compiler.returncode is not None
+    assert compiler.stdout is not None
+    assert compiler.stdout.closed
+
+
 def test_start_waits_no_longer_than_its_limit_for_compiling_children(
     small: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import torch
@@ -101,7 +101,8 @@ class Precompilation:
     """The worker's side: request the compilation from a compiling process, then `wait` for it.
 
     Nothing is requested if the cache has all kernels, or if they cannot be predicted: that is implemented for replicas
-    with a single worker on a Hopper GPU. A given `compiler` is then ended.
+    with a single worker on a Hopper GPU. A given `compiler` is then ended. As a context manager, this ends the
+    compiling process if the body raises: nobody waits for its report then.
     """
 
     def __init__(
@@ -117,6 +118,14 @@ class Precompilation:
             self._send(request, compiler)
         elif compiler is not None:
             _kill(compiler)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None and self._process is not None:
+            _kill(self._process)
+            self._process = None
 
     @staticmethod
     def _request(config: EngineConfig, device: torch.device, workers: int) -> CompileRequest | None:
@@ -152,11 +161,12 @@ class Precompilation:
             return
         if find_spec("flashinfer") is not None:
             _import_flashinfer()
+        process, self._process = self._process, None
         try:
-            output, _ = self._process.communicate(timeout=MAX_WAIT_SECONDS)
+            output, _ = process.communicate(timeout=MAX_WAIT_SECONDS)
             report = msgspec.json.decode(output.rpartition(b"\n")[2], type=CompileReport)
         except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
-            _kill(self._process)
+            _kill(process)
             log.warning("kernels are compiled one by one: the compiling process failed (%s)", error)
             return
         if report.errors:

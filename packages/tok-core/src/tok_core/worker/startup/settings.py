@@ -88,9 +88,12 @@ def resolve_settings(
     device = choose_device(config, replica, coordinates, gpu)
     cache_directory = CacheDirectory.of(config, device)
     precompilation = Precompilation(config, device, coordinates.workers, compiler)
-    peers = join(coordinates, rendezvous, device)
-    dtype = choose_dtype(config.dtype, device)
-    quantization = read_quantization(path, config.quantization)
+    with precompilation:
+        peers = join(coordinates, rendezvous, device)
+        dtype = choose_dtype(config.dtype, device)
+        quantization = read_quantization(path, config.quantization)
+        cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, quantization)
+        sizes = resolve_step_sizes(config, device.type)
     settings = WorkerSettings(
         config=config,
         replica=replica,
@@ -102,9 +105,9 @@ def resolve_settings(
         cache_directory=cache_directory,
         peers=peers,
         dtype=dtype,
-        cache_dtype=choose_cache_dtype(config.kv_cache_dtype, dtype, quantization),
+        cache_dtype=cache_dtype,
         quantization=quantization,
-        sizes=resolve_step_sizes(config, device.type),
+        sizes=sizes,
     )
     return settings, precompilation
 

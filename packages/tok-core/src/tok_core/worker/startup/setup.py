@@ -86,7 +86,8 @@ def set_up(
     settings, precompilation = resolve_settings(config, replica, coordinates, rendezvous, gpu, compiler)
     peers, max_step_tokens = settings.peers, settings.sizes.max_step_tokens
     timer.log_phase("device and peers")
-    check_settings(settings, workers_on_host)
+    with precompilation:
+        check_settings(settings, workers_on_host)
 
     # Choose kernels, and load the models.
     with HEARTBEAT.coarse():  # compilers may run for minutes
