@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
@@ -401,6 +402,14 @@ def test_every_launched_kernel_has_a_case(compiled: Mapping[str, list[Any]]) -> 
 @pytest.mark.parametrize("kernel", LAUNCHED)
 def test_kernel_compiles_for_sm_90(kernel: str, compiled: Mapping[str, list[Any]]) -> None:
     check(compiled[kernel], "sm_90a")
+
+
+@pytest.mark.parametrize("kernel", LAUNCHED)
+def test_tensor_cores_read_no_register_that_is_overwritten(kernel: str, compiled: Mapping[str, list[Any]]) -> None:
+    for result in compiled[kernel]:
+        ttgir = result.asm["ttgir"]
+        if re.search(r"ttng\.warp_group_dot .*opIdx = 0", ttgir):  # the first operand is in registers
+            assert {*re.findall(r"ttng\.warp_group_dot_wait .*pendings = (\d+)", ttgir)} == {"0"}
 
 
 def test_kernels_of_an_int8_cache_compile_for_gpus_without_float8(tmp_path: Path) -> None:

@@ -174,13 +174,12 @@ class PackedGemvLaunch:
 class PackedGemmLaunch:
     """Launch configuration of the GEMM kernel of packed weights.
 
-    block_n        weight rows of a program
-    block_m        tokens of a program
-    block_k        input features that a program reads at a time; they share a scale
-    splits         programs that share the input features of a tile (split-K)
-    warps          Triton's num_warps
-    stages         Triton's num_stages
-    scale_weights  apply scales to the weights, which are then rounded; False: apply them to the sums
+    block_n  weight rows of a program
+    block_m  tokens of a program
+    block_k  input features that a program reads at a time; they share a scale
+    splits   programs that share the input features of a tile (split-K)
+    warps    Triton's num_warps
+    stages   Triton's num_stages
     """
 
     block_n: int
@@ -189,7 +188,6 @@ class PackedGemmLaunch:
     splits: int
     warps: int
     stages: int
-    scale_weights: bool = False
 
 
 # Maximum tokens of the GEMM kernel. For more, W is dequantised for cuBLAS, which takes 203 µs per layer of Llama-3.1-8B

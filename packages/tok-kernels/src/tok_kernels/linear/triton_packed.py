@@ -154,7 +154,6 @@ def launch_packed_gemm(
         BLOCK_K=launch.block_k,
         NUM_STAGES=launch.stages,
         SPLIT=launch.splits > 1,
-        SCALE_WEIGHTS=launch.scale_weights,
         GATED=gated,
         HAS_ZEROS=weight.zero_GF is not None,
         HAS_BIAS=bias is not None,

@@ -172,6 +172,8 @@ def grouped_gemm(
     if isinstance(weight, ScaledWeight):
         values, scale, group = weight.values_NK, weight.scale_NG, weight.group or 0
         block_k = min(block_k, group & -group) if group else block_k  # the columns of a block share a scale
+        if not w8a8:
+            group = group or inputs
     programs = order.tiles * (order.tile_rows // launch.block_m) * triton.cdiv(outputs, launch.block_n)
     grouped_gemm_kernel[(programs,)](
         *(x, x.stride(0), x_scale, x_scale_group, values, scale),
@@ -185,7 +187,6 @@ def grouped_gemm(
         EVEN_K=inputs % block_k == 0,
         GATED=gated,
         GROUP_SIZE=group,
-        SCALED=isinstance(weight, ScaledWeight),
         W8A8=w8a8,
         num_warps=launch.warps,
         **pdl_options(x.device),

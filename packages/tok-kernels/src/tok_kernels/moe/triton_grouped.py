@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tok_kernels.linear.triton_packed_gemm import add_product
+
 
 @triton.jit
 def _load_weights(
@@ -43,11 +45,12 @@ def _accumulate(
     W8A8: tl.constexpr,
 ) -> tl.tensor:
     """Return `acc + w @ x`; with a GROUP_SIZE, `w @ x` is multiplied by the scales of its columns first."""
-    w = w.to(x.dtype)
     if GROUP_SIZE > 0:
         scale = tl.load(scale_ptr + weight_row * tl.cdiv(inputs, GROUP_SIZE) + start // GROUP_SIZE)
-        products = tl.dot(w, x, input_precision="ieee") * scale[:, None]
-        acc += products * x_scale[None, :] if W8A8 else products
+        if W8A8:
+            acc += tl.dot(w, x) * scale[:, None] * x_scale[None, :]
+        else:
+            acc = add_product(acc, w.to(x.dtype), x, scale)
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc
@@ -77,7 +80,6 @@ def grouped_gemm_kernel(
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
     W8A8: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -93,7 +95,8 @@ def grouped_gemm_kernel(
     x_ptr        GATED: [tokens, inputs], one row per token; otherwise [P, inputs], the sorted rows
     x_scale_ptr  W8A8: float32, scale of each row of x, or of each group of columns (`x_scale_group_stride`) and row
     weight_ptr   GATED: [experts × 2 × outputs, inputs]; otherwise [experts × outputs, inputs]
-    scale_ptr    SCALED: float32 [weight rows, ⌈inputs / GROUP_SIZE⌉]; one scale per row if GROUP_SIZE is 0
+    scale_ptr    float32 [weight rows, ⌈inputs / GROUP_SIZE⌉], one for GROUP_SIZE columns; W8A8 and a GROUP_SIZE of 0:
+                 float32 [weight rows]
     out_ptr      [P, outputs]; GATED: `silu(gate) * up` of the sorted rows; otherwise results in the order of pairs
     pair_ptr     int32 [P], `SortedPairs.pair_R`
     tile_ptr     int32 [3, tiles], `SortedPairs.tile_3S`
@@ -152,12 +155,9 @@ def grouped_gemm_kernel(
     acc = tl.trans(acc).to(tl.float32)
     up_acc = tl.trans(up_acc).to(tl.float32)
     if W8A8 and GROUP_SIZE == 0:
-        acc *= x_scale[:, None]
-        up_acc *= x_scale[:, None]
-    if SCALED and GROUP_SIZE == 0:
-        acc *= tl.load(scale_ptr + weight_row)[None, :]
+        acc *= x_scale[:, None] * tl.load(scale_ptr + weight_row)[None, :]
         if GATED:
-            up_acc *= tl.load(scale_ptr + weight_row + outputs)[None, :]
+            up_acc *= x_scale[:, None] * tl.load(scale_ptr + weight_row + outputs)[None, :]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up_acc
     out_ptrs = out_ptr + out_row.to(tl.int64)[:, None] * outputs + n[None, :]

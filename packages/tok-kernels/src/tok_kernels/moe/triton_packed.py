@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tok_kernels.linear.triton_packed_gemm import unpack_words
+from tok_kernels.linear.triton_packed_gemm import add_product, unpack_words
 
 
 @triton.jit
@@ -21,7 +21,6 @@ def _accumulate(
     x: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
@@ -31,11 +30,7 @@ def _accumulate(
     else:
         words = tl.load(word_ptrs + word[None, :], mask=(word < words_stride)[None, :], other=0)
     weights = unpack_words(words, zero[:, None], BITS, x.dtype == tl.float16, ASM)
-    if GROUP_SIZE < K:
-        acc += tl.dot(weights, x) * tl.load(scale_ptrs)[:, None]
-    else:
-        acc = tl.dot(weights, x, acc)
-    return acc
+    return add_product(acc, weights, x, tl.load(scale_ptrs))
 
 
 @triton.jit
@@ -119,11 +114,11 @@ def packed_grouped_gemm_kernel(
             x = tl.load(x_ptrs + start, mask=(start + column < K)[:, None] & present[None, :], other=0.0)
         word = start // values_per_word + tl.arange(0, BLOCK_K // values_per_word)
         scale_ptrs = scale_ptr + start // GROUP_SIZE * weight_rows + weight_row
-        acc = _accumulate(*(acc, word_ptrs, word, words_stride, zero, scale_ptrs, x, K, BLOCK_K, GROUP_SIZE, BITS, ASM))
+        acc = _accumulate(acc, word_ptrs, word, words_stride, zero, scale_ptrs, x, K, BLOCK_K, BITS, ASM)
         if GATED:
             scale_ptrs += outputs
             up_acc = _accumulate(
-                *(up_acc, up_word_ptrs, word, words_stride, up_zero, scale_ptrs, x, K, BLOCK_K, GROUP_SIZE, BITS, ASM)
+                up_acc, up_word_ptrs, word, words_stride, up_zero, scale_ptrs, x, K, BLOCK_K, BITS, ASM
             )
         if HAS_ZEROS and GROUP_SIZE < K:
             # Read one block ahead, since Triton pipelines no loads of bytes.
@@ -132,11 +127,7 @@ def packed_grouped_gemm_kernel(
             if GATED:
                 up_zero = tl.load(zero_ptrs + outputs).to(tl.int32)
 
-    # Apply the scales of rows and the activation, and store.
-    if GROUP_SIZE >= K:
-        acc *= tl.load(scale_ptr + weight_row)[:, None]
-        if GATED:
-            up_acc *= tl.load(scale_ptr + weight_row + outputs)[:, None]
+    # Apply the activation, and store.
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up_acc
     acc = tl.trans(acc)
