@@ -59,8 +59,8 @@ class Worker:
         return self.run(step, [UNKNOWN])
 
     def set_rows(self, step: StepInput) -> torch.Tensor | None:
-        """Apply the step and set its draft rows; return the drafted tokens."""
-        self.staged = Staging(CPU, 1).put(step_arrays(step) | state_changes(step) | draft_arrays(step))
+        """Apply the step and set its draft rows; return the drafted tokens, `[k, n]`."""
+        self.staged = Staging(CPU, 1).put(step_arrays(step) | state_changes(step) | draft_arrays(step, biased=True))
         self.state.apply(step, self.staged)
         return self.drafter.draft(step, self.staged)
 
@@ -118,20 +118,20 @@ def test_draft_rows_have_the_next_positions_tokens_and_pages(worker: Worker) -> 
     worker.set_sequence(2, 5, 13)
     drafted = worker.set_rows(decode_step(1, 2, lent=[[5, 6, 7], [3, -1, -1]]))
     assert drafted is not None
-    assert drafted[0].tolist() == [13, 14, 15]
-    assert drafted[1, 0] == 14
+    assert drafted[:, 0].tolist() == [13, 14, 15]
+    assert drafted[0, 1] == 14
     assert [worker.slot(slot) for slot in (5, 6, 7)] == [(5, 13, 0), (6, 14, 0), (7, 15, 0)]
     assert worker.slot(3) == (2, 14, 0)
     assert worker.slot(1) == (4, 12, 0)
     table = worker.state.columns.page_table
-    assert (table[[5, 6, 7]] == table[1]).all()
-    assert (table[3] == table[2]).all()
+    assert (table[[5, 6, 7], :2] == table[1, :2]).all()
+    assert table[3, 0] == table[2, 0]
 
 
-def test_pages_beyond_the_longest_sequence_are_left_as_they_are(worker: Worker) -> None:
+def test_pages_after_a_drafted_token_are_left_as_they_are(worker: Worker) -> None:
     worker.set_sequence(1, 1, 2, 3)
     before = worker.state.columns.page_table[5].clone()
-    worker.set_rows(structs.replace(decode_step(1, lent=[[5]], given=[[4]]), max_kv=4))
+    worker.set_rows(decode_step(1, lent=[[5]], given=[[4]]))
     table = worker.state.columns.page_table
     assert table[5].tolist() == [int(table[1, 0]), *before[1:].tolist()]
 
@@ -171,13 +171,13 @@ def test_sequence_ends_where_an_accepted_row_samples_an_end_token(worker: Worker
     assert worker.slot(1)[1:] == (end, 1)
 
 
-def test_given_tokens_win_over_predictions(worker: Worker) -> None:
+def test_given_tokens_win_over_predictions_and_are_continued(worker: Worker) -> None:
     worker.prefill(0, *TEXT)
     worker.set_sequence(1, 1, 12)
-    drafted = worker.set_rows(decode_step(1, lent=[[5, 6, 7]], given=[[40, 41, -1]]))
+    drafted = worker.set_rows(decode_step(1, lent=[[5, 6, 7]], given=[[40, 13, -1]]))
     assert drafted is not None
-    assert drafted[0].tolist() == [40, 41, 15]
-    assert [worker.slot(slot) for slot in (5, 6, 7)] == [(2, 40, 0), (3, 41, 0), (4, 15, 0)]
+    assert drafted[:, 0].tolist() == [40, 13, 14]
+    assert [worker.slot(slot) for slot in (5, 6, 7)] == [(2, 40, 0), (3, 13, 0), (4, 14, 0)]
 
 
 def test_draft_rows_take_over_sampling_parameters_and_biases(worker: Worker) -> None:
@@ -214,7 +214,7 @@ def test_slots_of_different_salts_learn_nothing_from_each_other(worker: Worker) 
     worker.set_sequence(2, 1, 12)
     drafted = worker.set_rows(decode_step(1, 2, lent=[[5], [6]]))
     assert drafted is not None
-    assert drafted.tolist() == [[13], [-1]]
+    assert drafted.tolist() == [[13, -1]]
 
 
 def test_tokens_of_rejected_drafts_are_not_learned(worker: Worker) -> None:
@@ -225,7 +225,7 @@ def test_tokens_of_rejected_drafts_are_not_learned(worker: Worker) -> None:
     worker.set_sequence(3, 9, 40)
     drafted = worker.set_rows(decode_step(2, 3, lent=[[5], [6]]))
     assert drafted is not None
-    assert drafted.tolist() == [[30], [-1]]
+    assert drafted.tolist() == [[30, -1]]
 
 
 def test_outputs_count_predictable_tokens_and_predict_asked_slots(worker: Worker) -> None:

@@ -29,7 +29,7 @@ from tok_kernels import (
     AttentionBatch,
     CascadeLevel,
     Contexts,
-    DraftSlots,
+    DraftRows,
     Exchange,
     ExpertCopies,
     ExpertWeights,
@@ -233,10 +233,10 @@ def advance_slots() -> None:
     slots = SlotColumns(column, column, columns[1][0], column, meta(SLOTS, PAGES), token_of, end_ids, PAGE, 0)
     BACKEND.decode_rows(meta(32), slots)
     BACKEND.record_sampled_tokens(meta(32), meta(32, dtype=INT64), meta(32, dtype=FLOAT), slots)
-    lent = DraftSlots(*(meta(32, dtype=INT64) for _ in range(3)))
-    BACKEND.set_draft_slots(lent, meta(8, 4, dtype=INT64), columns, PAGES * PAGE, slots)
-    BACKEND.accept_drafts(meta(32), meta(32, 4), meta(32, 4, dtype=INT64), slots)
-    ngrams = NgramTable.empty(column)
+    drafts, ngrams = DraftRows(*(meta(5, 32) for _ in range(3))), NgramTable.empty(column)
+    draft_kn = BACKEND.draft_tokens(drafts, slots, ngrams)
+    BACKEND.set_draft_slots(drafts, draft_kn, columns, slots)
+    BACKEND.accept_drafts(drafts, draft_kn, meta(160), slots)
     BACKEND.learn_tokens(meta(32), meta(32), 5, slots, ngrams)
     BACKEND.predict_tokens(meta(32), 4, slots, ngrams)
 

@@ -39,7 +39,7 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "CascadeLevel",
         "Contexts",
         "DecodeRows",
-        "DraftSlots",
+        "DraftRows",
         "DynamicScaling",
         "Exchange",
         "ExpertCopies",

@@ -45,7 +45,7 @@ from tok_kernels.norm_rope_kv.rope_table import (
     rope_table,
 )
 from tok_kernels.sampling.top_logprobs import log_sum_exp, top_values
-from tok_kernels.slots.columns import DecodeRows, DraftSlots, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, DraftRows, SlotColumns
 
 __all__ = [
     "AGE_TOKENS",
@@ -58,7 +58,7 @@ __all__ = [
     "CascadeLevel",
     "Contexts",
     "DecodeRows",
-    "DraftSlots",
+    "DraftRows",
     "DynamicScaling",
     "Exchange",
     "ExpertCopies",

@@ -13,7 +13,7 @@ from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, Sampl
 from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
 from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 from tok_kernels.ngrams.table import NgramTable
-from tok_kernels.slots.columns import DecodeRows, DraftSlots, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, DraftRows, SlotColumns
 
 
 class Backend(Protocol):
@@ -278,14 +278,21 @@ class Backend(Protocol):
         """
         ...
 
-    def set_draft_slots(
-        self, lent: DraftSlots, draft_nk: Tensor, columns: Sequence[Tensor], max_kv: int, slots: SlotColumns
-    ) -> None:
-        """Let each slot lent feed its drafted token next, of `draft_nk` (int64).
+    def draft_tokens(self, drafts: DraftRows, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
+        """Return the drafted token of each row that verifies one, int64 `[k, n]`: the one given, or a prediction.
 
-        It gets the columns of the sequence that the draft continues, and the pages of its first `max_kv` positions, at
-        most those of the page table. Its length is that of the sequence + 1 + i for the i-th token of a draft, from 0
-        on. It has ended if its token is −1, or the sequence has ended.
+        A prediction follows the drafted tokens before it; −1: no context is known. Entries without a row are undefined.
+        """
+        ...
+
+    def set_draft_slots(
+        self, drafts: DraftRows, draft_kn: Tensor, columns: Sequence[Tensor], slots: SlotColumns
+    ) -> None:
+        """Let each slot of a drafted token feed it next, from `draft_kn` (int64).
+
+        It gets the columns of the sequence that the draft continues, and its pages up to the token's position. Its
+        length is that of the sequence + 1 + i for the i-th token of a draft, from 0 on. It has ended if its token is
+        −1, or the sequence has ended.
 
         columns  all columns of slots by dtype: int64, int32 and float32, each `[·, S]`. `last_token`, `length` and
                  `ended` of `slots` are rows of them
@@ -308,12 +315,13 @@ class Backend(Protocol):
         """
         ...
 
-    def accept_drafts(self, slot_n: Tensor, lent_nk: Tensor, draft_nk: Tensor, slots: SlotColumns) -> Tensor:
-        """Advance slots past drafted tokens that equal the tokens sampled before them.
+    def accept_drafts(self, drafts: DraftRows, draft_kn: Tensor, count_B: Tensor, slots: SlotColumns) -> Tensor:
+        """Advance sequences past drafted tokens that equal the tokens sampled before them.
 
-        Return int32 `[n]`: how many tokens of each slot are accepted. Call this after `record_sampled_tokens`. `slot_n`
-        (int32) has fed its last token in the step, and slot `lent_nk[:, i]` (int32; −1: none) the drafted token
-        `draft_nk[:, i]` (int64) after it. A drafted token after an end id is not accepted. The slot takes over the last
-        token, and the end, of the slot that fed the last accepted token, and its length grows by their number.
+        Return int32 `[n]`: how many tokens of each sequence are accepted. Call this after `record_sampled_tokens`, with
+        the drafted tokens that the rows have fed (int64). A drafted token after an end id is not accepted. The slot of
+        a sequence takes over the last token, and the end, of the slot that fed the last accepted token, and its length
+        grows by their number. By decode row, `count_B` (int32) becomes 1 + their number for a sequence, and 0 for the
+        rows of drafted tokens.
         """
         ...

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.interpreted import outside, rerun
-from tok_kernels import Backend, NgramTable, SlotColumns
+from tok_kernels import Backend, DraftRows, NgramTable, SlotColumns
 from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
 from tok_kernels.ngrams.table import COUNT_SHIFT, MAX_COUNT, TOKEN_BITS
@@ -61,8 +61,14 @@ class Drafting:
         return predicted
 
     def accept(self, slot: int, lent: list[int], draft: list[int]) -> int:
-        draft_nk = torch.tensor([draft], device=self.device)
-        return int(self.backend.accept_drafts(self.ints(slot), self.ints(*lent)[None], draft_nk, self.slots))
+        """Accept a draft of a sequence in decode row 0; return how many tokens are accepted."""
+        row = [i if lent_slot >= 0 else -1 for i, lent_slot in enumerate([0, *lent])]
+        drafts = DraftRows(self.ints(slot, *lent)[:, None], self.ints(*row)[:, None], self.ints(-1, *draft)[:, None])
+        draft_kn, count_B = torch.tensor(draft, device=self.device)[:, None], self.ints(*(7 for _ in range(9)))
+        accepted = int(self.backend.accept_drafts(drafts, draft_kn, count_B, self.slots))
+        rows = sum(one >= 0 for one in row)
+        assert count_B.tolist() == [1 + accepted, *[0] * (rows - 1), *[7] * (9 - rows)]
+        return accepted
 
     def slot(self, slot: int) -> tuple[int, int, int]:
         columns = self.slots.length, self.slots.last_token, self.slots.ended
@@ -267,16 +273,44 @@ def test_triton_accepts_drafts_as_the_reference_does(
 ) -> None:
     source = torch.Generator().manual_seed(seed)
     rows = SLOTS // (length + 1) if length else seed % SLOTS
-    slot, lent = torch.tensor(order[:rows]).int(), torch.tensor(order[rows : rows * (length + 1)]).int()
-    lent_nk = torch.full((rows, length + 2), SLOTS).int()  # columns that are not passed
-    lent_nk[:, :length] = torch.where(torch.rand(rows, length, generator=source) < 0.8, lent.view(rows, length), -1)
-    draft_nk = torch.randint(2, (rows, length + 1), generator=source)
-    both, accepted = draftings(seed, device, tokens=2), []
+    drafts_1kn = random_drafts(order, rows, length, source)
+    draft_kn = torch.randint(2, (length, rows), generator=source)
+    both, results = draftings(seed, device, tokens=2), []
     for one in both:
-        lent_here, draft_here = lent_nk.to(one.device)[:, :length], draft_nk.to(one.device)[:, :length]
-        accepted.append(one.backend.accept_drafts(slot.to(one.device), lent_here, draft_here, one.slots))
-    check_equal(accepted[:1], accepted[1:])
+        drafts, count_B = DraftRows(*drafts_1kn.to(one.device)), one.ints(*range(SLOTS))
+        accepted = one.backend.accept_drafts(drafts, draft_kn.to(one.device), count_B, one.slots)
+        results.append([accepted, count_B])
+    check_equal(*results)
     check_equal(both[0].columns(), both[1].columns())
+
+
+@given(seed=st.integers(0, 2**20), order=st.permutations(range(SLOTS)), length=st.integers(0, 4))
+def test_triton_drafts_tokens_as_the_reference_does(
+    device: torch.device, seed: int, order: list[int], length: int
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    drafts_1kn = random_drafts(order, SLOTS // (length + 1), length, source)
+    both, results = draftings(seed, device, tokens=3), []
+    for one in both:
+        one.backend.learn_tokens(*(one.ints(*range(SLOTS)), one.slots.length[:SLOTS].int(), 99), one.slots, one.ngrams)
+        draft_kn = one.backend.draft_tokens(DraftRows(*drafts_1kn.to(one.device)), one.slots, one.ngrams)
+        assert draft_kn.dtype == torch.int64
+        results.append([torch.where(drafts_1kn[0, 1:] >= 0, draft_kn.cpu(), 0)])
+    check_equal(*results)
+    is_given = (drafts_1kn[2, 1:] >= 0) & (drafts_1kn[0, 1:] >= 0)
+    assert torch.equal(results[0][0][is_given], drafts_1kn[2, 1:][is_given].long())
+
+
+def random_drafts(order: list[int], sequences: int, length: int, source: torch.Generator) -> Tensor:
+    """Return the fields of DraftRows for up to `length` tokens of each sequence; the last sequence is padding."""
+    slot = torch.tensor(order[: sequences * (length + 1)]).view(1 + length, sequences)
+    count = torch.randint(length + 1, (sequences,), generator=source)
+    given = torch.where(torch.rand(slot.shape, generator=source) < 0.3, 5 + slot, -1)
+    drafts = torch.stack((slot, torch.randperm(SLOTS, generator=source)[: slot.numel()].view_as(slot), given))
+    drafts[:, 1:][:, torch.arange(length)[:, None] >= count] = -1
+    if sequences:
+        drafts[1, 0, -1], drafts[:, 1:, -1] = -1, -1
+    return drafts.int()
 
 
 def test_a_draft_is_accepted_up_to_its_first_wrong_token(device: torch.device) -> None:
@@ -321,5 +355,8 @@ def test_no_sequences_or_no_tokens_give_empty_results(device: torch.device) -> N
         assert predict(none, 3, one.slots, one.ngrams).shape == (0, 3)
         assert predict(two, 0, one.slots, one.ngrams).shape == (2, 0)
         for slot in (none, two):
-            lent_nk = torch.empty((len(slot), 0), dtype=torch.int32, device=one.device)
-            assert accept(slot, lent_nk, lent_nk.long(), one.slots).tolist() == [0] * len(slot)
+            drafts = DraftRows(slot[None], slot[None], slot[None])
+            draft_kn, count_B = one.backend.draft_tokens(drafts, one.slots, one.ngrams), one.ints(7, 7)
+            assert draft_kn.shape == (0, len(slot))
+            assert accept(drafts, draft_kn, count_B, one.slots).tolist() == [0] * len(slot)
+            assert count_B.tolist() == [1, 1][: len(slot)] + [7, 7][len(slot) :]

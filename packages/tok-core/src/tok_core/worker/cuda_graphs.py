@@ -36,7 +36,7 @@ from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.sampling import sampling_batch
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
-from tok_core.worker.step_tensors import cascade_level, decode_kv_start, draft_rows, group_arrays, pack_arrays
+from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays, has_draft_rows, pack_arrays
 from tok_kernels import AttentionBatch, Backend
 
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
@@ -206,7 +206,7 @@ class DecodeGraphs:
             return None
         rows = self._sizes[bisect_left(self._sizes, count)]
         long = step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(rows)
-        key = GraphKey(rows, groups > 0, long, packs=self._max_pack_rows > 1 and len(draft_rows(step)[0]) > 0)
+        key = GraphKey(rows, groups > 0, long, packs=self._max_pack_rows > 1 and has_draft_rows(step))
         if groups > key.max_groups or (groups and not self._prefix_groups):
             return None
         if key not in self._graphs and not self._memory_full:

@@ -12,37 +12,38 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_core.messages import StepInput, StepOutput, VerifyRows
+from tok_core.messages import StepInput, StepOutput
 from tok_core.worker.staging import copy_to_host
 from tok_core.worker.state import WorkerState
-from tok_kernels import AGE_TOKENS, Backend, DraftSlots
+from tok_core.worker.step_tensors import decode_row_of, draft_slots
+from tok_kernels import AGE_TOKENS, Backend, DraftRows
 
 
-def draft_arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """Return the host arrays that `NgramDrafter` needs, by name; only non-empty ones."""
-    arrays = {} if step.verify_rows is None else _row_arrays(step.verify_rows, step.decode_slot)
+def draft_arrays(step: StepInput, *, biased: bool = False) -> dict[str, np.ndarray]:
+    """Return the host arrays that `NgramDrafter` needs, by name; only non-empty ones.
+
+    biased  whether any slot may have logit biases, which the slots of drafted tokens get, too
+    """
+    arrays = {}
+    if step.verify_rows is not None:
+        arrays["drafts"] = _draft_rows(step, step.verify_rows.given)
+        if biased:
+            lent = step.verify_rows.lent
+            arrays["biased_slot"] = lent[lent >= 0].astype(np.int64)
+            arrays["biased_source"] = np.repeat(step.verify_rows.parent, (lent >= 0).sum(1)).astype(np.int64)
     arrays |= {"predict_slot": step.predict_slot, "chunk_count": step.prefill_count}
     return {name: array for name, array in arrays.items() if len(array)}
 
 
-def _row_arrays(rows: VerifyRows, decode_slot: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the host arrays of draft rows; `lent_index` is the index of each row in the flattened `[n, k]`."""
-    index = (rows.lent.flatten() >= 0).nonzero()[0]
-    lent = rows.lent.flatten()[index]
-    row_of = np.zeros(int(decode_slot.max()) + 1, np.int64)
-    row_of[decode_slot] = np.arange(len(decode_slot))
-    return {
-        "draft_parent": rows.parent,
-        "draft_parent_row": row_of[rows.parent],
-        "draft_lent": rows.lent,
-        **({"draft_given": rows.given} if (rows.given >= 0).any() else {}),
-        "lent_index": index,
-        "lent_slot": lent.astype(np.int64),
-        "lent_source": rows.parent[index // rows.lent.shape[1]].astype(np.int64),
-        "lent_row": row_of[lent],
-    }
+def _draft_rows(step: StepInput, given: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the fields of `DraftRows`, int32 `[3, 1 + k, n]`."""
+    slot = draft_slots(step).T
+    drafts = np.full((3, *slot.shape), -1, np.int32)
+    drafts[0], drafts[1], drafts[2, 1:] = slot, decode_row_of(step)[slot], given.T
+    return drafts
 
 
 class DraftOutputs(NamedTuple):
@@ -85,30 +86,25 @@ class NgramDrafter:
         self._learned = 0
 
     def draft(self, step: StepInput, staged: Mapping[str, Tensor]) -> Tensor | None:
-        """Draft the tokens of the step's `verify_rows`, before the forward pass; return them, int64 `[n, k]`."""
+        """Draft the tokens of the step's `verify_rows`, before the forward pass; return them, int64 `[k, n]`."""
         if step.verify_rows is None:
             return None
-        longest = step.verify_rows.lent.shape[1]
-        draft_nk = self._backend.predict_tokens(staged["draft_parent"], longest, self._state.columns, self._ngrams)
-        if "draft_given" in staged:
-            given_nk = staged["draft_given"].long()
-            draft_nk = torch.where(given_nk >= 0, given_nk, draft_nk)
-        lent, state = DraftSlots(staged["lent_slot"], staged["lent_source"], staged["lent_index"]), self._state
-        self._backend.set_draft_slots(lent, draft_nk, state.all_columns, step.max_kv, state.columns)
-        state.biases.copy(lent.slot, lent.source)
-        return draft_nk
+        drafts, state = DraftRows(*staged["drafts"]), self._state
+        draft_kn = self._backend.draft_tokens(drafts, state.columns, self._ngrams)
+        self._backend.set_draft_slots(drafts, draft_kn, state.all_columns, state.columns)
+        if "biased_slot" in staged:
+            state.biases.copy(staged["biased_slot"], staged["biased_source"])
+        return draft_kn
 
-    def advance(self, step: StepInput, staged: Mapping[str, Tensor], draft_nk: Tensor | None) -> DraftOutputs:
+    def advance(self, step: StepInput, staged: Mapping[str, Tensor], draft_kn: Tensor | None) -> DraftOutputs:
         """Advance sequences past accepted drafts, learn, and predict, once the step's tokens are sampled."""
         backend, columns, decode = self._backend, self._state.columns, len(step.decode_slot)
         slot_D = staged["slots"][:decode]
         count_D, parts = self._ones[:decode], list[Tensor]()
-        if draft_nk is not None:
-            accepted_n = backend.accept_drafts(staged["draft_parent"], staged["draft_lent"], draft_nk, columns)
-            count_D = count_D.index_fill(0, staged["lent_row"], 0)
-            count_D.index_add_(0, staged["draft_parent_row"], accepted_n)
-            parts.append(accepted_n)
-        most = 1 if draft_nk is None else 1 + draft_nk.shape[1]
+        if draft_kn is not None:
+            count_D = count_D.clone()
+            parts.append(backend.accept_drafts(DraftRows(*staged["drafts"]), draft_kn, count_D, columns))
+        most = 1 if draft_kn is None else 1 + len(draft_kn)
         parts.append(backend.learn_tokens(slot_D, count_D, most, columns, self._ngrams))
         if chunks := len(step.prefill_slot):
             slot = staged["slots"][decode : decode + chunks]
@@ -122,4 +118,4 @@ class NgramDrafter:
             self._ngrams.age()
             self._learned = 0
         values = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return DraftOutputs(copy_to_host(values), 0 if draft_nk is None else len(draft_nk), decode, asked)
+        return DraftOutputs(copy_to_host(values), 0 if draft_kn is None else draft_kn.shape[1], decode, asked)

@@ -298,7 +298,7 @@ class Runner:
         if self.pipeline.coordinates.last:
             arrays |= sampling_arrays(step) | prompt_output_arrays(step)
         if self._ngram_drafter is not None:
-            arrays |= draft_arrays(step)
+            arrays |= draft_arrays(step, biased=self.state.biases.token.numel() > 0)
         if pending_tokens:
             arrays["pending_slot"] = np.concatenate([pending.slot for pending in pending_tokens])
         if step.drafts is not None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_core.messages import EMPTY, GroupLevel, Int64, StepInput
+from tok_core.messages import GroupLevel, Int64, StepInput
 from tok_core.worker.state import WorkerState
 from tok_kernels import AttentionBatch, Backend, CascadeLevel, HostLengths, HostLevel
 
@@ -58,19 +58,39 @@ def step_arrays(step: StepInput, max_pack_rows: int = 1) -> dict[str, np.ndarray
         }
     for number, level in enumerate(step.levels):
         arrays |= group_arrays(number, level, len(level.start))
-    has_packs = max_pack_rows > 1 and len(draft_rows(step)[0])
+    has_packs = max_pack_rows > 1 and has_draft_rows(step)
     return arrays | pack_arrays(step, decode, max_pack_rows) if has_packs else arrays
 
 
-def draft_rows(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
-    """Return the slots of the decode rows that verify drafts, and the slots of their sequences."""
+def has_draft_rows(step: StepInput) -> bool:
+    """Return whether any decode row of the step verifies a draft."""
+    moves = step.moves
+    return step.verify_rows is not None or (moves is not None and bool((moves.slot != moves.source).any()))
+
+
+def draft_slots(step: StepInput) -> NDArray[np.int32]:
+    """Return each sequence's slot, then the slots of the rows that verify its drafts: int32 `[n, 1 + k]`; −1: none.
+
+    The step has draft rows.
+    """
     if step.verify_rows is not None:
-        exists = step.verify_rows.lent >= 0
-        return step.verify_rows.lent[exists], np.repeat(step.verify_rows.parent, exists.sum(1))
-    if step.moves is not None:
-        is_draft = step.moves.slot != step.moves.source
-        return step.moves.slot[is_draft], step.moves.source[is_draft]
-    return EMPTY, EMPTY
+        return np.concatenate((step.verify_rows.parent[:, None], step.verify_rows.lent), axis=1)
+    assert step.moves is not None
+    is_draft = step.moves.slot != step.moves.source
+    slot, source = step.moves.slot[is_draft], step.moves.source[is_draft]
+    parent, sequence, drafts = np.unique(source, return_inverse=True, return_counts=True)
+    slots = np.full((len(parent), 1 + drafts.max()), -1, np.int32)
+    slots[:, 0] = parent
+    order = np.argsort(sequence, kind="stable")
+    slots[sequence[order], 1 + concatenated_ranges(np.zeros_like(drafts), drafts)] = slot[order]
+    return slots
+
+
+def decode_row_of(step: StepInput) -> NDArray[np.int32]:
+    """Return the decode row of each slot, and −1 for slots without one and for slot −1."""
+    row_of = np.full(int(step.decode_slot.max(initial=0)) + 2, -1, np.int32)
+    row_of[step.decode_slot] = np.arange(len(step.decode_slot))
+    return row_of
 
 
 def pack_arrays(step: StepInput | None, rows: int, max_pack_rows: int) -> dict[str, np.ndarray]:
@@ -79,34 +99,22 @@ def pack_arrays(step: StepInput | None, rows: int, max_pack_rows: int) -> dict[s
     A sequence and the rows that verify its drafts make up packs. Any other row is a pack of its own, and so are padding
     rows; step None: padding only.
     """
-    together = np.empty((0, max_pack_rows), np.int32)
-    if step is not None:
-        row_of = np.zeros(int(step.decode_slot.max(initial=0)) + 1, np.int32)
-        row_of[step.decode_slot] = np.arange(len(step.decode_slot))
-        slot, source = draft_rows(step)
-        together = _draft_packs(row_of[slot], row_of[source], max_pack_rows)
+    packs = np.full((rows, max_pack_rows), -1, np.int32)
+    if step is None:
+        packs[:, 0] = np.arange(rows)
+        return {"packs": packs}
+    row = decode_row_of(step)[draft_slots(step)]
+    packs_each = -(-row.shape[1] // max_pack_rows)
+    together = np.full((len(row), packs_each * max_pack_rows), -1, np.int32)
+    together[:, : row.shape[1]] = row
+    together = together.reshape(-1, max_pack_rows)
+    together = together[together[:, 0] >= 0]
     is_alone = np.ones(rows + 1, np.bool_)  # the last entry stands for the −1 of unused entries
     is_alone[together] = False
     alone = is_alone[:rows].nonzero()[0]
-    packs = np.full((rows, max_pack_rows), -1, np.int32)
     packs[: len(together)] = together
     packs[len(together) : len(together) + len(alone), 0] = alone
     return {"packs": packs}
-
-
-def _draft_packs(row: np.ndarray, source_row: np.ndarray, max_pack_rows: int) -> np.ndarray:
-    """Return the packs of draft rows and of the rows of their sequences, int32 `[packs, max_pack_rows]`; −1: no row."""
-    order = np.argsort(source_row, kind="stable")
-    row, source_row = row[order], source_row[order]
-    first = np.flatnonzero(np.diff(source_row, prepend=-1))  # first draft row of each sequence
-    drafts = np.diff(first, append=len(row))
-    num_packs = -(-(1 + drafts) // max_pack_rows)
-    start = np.cumsum(num_packs) - num_packs
-    rank = 1 + np.arange(len(row)) - np.repeat(first, drafts)  # of a row in its sequence, whose own row is row 0
-    packs = np.full((num_packs.sum(), max_pack_rows), -1, np.int32)
-    packs[start, 0] = source_row[first]
-    packs[np.repeat(start, drafts) + rank // max_pack_rows, rank % max_pack_rows] = row
-    return packs
 
 
 def group_arrays(number: int, level: GroupLevel | None, size: int) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from tok_kernels.attention.reference import attention
 from tok_kernels.linear import invariant as invariant_linear
 from tok_kernels.linear.reference import ReferenceLinear
 from tok_kernels.moe.reference import fused_experts, invariant_fused_experts, select_experts
-from tok_kernels.ngrams.reference import accept_drafts, learn_tokens, predict_tokens
+from tok_kernels.ngrams.reference import accept_drafts, draft_tokens, learn_tokens, predict_tokens
 from tok_kernels.norm_rope_kv.reference import rms_norm, rope_and_write_kv, silu_and_mul
 from tok_kernels.sampling.reference.sampling import sample
 from tok_kernels.slots.reference import decode_rows, record_sampled_tokens, set_draft_slots
@@ -33,6 +33,7 @@ class ReferenceBackend(ReferenceLinear):
     sample = staticmethod(sample)
     decode_rows = staticmethod(decode_rows)
     record_sampled_tokens = staticmethod(record_sampled_tokens)
+    draft_tokens = staticmethod(draft_tokens)
     set_draft_slots = staticmethod(set_draft_slots)
     learn_tokens = staticmethod(learn_tokens)
     predict_tokens = staticmethod(predict_tokens)

@@ -12,7 +12,7 @@ from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, pa
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 from tok_kernels.moe import triton_invariant as invariant_moe
 from tok_kernels.moe.triton import fused_experts, select_experts
-from tok_kernels.ngrams.triton import accept_drafts, learn_tokens, predict_tokens
+from tok_kernels.ngrams.triton import accept_drafts, draft_tokens, learn_tokens, predict_tokens
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
@@ -44,6 +44,7 @@ class TritonBackend:
     sample = staticmethod(sample)
     decode_rows = staticmethod(decode_rows)
     record_sampled_tokens = staticmethod(record_sampled_tokens)
+    draft_tokens = staticmethod(draft_tokens)
     set_draft_slots = staticmethod(set_draft_slots)
     learn_tokens = staticmethod(learn_tokens)
     predict_tokens = staticmethod(predict_tokens)

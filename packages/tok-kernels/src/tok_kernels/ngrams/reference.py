@@ -23,7 +23,7 @@ from tok_kernels.ngrams.table import (
     TOKEN_MULTIPLIER,
     NgramTable,
 )
-from tok_kernels.slots.columns import SlotColumns
+from tok_kernels.slots.columns import DraftRows, SlotColumns
 
 
 def learn_tokens(slot_n: Tensor, count_n: Tensor, max_count: int, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
@@ -49,28 +49,42 @@ def learn_tokens(slot_n: Tensor, count_n: Tensor, max_count: int, slots: SlotCol
 
 def predict_tokens(slot_n: Tensor, count: int, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
     """Compute `Backend.predict_tokens`."""
-    slot = slot_n.long()
-    position = slots.length[slot][:, None] - torch.arange(1, MAX_CONTEXT, device=slot.device)
-    window = torch.cat((slots.last_token[slot][:, None], _tokens(slots, slot[:, None], position)), 1)
-    for _ in range(count):
-        token = _predict(*_contexts(window[:, :MAX_CONTEXT], ngrams.salt[slot]), ngrams)
-        window = torch.cat((token[:, None], window), 1)
-    return window[:, :count].flip(1)
+    return _continuations(slot_n, slot_n.new_full((count, len(slot_n)), NO_TOKEN), slots, ngrams).T
 
 
-def accept_drafts(slot_n: Tensor, lent_nk: Tensor, draft_nk: Tensor, slots: SlotColumns) -> Tensor:
+def draft_tokens(drafts: DraftRows, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
+    """Compute `Backend.draft_tokens`."""
+    return _continuations(drafts.slot[0], drafts.given[1:], slots, ngrams)
+
+
+def accept_drafts(drafts: DraftRows, draft_kn: Tensor, count_B: Tensor, slots: SlotColumns) -> Tensor:
     """Compute `Backend.accept_drafts`."""
-    slot, lent = slot_n.long(), lent_nk.long()
-    newest, accepted = slot, torch.zeros_like(slot_n)
+    slot, *lent = drafts.slot.long()
+    newest, accepted = slot, torch.zeros_like(drafts.slot[0])
     going = torch.ones_like(slot, dtype=torch.bool)
-    for i in range(lent.shape[1]):
-        going = going & (lent[:, i] >= 0) & (draft_nk[:, i] == slots.last_token[newest]) & (slots.ended[newest] == 0)
-        newest = torch.where(going, lent[:, i], newest)
+    for lent_n, draft_n in zip(lent, draft_kn, strict=True):
+        going = going & (lent_n >= 0) & (draft_n == slots.last_token[newest]) & (slots.ended[newest] == 0)
+        newest = torch.where(going, lent_n, newest)
         accepted += going
     slots.length[slot] += accepted
     slots.last_token[slot] = slots.last_token[newest]
     slots.ended[slot] = slots.ended[newest]
+    row, is_row = drafts.row[0], drafts.row >= 0
+    count_B[drafts.row[1:][is_row[1:]].long()] = 0
+    count_B[row[is_row[0]].long()] = (1 + accepted)[is_row[0]]
     return accepted
+
+
+def _continuations(slot_n: Tensor, given_kn: Tensor, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
+    """Return k tokens that may follow the last token of each slot, int64 `[k, n]`: given (not −1) or predicted ones."""
+    slot = slot_n.long()
+    position = slots.length[slot][:, None] - torch.arange(1, MAX_CONTEXT, device=slot.device)
+    window = torch.cat((slots.last_token[slot][:, None], _tokens(slots, slot[:, None], position)), 1)
+    for given_n in given_kn.long():
+        token = _predict(*_contexts(window[:, :MAX_CONTEXT], ngrams.salt[slot]), ngrams)
+        token = torch.where(given_n >= 0, given_n, token)
+        window = torch.cat((token[:, None], window), 1)
+    return window[:, : len(given_kn)].flip(1).T
 
 
 def _tokens(slots: SlotColumns, slot: Tensor, position: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tok_kernels.ngrams import table
 from tok_kernels.ngrams.table import NgramTable
-from tok_kernels.slots.columns import SlotColumns
+from tok_kernels.slots.columns import DraftRows, SlotColumns
 
 _LEARN_BLOCK = 128  # tokens of a program
 _BLOCK = 32  # sequences of a program
+_MIN_LENGTH_BLOCK = 16  # drafted tokens of a sequence; longer drafts have kernels of their own
 
 _NO_TOKEN = tl.constexpr(table.NO_TOKEN)
 _MAX_CONTEXT = tl.constexpr(table.MAX_CONTEXT)
@@ -51,24 +52,41 @@ def predict_tokens(slot_n: Tensor, count: int, slots: SlotColumns, ngrams: Ngram
     row_count = slot_n.shape[0]
     out = torch.empty((row_count, count), dtype=torch.int64, device=slot_n.device)
     if out.numel():
-        _predict_tokens_kernel[(triton.cdiv(row_count, _BLOCK),)](
-            *(slot_n, out, row_count, count),
-            *(slots.last_token, slots.length, slots.page_table, slots.page_table.stride(0), slots.token_of),
-            *(ngrams.total, ngrams.best, ngrams.salt, ngrams.mask),
-            PAGE=slots.page_size,
-            BLOCK=_BLOCK,
-            num_warps=_BLOCK // 32,
-        )
+        _launch_predictions(slot_n, slot_n, out.T, slots, ngrams, drafts=False)
     return out
 
 
-def accept_drafts(slot_n: Tensor, lent_nk: Tensor, draft_nk: Tensor, slots: SlotColumns) -> Tensor:
+def draft_tokens(drafts: DraftRows, slots: SlotColumns, ngrams: NgramTable) -> Tensor:
+    """Compute `Backend.draft_tokens`."""
+    draft_kn = torch.empty(drafts.slot[1:].shape, dtype=torch.int64, device=drafts.slot.device)
+    if draft_kn.numel():
+        _launch_predictions(drafts.slot, drafts.given, draft_kn, slots, ngrams, drafts=True)
+    return draft_kn
+
+
+def _launch_predictions(
+    slot: Tensor, given: Tensor, out_kn: Tensor, slots: SlotColumns, ngrams: NgramTable, *, drafts: bool
+) -> None:
+    count, row_count = out_kn.shape
+    _predict_tokens_kernel[(triton.cdiv(row_count, _BLOCK),)](
+        *(slot, given, out_kn, *out_kn.stride(), row_count, count),
+        *(slots.last_token, slots.length, slots.page_table, slots.page_table.stride(0), slots.token_of),
+        *(ngrams.total, ngrams.best, ngrams.salt, ngrams.mask),
+        DRAFTS=drafts,
+        LENGTH_BLOCK=max(_MIN_LENGTH_BLOCK, triton.next_power_of_2(count)) if drafts else 1,
+        PAGE=slots.page_size,
+        BLOCK=_BLOCK,
+        num_warps=_BLOCK // 32,
+    )
+
+
+def accept_drafts(drafts: DraftRows, draft_kn: Tensor, count_B: Tensor, slots: SlotColumns) -> Tensor:
     """Compute `Backend.accept_drafts`."""
-    row_count, draft_length = lent_nk.shape
-    accepted = torch.empty_like(slot_n)
+    draft_length, row_count = draft_kn.shape
+    accepted = torch.empty_like(drafts.slot[0])
     if row_count:
         _accept_drafts_kernel[(triton.cdiv(row_count, _BLOCK),)](
-            *(slot_n, lent_nk, lent_nk.stride(0), draft_nk, draft_nk.stride(0), accepted, row_count, draft_length),
+            *(drafts.slot, drafts.row, draft_kn, accepted, count_B, row_count, draft_length),
             *(slots.last_token, slots.length, slots.ended),
             BLOCK=_BLOCK,
             num_warps=_BLOCK // 32,
@@ -149,12 +167,15 @@ def _learn_tokens_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["row_count", "count", "page_table_stride", "entry_mask"],
-    do_not_specialize_on_alignment=["slot_ptr", "out_ptr"],
+    do_not_specialize=["out_token_stride", "out_row_stride", "row_count", "count", "page_table_stride", "entry_mask"],
+    do_not_specialize_on_alignment=["slot_ptr", "given_ptr", "out_ptr"],
 )
 def _predict_tokens_kernel(
     slot_ptr: tl.tensor,
+    given_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    out_token_stride: tl.tensor,
+    out_row_stride: tl.tensor,
     row_count: tl.tensor,
     count: tl.tensor,
     last_token_ptr: tl.tensor,
@@ -166,16 +187,21 @@ def _predict_tokens_kernel(
     best_ptr: tl.tensor,
     salt_ptr: tl.tensor,
     entry_mask: tl.tensor,
+    DRAFTS: tl.constexpr,
+    LENGTH_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Predict `count` tokens of BLOCK sequences, one per thread. Grid: `(⌈row_count / BLOCK⌉,)`.
 
-    slot_ptr                        int32 [row_count], slot of each sequence
-    out_ptr                         int64 [row_count, count], result
+    slot_ptr                        int32 [row_count], slot of each sequence; DRAFTS: [1 + count, row_count],
+                                    `DraftRows.slot`. No sequence then gets more tokens than the program's longest draft
+    given_ptr                       DRAFTS: int32 [1 + count, row_count], `DraftRows.given`
+    out_ptr                         int64 [count, row_count], with two strides: result
     last_token_ptr to token_of_ptr  fields of `SlotColumns`
     total_ptr to salt_ptr           fields of `NgramTable`
     entry_mask                      entries of the table less 1
+    LENGTH_BLOCK                    `count` at least
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = rows < row_count
@@ -191,6 +217,11 @@ def _predict_tokens_kernel(
     token_6 = _token_at(page_table_row, token_of_ptr, length - 5, in_range, PAGE)
     token_7 = _token_at(page_table_row, token_of_ptr, length - 6, in_range, PAGE)
     token_8 = _token_at(page_table_row, token_of_ptr, length - 7, in_range, PAGE)
+    if DRAFTS:
+        token_index = tl.arange(0, LENGTH_BLOCK)[:, None]
+        lent_ptrs = slot_ptr + (1 + token_index) * row_count + rows[None, :]
+        lent = tl.load(lent_ptrs, mask=(token_index < count) & in_range[None, :], other=-1)
+        count = tl.max(tl.sum((lent >= 0).to(tl.int32), 0), 0)
     for step in range(count):
         state = salt
         known = in_range
@@ -205,22 +236,24 @@ def _predict_tokens_kernel(
                 predicted, best_count, best_total = _choose(
                     predicted, best_count, best_total, context, entry, known, total_ptr, best_ptr
                 )
-        tl.store(out_ptr + rows * count + step, predicted, mask=in_range)
+        if DRAFTS:
+            given = tl.load(given_ptr + (1 + step) * row_count + rows, mask=in_range, other=-1).to(tl.int64)
+            predicted = tl.where(given >= 0, given, predicted)
+        tl.store(out_ptr + step * out_token_stride + rows * out_row_stride, predicted, mask=in_range)
         token_8, token_7, token_6, token_5 = token_7, token_6, token_5, token_4
         token_4, token_3, token_2, token_1 = token_3, token_2, token_1, predicted
 
 
 @triton.jit(
-    do_not_specialize=["lent_stride", "draft_stride", "row_count", "draft_length"],
-    do_not_specialize_on_alignment=["slot_ptr", "lent_ptr", "draft_ptr", "accepted_ptr"],
+    do_not_specialize=["row_count", "draft_length"],
+    do_not_specialize_on_alignment=["slot_ptr", "row_ptr", "draft_ptr", "accepted_ptr", "count_ptr"],
 )
 def _accept_drafts_kernel(
     slot_ptr: tl.tensor,
-    lent_ptr: tl.tensor,
-    lent_stride: tl.tensor,
+    row_ptr: tl.tensor,
     draft_ptr: tl.tensor,
-    draft_stride: tl.tensor,
     accepted_ptr: tl.tensor,
+    count_ptr: tl.tensor,
     row_count: tl.tensor,
     draft_length: tl.tensor,
     last_token_ptr: tl.tensor,
@@ -230,10 +263,10 @@ def _accept_drafts_kernel(
 ) -> None:
     """Accept the drafts of BLOCK sequences, one per thread. Grid: `(⌈row_count / BLOCK⌉,)`.
 
-    slot_ptr                     int32 [row_count], slot of each sequence
-    lent_ptr                     int32 [row_count, draft_length], slots that fed the drafted tokens; −1: none
-    draft_ptr                    int64 [row_count, draft_length], drafted tokens
+    slot_ptr, row_ptr            int32 [1 + draft_length, row_count], `DraftRows.slot` and `row`
+    draft_ptr                    int64 [draft_length, row_count], drafted tokens
     accepted_ptr                 int32 [row_count], result: accepted tokens
+    count_ptr                    int32 [decode rows], result: tokens by which each row advances its sequence
     last_token_ptr to ended_ptr  fields of `SlotColumns`
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -244,8 +277,10 @@ def _accept_drafts_kernel(
     accepted = tl.zeros([BLOCK], tl.int32)
     going = in_range
     for i in range(draft_length):
-        lent = tl.load(lent_ptr + rows * lent_stride + i, mask=going, other=-1).to(tl.int64)
-        draft = tl.load(draft_ptr + rows * draft_stride + i, mask=going, other=0)
+        lent = tl.load(slot_ptr + (1 + i) * row_count + rows, mask=in_range, other=-1).to(tl.int64)
+        lent_row = tl.load(row_ptr + (1 + i) * row_count + rows, mask=in_range, other=-1)
+        tl.store(count_ptr + lent_row, tl.zeros([BLOCK], tl.int32), mask=in_range & (lent_row >= 0))
+        draft = tl.load(draft_ptr + i * row_count + rows, mask=going, other=0)
         going = going & (lent >= 0) & (draft == last_token) & (ended == 0)
         last_token = tl.where(going, tl.load(last_token_ptr + lent, mask=going, other=0), last_token)
         ended = tl.where(going, tl.load(ended_ptr + lent, mask=going, other=0), ended)
@@ -256,6 +291,8 @@ def _accept_drafts_kernel(
     tl.store(last_token_ptr + slot, last_token, mask=advanced)
     tl.store(ended_ptr + slot, ended, mask=advanced)
     tl.store(accepted_ptr + rows, accepted, mask=in_range)
+    row = tl.load(row_ptr + rows, mask=in_range, other=-1)
+    tl.store(count_ptr + row, 1 + accepted, mask=row >= 0)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Define `SlotColumns`, the state of running sequences on the device, and what decode steps take from it.
 
-Axes: S slots, P maximum pages of a slot, C cache rows (pages × page size), B decode rows, R draft rows,
-E end ids (EOS tokens).
+Axes: S slots, P maximum pages of a slot, C cache rows (pages × page size), B decode rows, E end ids (EOS tokens),
+n sequences with drafts, k drafted tokens of one.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSlots:
-    """Slots that feed drafted tokens in a step, each lent to one token of a draft.
+class DraftRows:
+    """Drafted tokens that decode rows verify in a step: up to k of each of n sequences.
 
-    slot    int64 [R]  slots lent
-    source  int64 [R]  slots of the sequences that the drafts continue
-    index   int64 [R]  indices of the tokens among all drafts, n × length + i: the i-th token of the n-th draft
+    slot   int32 [1 + k, n]  slots of the sequences, then the slots that feed their drafted tokens; −1: none
+    row    int32 [1 + k, n]  the decode rows of these slots
+    given  int32 [1 + k, n]  drafted tokens, from the second entry on; −1: to be predicted
+
+    No drafted token follows an entry of −1. Padding is a sequence in row −1 without drafted tokens.
     """
 
     slot: Tensor
-    source: Tensor
-    index: Tensor
+    row: Tensor
+    given: Tensor

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tok_kernels.slots.columns import DecodeRows, DraftSlots, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, DraftRows, SlotColumns
 
 
 def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
@@ -32,15 +32,15 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
     return torch.stack((token_R.int(), logprob_R.view(torch.int32)))
 
 
-def set_draft_slots(
-    lent: DraftSlots, draft_nk: Tensor, columns: Sequence[Tensor], max_kv: int, slots: SlotColumns
-) -> None:
+def set_draft_slots(drafts: DraftRows, draft_kn: Tensor, columns: Sequence[Tensor], slots: SlotColumns) -> None:
     """Compute `Backend.set_draft_slots`."""
-    pages = slots.page_table[:, : -(-max_kv // slots.page_size)]
-    pages.index_copy_(0, lent.slot, pages.index_select(0, lent.source))
+    i, sequence = (drafts.slot[1:] >= 0).nonzero(as_tuple=True)
+    slot, source, token = drafts.slot[1 + i, sequence].long(), drafts.slot[0, sequence].long(), draft_kn[i, sequence]
+    num_pages = (slots.length[source] + 2 + i + slots.page_size - 1) // slots.page_size
+    is_copied = torch.arange(slots.page_table.shape[1], device=slot.device) < num_pages[:, None]
+    slots.page_table[slot] = torch.where(is_copied, slots.page_table[source], slots.page_table[slot])
     for of_dtype in columns:
-        of_dtype.index_copy_(1, lent.slot, of_dtype.index_select(1, lent.source))
-    token = draft_nk.flatten().index_select(0, lent.index)
-    slots.length.index_add_(0, lent.slot, 1 + lent.index % draft_nk.shape[1])
-    slots.last_token.index_copy_(0, lent.slot, token.clamp(min=0))
-    slots.ended.index_add_(0, lent.slot, (token < 0).int())
+        of_dtype.index_copy_(1, slot, of_dtype.index_select(1, source))
+    slots.length.index_add_(0, slot, 1 + i)
+    slots.last_token.index_copy_(0, slot, token.clamp(min=0))
+    slots.ended.index_add_(0, slot, (token < 0).int())

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.launch_config import pdl_options
-from tok_kernels.slots.columns import DecodeRows, DraftSlots, SlotColumns
+from tok_kernels.slots.columns import DecodeRows, DraftRows, SlotColumns
 
 _BLOCK = 128  # rows of a program
 _PAGE_BLOCK = 256  # page ids that a program copies at once
@@ -51,18 +51,15 @@ def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, sl
     return out
 
 
-def set_draft_slots(
-    lent: DraftSlots, draft_nk: Tensor, columns: Sequence[Tensor], max_kv: int, slots: SlotColumns
-) -> None:
+def set_draft_slots(drafts: DraftRows, draft_kn: Tensor, columns: Sequence[Tensor], slots: SlotColumns) -> None:
     """Compute `Backend.set_draft_slots`."""
-    row_count = lent.slot.shape[0]
-    if not row_count:
+    if not draft_kn.numel():
         return
     int64, int32, float32 = columns
-    _set_draft_slots_kernel[(row_count,)](
-        *(lent.slot, lent.source, lent.index, draft_nk, draft_nk.shape[1]),
+    _set_draft_slots_kernel[draft_kn.shape](
+        *(drafts.slot, draft_kn),
         *(int64, int64.stride(0), int32, int32.stride(0), float32, float32.stride(0)),
-        *(slots.page_table, slots.page_table.stride(0), triton.cdiv(max_kv, slots.page_size)),
+        *(slots.page_table, slots.page_table.stride(0), slots.page_table.shape[1]),
         INT64_COUNT=int64.shape[0],
         INT32_COUNT=int32.shape[0],
         FLOAT32_COUNT=float32.shape[0],
@@ -70,6 +67,7 @@ def set_draft_slots(
         LAST_TOKEN=_row_of(slots.last_token, int64),
         ENDED=_row_of(slots.ended, int32),
         COLUMN_BLOCK=triton.next_power_of_2(max(one.shape[0] for one in columns)),
+        PAGE=slots.page_size,
         PAGE_BLOCK=_PAGE_BLOCK,
         num_warps=1,
     )
@@ -169,15 +167,12 @@ def _record_sampled_tokens_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["draft_length", "int64_stride", "int32_stride", "float32_stride", "page_table_stride", "pages"],
-    do_not_specialize_on_alignment=["slot_ptr", "source_ptr", "index_ptr", "draft_ptr"],
+    do_not_specialize=["int64_stride", "int32_stride", "float32_stride", "page_table_stride", "max_pages"],
+    do_not_specialize_on_alignment=["slot_ptr", "draft_ptr"],
 )
 def _set_draft_slots_kernel(
     slot_ptr: tl.tensor,
-    source_ptr: tl.tensor,
-    index_ptr: tl.tensor,
     draft_ptr: tl.tensor,
-    draft_length: tl.tensor,
     int64_ptr: tl.tensor,
     int64_stride: tl.tensor,
     int32_ptr: tl.tensor,
@@ -186,7 +181,7 @@ def _set_draft_slots_kernel(
     float32_stride: tl.tensor,
     page_table_ptr: tl.tensor,
     page_table_stride: tl.tensor,
-    pages: tl.tensor,
+    max_pages: tl.tensor,
     INT64_COUNT: tl.constexpr,
     INT32_COUNT: tl.constexpr,
     FLOAT32_COUNT: tl.constexpr,
@@ -194,25 +189,28 @@ def _set_draft_slots_kernel(
     LAST_TOKEN: tl.constexpr,
     ENDED: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ) -> None:
-    """Fill one slot that is lent to a drafted token. Grid: `(R,)`.
+    """Fill the slot that feeds one drafted token. Grid: `(k, n)`.
 
-    slot_ptr to index_ptr        int64 [R], fields of `DraftSlots`
-    draft_ptr                    int64 [n, draft_length], drafted tokens
+    slot_ptr                     int32 [1 + k, n], `DraftRows.slot`
+    draft_ptr                    int64 [k, n], drafted tokens
     int64_ptr to float32_stride  columns of each dtype, [COUNT, S]
-    page_table_ptr               int32 [S, ≥ pages]
-    pages                        pages of a slot to copy
+    page_table_ptr               int32 [S, max_pages]
     LENGTH, LAST_TOKEN           rows of `SlotColumns.length` and `last_token` among the int64 columns
     ENDED                        row of `SlotColumns.ended` among the int32 columns
     """
-    slot = tl.load(slot_ptr + tl.program_id(0))
-    source = tl.load(source_ptr + tl.program_id(0))
-    index = tl.load(index_ptr + tl.program_id(0))
-    token = tl.load(draft_ptr + index)
+    i, sequence, sequences = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slot_ptr + (1 + i) * sequences + sequence).to(tl.int64)
+    if slot < 0:
+        return
+    source = tl.load(slot_ptr + sequence).to(tl.int64)
+    token = tl.load(draft_ptr + i * sequences + sequence)
+    position = tl.load(int64_ptr + LENGTH * int64_stride + source) + 1 + i
     column = tl.arange(0, COLUMN_BLOCK)
     int64 = tl.load(int64_ptr + column * int64_stride + source, mask=column < INT64_COUNT, other=0)
-    int64 = tl.where(column == LENGTH, int64 + 1 + index % draft_length, int64)
+    int64 = tl.where(column == LENGTH, position, int64)
     int64 = tl.where(column == LAST_TOKEN, tl.maximum(token, 0), int64)
     tl.store(int64_ptr + column * int64_stride + slot, int64, mask=column < INT64_COUNT)
     int32 = tl.load(int32_ptr + column * int32_stride + source, mask=column < INT32_COUNT, other=0)
@@ -220,6 +218,7 @@ def _set_draft_slots_kernel(
     tl.store(int32_ptr + column * int32_stride + slot, int32, mask=column < INT32_COUNT)
     float32 = tl.load(float32_ptr + column * float32_stride + source, mask=column < FLOAT32_COUNT)
     tl.store(float32_ptr + column * float32_stride + slot, float32, mask=column < FLOAT32_COUNT)
+    pages = tl.minimum(position // PAGE + 1, max_pages)
     for start in range(0, pages, PAGE_BLOCK):
         page = start + tl.arange(0, PAGE_BLOCK)
         page_id = tl.load(page_table_ptr + source * page_table_stride + page, mask=page < pages)
