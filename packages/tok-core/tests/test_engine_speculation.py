@@ -17,6 +17,7 @@ import pytest
 from support.drafting import NEW, PARAMS, PLAIN, PROMPTS, STEM, WORDS, Answer, answer, answers
 from support.engines import assert_all_given_back, cpu_engine, manager_of
 from support.grouping import group_eagerly
+from support.replayed_graphs import replay_decode_steps
 from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
 from tok_core.manager.speculation import DeviceSpeculator, HostSpeculator
@@ -65,6 +66,32 @@ def test_drafts_change_no_bit_of_any_answer(
     assert stats["accepted_tokens"] > 10
     assert stats["drafted_tokens"] > stats["accepted_tokens"]
     assert stats["preemptions"] > 0 or "kv_cache_tokens" not in options
+
+
+@pytest.mark.parametrize(
+    ("speculate", "options"),
+    [
+        (4, {"page_size": 4, "run_ahead": 4, "max_running": 256}),
+        (4, {"page_size": 4, "kv_cache_tokens": 640, "max_running": 32}),  # preempts
+        (16, {"page_size": 1, "max_step_tokens": 48, "max_running": 16, "run_ahead": 1}),
+    ],
+)
+def test_replayed_steps_with_drafts_change_no_bit_of_any_answer(
+    path: Path, expected: list[Answer], speculate: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = replay_decode_steps(monkeypatch)
+    with cpu_engine(path, batch_invariant=True, speculate=speculate, max_model_len=128, **options) as engine:
+        group_eagerly(manager_of(engine))
+        for _ in range(3):
+            assert answers(engine, MANY) == expected
+        assert engine.stats()["accepted_tokens"] > 10
+    assert {key.drafts for key in graphs} == {False, True}
+
+
+def test_replayed_steps_with_guided_drafts_change_no_bit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = replay_decode_steps(monkeypatch)
+    check_guided(path, {})
+    assert any(key.drafts for key in graphs)
 
 
 @pytest.fixture

@@ -98,9 +98,9 @@ def test_steps_with_drafts_replay_graphs_of_their_own_whose_rows_form_packs(
     plain, verifying = graphs.find(dummy_step(decode=4)), graphs.find(dummy_verify_rows(1, 3))
     assert plain is not None
     assert verifying is not None
-    assert not plain.key.packs
+    assert not plain.key.drafts
     assert "packs" not in plain.arrays(dummy_step(decode=4))
-    assert verifying.key == plain.key._replace(packs=True)
+    assert verifying.key == plain.key._replace(drafts=True)
     packs = verifying.arrays(dummy_verify_rows(1, 2))["packs"]
     assert packs.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1], [-1] * 4, [-1] * 4]
 

@@ -19,6 +19,7 @@ from tok_core.worker.staging import Staging
 from tok_core.worker.startup.dummy_steps import dummy_step
 from tok_core.worker.state import WorkerState, state_changes
 from tok_core.worker.step_tensors import build_step_tensors, step_arrays
+from tok_kernels import DraftRows
 from tok_kernels.backends.reference import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -62,7 +63,8 @@ class Worker:
         """Apply the step and set its draft rows; return the drafted tokens, `[k, n]`."""
         self.staged = Staging(CPU, 1).put(step_arrays(step) | state_changes(step) | draft_arrays(step, biased=True))
         self.state.apply(step, self.staged)
-        return self.drafter.draft(step, self.staged)
+        self.drafter.copy_biases(self.staged)
+        return None if step.verify_rows is None else self.drafter.draft(DraftRows(*self.staged["drafts"]))
 
     def run(self, step: StepInput, sampled: list[int]) -> StepOutput:
         """Run a step whose rows sample these tokens; return its output."""
@@ -73,7 +75,9 @@ class Worker:
         self.backend.record_sampled_tokens(slot, token, logprob, self.state.columns)
         none = np.empty((len(sampled), 0))
         output = StepOutput(0, token.int().numpy(), logprob.numpy(), none.astype(np.int32), none, 0.0, 0.0)
-        self.drafter.advance(step, self.staged, drafted).fill(output)
+        drafts = None if drafted is None else DraftRows(*self.staged["drafts"])
+        advanced = self.drafter.advance(self.staged["slots"][: len(step.decode_slot)], drafts, drafted)
+        self.drafter.finish(step, self.staged, advanced, 0 if drafted is None else drafted.shape[1]).fill(output)
         return output
 
     def slot(self, slot: int) -> tuple[int, int, int]:
@@ -250,10 +254,11 @@ def test_step_without_drafts_and_predictions_returns_empty_fields(worker: Worker
 def test_draft_outputs_split_one_tensor_into_the_fields_of_an_output() -> None:
     none = np.empty((0, 0))
     output = StepOutput(0, ints(), none, ints(), none, 0.0, 0.0)
-    DraftOutputs(torch.arange(11, dtype=torch.int32), accepted=2, predictable=3, predicted=(2, 3)).fill(output)
+    values, padded = torch.arange(14, dtype=torch.int32), {"sequences": 3, "rows": 5}
+    DraftOutputs(values, **padded, accepted=2, predictable=3, predicted=(2, 3)).fill(output)
     assert output.accepted.tolist() == [0, 1]
-    assert output.predictable.tolist() == [2, 3, 4]
-    assert output.predicted.tolist() == [[5, 6, 7], [8, 9, 10]]
+    assert output.predictable.tolist() == [3, 4, 5]
+    assert output.predicted.tolist() == [[8, 9, 10], [11, 12, 13]]
 
 
 def test_counts_are_halved_after_many_learned_tokens(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

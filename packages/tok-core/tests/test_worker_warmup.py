@@ -112,7 +112,8 @@ def test_graphs_with_packs_are_measured_beside_a_draft_model(
     max_pack_rows: int, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, steps = runner_of(directory, 8, 64, 16, 64), list[StepInput]()
-    runner.max_pack_rows, packs = max_pack_rows, max_pack_rows > 1
+    runner.max_pack_rows = runner.graphs._max_pack_rows = max_pack_rows
+    packs = max_pack_rows > 1
     runner.draft_model = DraftModelRunner(runner.model, runner.backend, runner.state, 512)
 
     def peak_bytes(runner: Runner, step: StepInput) -> int:
@@ -125,7 +126,7 @@ def test_graphs_with_packs_are_measured_beside_a_draft_model(
     measured = measure_steps(runner, 32, graphs=True)
     assert any(step.moves is not None and step.max_kv == 64 for step in steps) == packs
     sets, row_bytes = 1 + packs, runner.model.config.hidden_size * 4 + 8
-    assert measured.packs == packs
+    assert measured.drafts == packs
     assert measured.graph_bytes == sets * total_graph_rows(8) * row_bytes
     assert measured.activations == int(measured.graph_bytes * SLACK) + sets * DRIVER_GRAPH_BYTES
 
@@ -151,7 +152,7 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
     assert page_table_bytes(3, 17, 16) == state.columns.page_table.nbytes
     # With prefix groups and without; up to 512 rows for short contexts and for long ones.
     assert total_graph_rows(576) == 2 * 576 + 4 * sum(size for size in graph_sizes(576) if size <= 512)
-    assert total_graph_rows(576, packs=True) == 2 * total_graph_rows(576)
+    assert total_graph_rows(576, drafts=True) == 2 * total_graph_rows(576)
 
 
 def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_block(

@@ -33,11 +33,12 @@ from tok_core.messages import StepInput
 from tok_core.models import CausalLM, StreamReader
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker.layer_kinds import different_layers_only
+from tok_core.worker.ngram_drafts import NgramDrafter, padded_draft_rows
 from tok_core.worker.sampling import sampling_batch
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
 from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays, has_draft_rows, pack_arrays
-from tok_kernels import AttentionBatch, Backend
+from tok_kernels import AttentionBatch, Backend, DraftRows
 
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
 # fixes it.
@@ -46,6 +47,7 @@ SHORT_KV_TOKENS = 2048  # longest context of the short variant
 MAX_GRAPH_GROUPS = 256  # groups; steps with more, or with nested groups, are launched kernel by kernel
 MAX_STALL_SECONDS = 0.05  # capture time up to which a start leaves captures to idle workers and to steps
 NO_SAMPLED_TOKENS = torch.empty((2, 0), dtype=torch.int32)  # of a pipeline stage that is not the last
+NO_DRAFTS = torch.empty(0, dtype=torch.int32)  # of a worker that does not predict drafts
 
 log = logging.getLogger("tok_core")
 
@@ -64,10 +66,10 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
-def total_graph_rows(max_rows: int, *, packs: bool = False) -> int:
+def total_graph_rows(max_rows: int, *, drafts: bool = False) -> int:
     """Return the total rows of all graphs up to `max_rows`: each graph keeps its hidden states and sampled tokens."""
     total = sum(size * (4 if size <= MAX_VARIANT_ROWS else 2) for size in graph_sizes(max_rows))
-    return 2 * total if packs else total
+    return 2 * total if drafts else total
 
 
 class GraphKey(NamedTuple):
@@ -76,24 +78,33 @@ class GraphKey(NamedTuple):
     rows    decode rows
     groups  whether the step may have prefix groups
     long    whether contexts may be longer than SHORT_KV_TOKENS
-    packs   whether rows that verify one sequence's drafts read its keys together
+    drafts  whether rows may verify drafted tokens; those of a sequence then read its keys together
     """
 
     rows: int
     groups: bool
     long: bool
-    packs: bool = False
+    drafts: bool = False
 
     @property
     def max_groups(self) -> int:
         """Return the maximum number of prefix groups; each has at least two rows."""
         return min(MAX_GRAPH_GROUPS, self.rows // 2) if self.groups else 0
 
+    @property
+    def max_sequences(self) -> int:
+        """Return the maximum number of sequences with drafts; each has at least two rows."""
+        return self.rows // 2 if self.drafts else 0
+
 
 def padded_arrays(
-    step: StepInput | None, key: GraphKey, padding_slot: int, max_pack_rows: int = 1
+    step: StepInput | None, key: GraphKey, padding_slot: int, max_pack_rows: int = 1, *, predicts: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return slots, `kv_start`, groups and packs of a step, padded to the sizes of a graph; step None: padding only."""
+    """Return slots, `kv_start`, groups, packs and drafts of a step, padded to the sizes of a graph.
+
+    step      None: padding only
+    predicts  whether the graph drafts
+    """
     slots, kv_start = np.full(key.rows, padding_slot, np.int32), np.zeros(key.rows, np.int32)
     if step is not None:
         count = len(step.decode_slot)
@@ -101,8 +112,11 @@ def padded_arrays(
         kv_start[:count] = decode_kv_start(step)
     level = step.levels[0] if step is not None and step.levels else None
     groups = group_arrays(0, level, key.max_groups) if key.groups else {}
-    packs = pack_arrays(step, key.rows, max_pack_rows) if key.packs else {}
-    return {"slots": slots, "kv_start": kv_start} | groups | packs
+    packs = pack_arrays(step, key.rows, max_pack_rows) if key.drafts and max_pack_rows > 1 else {}
+    drafts = {}
+    if key.drafts and predicts:
+        drafts["drafts"] = padded_draft_rows(step, key.max_sequences, padding_slot=padding_slot)
+    return {"slots": slots, "kv_start": kv_start} | groups | packs | drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +125,13 @@ class DecodeGraph:
 
     padding_slot    slot of padding rows
     max_pack_rows   maximum rows of a pack
-    forward         computes `hidden` from slots, and from the `stage_input` that the stage before sends
+    forward         drafts, and computes `hidden` from slots and from the `stage_input` that the stage before sends
     stage_input     received residual stream; None at the first stage
     hidden          hidden states `[rows, N]`, or the residual stream for the next stage
     sample_graph    at the last stage: samples from `hidden`
     sampled_tokens  int32 `[2, rows]`: sampled tokens, and the bits of their log-probabilities
+    advance_graph   accepts drafts and learns, after sampling; None: the worker does not predict drafts
+    advanced        result of `NgramDrafter.advance`, int32 `[max_sequences + rows]`
     inputs          tensors that the graphs read, kept alive
     """
 
@@ -127,11 +143,14 @@ class DecodeGraph:
     hidden: Tensor
     sample_graph: torch.cuda.CUDAGraph | None
     sampled_tokens: Tensor
+    advance_graph: torch.cuda.CUDAGraph | None
+    advanced: Tensor
     inputs: tuple[Tensor, ...]
 
     def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
         """Return the step's host arrays, padded to this graph; staged first, they get the addresses the graph reads."""
-        return padded_arrays(step, self.key, self.padding_slot, self.max_pack_rows)
+        predicts = self.advance_graph is not None
+        return padded_arrays(step, self.key, self.padding_slot, self.max_pack_rows, predicts=predicts)
 
     @staticmethod
     def can_sample(step: StepInput) -> bool:
@@ -144,7 +163,8 @@ class DecodeGraphs:
     """CUDA graphs of one model's decode steps, by GraphKey; empty until `capture`.
 
     prefix_groups  whether there are graphs of steps with prefix groups
-    max_pack_rows  maximum rows of a pack; 1: there are no graphs with packs
+    max_pack_rows  maximum rows of a pack; 1: there are no packs
+    drafter        predicts drafts; None: the worker does not
     reader         reads the residual stream of each step
     """
 
@@ -158,6 +178,7 @@ class DecodeGraphs:
         *,
         prefix_groups: bool = True,
         max_pack_rows: int = 1,
+        drafter: NgramDrafter | None = None,
         reader: StreamReader | None = None,
     ) -> None:
         self._model = model
@@ -168,6 +189,7 @@ class DecodeGraphs:
         self._coordinates = coordinates
         self._prefix_groups = prefix_groups
         self._max_pack_rows = max_pack_rows
+        self._drafter = drafter
         self._stage_input: Tensor | None = None  # shared by all graphs, since only one of them runs at a time
         self._sizes: list[int] = []  # ascending
         self._recorder: GraphRecorder | None = None
@@ -180,6 +202,11 @@ class DecodeGraphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def have_drafts(self) -> bool:
+        """Return whether there are graphs of steps with drafts."""
+        return self._max_pack_rows > 1 or self._drafter is not None
 
     @property
     def missing(self) -> int:
@@ -206,7 +233,7 @@ class DecodeGraphs:
             return None
         rows = self._sizes[bisect_left(self._sizes, count)]
         long = step.max_kv > SHORT_KV_TOKENS or not self._has_short_variant(rows)
-        key = GraphKey(rows, groups > 0, long, packs=self._max_pack_rows > 1 and has_draft_rows(step))
+        key = GraphKey(rows, groups > 0, long, drafts=self.have_drafts and has_draft_rows(step))
         if groups > key.max_groups or (groups and not self._prefix_groups):
             return None
         if key not in self._graphs and not self._memory_full:
@@ -221,9 +248,11 @@ class DecodeGraphs:
         for key in self._keys(graph_sizes):
             HEARTBEAT.turned()
             staged, q_start = self._padding_inputs(key)
+            draft_kn = self._draft(staged)
             hidden = self._forward(key, staged, q_start)
             if self._coordinates.last:
                 self._sample(staged, hidden)
+            self._advance(staged, draft_kn)
 
     def capture(self, graph_sizes: Iterable[int]) -> None:
         """Replace all graphs by graphs of these sizes, whose kernels `launch_eagerly` has loaded.
@@ -286,11 +315,16 @@ class DecodeGraphs:
         assert self._recorder is not None
         staged, q_start = self._padding_inputs(key)
         sample_graph, sampled_tokens = None, NO_SAMPLED_TOKENS
+        advance_graph, advanced = None, NO_DRAFTS
         with self._recorder.recording() as forward:
+            draft_kn = self._draft(staged)
             hidden = self._forward(key, staged, q_start)
         if self._coordinates.last:
             with self._recorder.recording() as sample_graph:
                 sampled_tokens = self._sample(staged, hidden)
+        if self._drafter is not None:
+            with self._recorder.recording() as advance_graph:
+                advanced = self._advance(staged, draft_kn)
         self._graphs[key] = DecodeGraph(
             key=key,
             padding_slot=self._state.slots,
@@ -300,7 +334,9 @@ class DecodeGraphs:
             hidden=hidden,
             sample_graph=sample_graph,
             sampled_tokens=sampled_tokens,
-            inputs=(q_start,),
+            advance_graph=advance_graph,
+            advanced=advanced,
+            inputs=(q_start,) if draft_kn is None else (q_start, draft_kn),
         )
         del self._uncaptured[key]
         return time.monotonic() - began
@@ -310,15 +346,16 @@ class DecodeGraphs:
         for rows in graph_sizes:
             for groups in (False, True) if self._prefix_groups and rows > 1 else (False,):
                 for long in (True, False) if self._has_short_variant(rows) else (True,):
-                    for packs in (False, True) if self._max_pack_rows > 1 and rows > 1 else (False,):
-                        yield GraphKey(rows, groups, long, packs)
+                    for drafts in (False, True) if self.have_drafts and rows > 1 else (False,):
+                        yield GraphKey(rows, groups, long, drafts)
 
     def _has_short_variant(self, rows: int) -> bool:
         return rows <= MAX_VARIANT_ROWS and self._state.max_len > SHORT_KV_TOKENS
 
     def _padding_inputs(self, key: GraphKey) -> tuple[dict[str, Tensor], Tensor]:
         """Return the staged arrays of a step of padding rows, and its `q_start`."""
-        staged = self._staging.put(padded_arrays(None, key, self._state.slots, self._max_pack_rows))
+        padding = self._state.slots, self._max_pack_rows
+        staged = self._staging.put(padded_arrays(None, key, *padding, predicts=self._drafter is not None))
         return staged, torch.arange(key.rows + 1, dtype=torch.int32, device=self._state.device)
 
     def _allocate_stage_input(self, graph_sizes: Iterable[int]) -> None:
@@ -330,6 +367,19 @@ class DecodeGraphs:
     def _stage_input_of(self, rows: int) -> Tensor | None:
         """Return the residual stream that graphs of a size read; None at the first stage."""
         return None if self._stage_input is None else self._stage_input[: self._model.stream_rows(rows)]
+
+    def _draft(self, staged: dict[str, Tensor]) -> Tensor | None:
+        """Draft for the rows of the graph, and return the drafted tokens; None: it has no drafts."""
+        if self._drafter is None or "drafts" not in staged:
+            return None
+        return self._drafter.draft(DraftRows(*staged["drafts"]))
+
+    def _advance(self, staged: dict[str, Tensor], draft_kn: Tensor | None) -> Tensor:
+        """Return `DecodeGraph.advanced`."""
+        if self._drafter is None:
+            return NO_DRAFTS
+        drafts = DraftRows(*staged["drafts"]) if "drafts" in staged else None
+        return self._drafter.advance(staged["slots"], drafts, draft_kn)
 
     def _forward(self, key: GraphKey, staged: dict[str, Tensor], q_start: Tensor) -> Tensor:
         """Run this stage's layers on a decode step; return `DecodeGraph.hidden`."""

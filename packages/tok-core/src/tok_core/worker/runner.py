@@ -34,7 +34,7 @@ from tok_core.worker.state import WorkerState, state_changes
 from tok_core.worker.step_tensors import HostLengthTracker, build_step_tensors, pass_lengths, step_arrays
 from tok_core.worker.transfer import WeightReceiver
 from tok_core.worker.weights import FillModel, change_weights
-from tok_kernels import Backend
+from tok_kernels import Backend, DraftRows
 from tok_kernels.compilation import kernel_builds
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class Runner:
             *(model, backend, state, self.staging, pipeline.coordinates),
             prefix_groups=prefix_groups,
             max_pack_rows=max_pack_rows,
+            drafter=self._ngram_drafter,
             reader=self._reader,
         )
         self._expert_load = ExpertLoad(model) if _counts_experts(model, pipeline.coordinates) else None
@@ -228,8 +229,7 @@ class Runner:
 
         # Draft, run the layers, and sample or pass the residual stream on.
         draft_token, drafted = self._draft_with_model(step, staged)
-        assert step.verify_rows is None or self._ngram_drafter is not None
-        drafted_tokens = None if self._ngram_drafter is None else self._ngram_drafter.draft(step, staged)
+        draft_kn = self._draft_by_ngrams(step, staged, graph)
         hidden = self._forward(step, staged, graph, stream)
         if last_stage:
             samples, prompts = self._sample(step, staged, graph, hidden)
@@ -237,9 +237,7 @@ class Runner:
             samples, prompts = NO_SAMPLES, None
             self.pipeline.send(hidden)
             self.pipeline.expect(step)
-        draft_outputs = (
-            None if self._ngram_drafter is None else self._ngram_drafter.advance(step, staged, drafted_tokens)
-        )
+        draft_outputs = self._advance(step, staged, graph, draft_kn)
 
         # Copy the outputs to the host.
         sampled_rows = len(step.sample_slot) if last_stage else 0
@@ -298,7 +296,8 @@ class Runner:
         if self.pipeline.coordinates.last:
             arrays |= sampling_arrays(step) | prompt_output_arrays(step)
         if self._ngram_drafter is not None:
-            arrays |= draft_arrays(step, biased=self.state.biases.token.numel() > 0)
+            biased = self.state.biases.token.numel() > 0
+            arrays |= draft_arrays(step, graph=graph is not None, biased=biased)
         if pending_tokens:
             arrays["pending_slot"] = np.concatenate([pending.slot for pending in pending_tokens])
         if step.drafts is not None:
@@ -329,6 +328,27 @@ class Runner:
         assert self.draft_model is not None
         token = copy_to_host(self.draft_model.draft(step.drafts, staged, step.max_kv))
         return token, TimingEvent(self.state.device)
+
+    def _draft_by_ngrams(self, step: StepInput, staged: dict[str, Tensor], graph: DecodeGraph | None) -> Tensor | None:
+        """Draft the tokens of the step's `verify_rows`, unless its graph does; return them, int64 `[k, n]`."""
+        if step.verify_rows is None:
+            return None
+        assert self._ngram_drafter is not None
+        self._ngram_drafter.copy_biases(staged)
+        return None if graph is not None else self._ngram_drafter.draft(DraftRows(*staged["drafts"]))
+
+    def _advance(
+        self, step: StepInput, staged: dict[str, Tensor], graph: DecodeGraph | None, draft_kn: Tensor | None
+    ) -> DraftOutputs | None:
+        """Advance sequences past accepted drafts, and learn the step's tokens."""
+        if self._ngram_drafter is None:
+            return None
+        if graph is not None and graph.advance_graph is not None:
+            graph.advance_graph.replay()
+            return self._ngram_drafter.finish(step, staged, graph.advanced, graph.key.max_sequences)
+        drafts = None if draft_kn is None else DraftRows(*staged["drafts"])
+        advanced = self._ngram_drafter.advance(staged["slots"][: len(step.decode_slot)], drafts, draft_kn)
+        return self._ngram_drafter.finish(step, staged, advanced, 0 if draft_kn is None else draft_kn.shape[1])
 
     def _forward(
         self, step: StepInput, staged: dict[str, Tensor], graph: DecodeGraph | None, stream: Tensor | None

@@ -43,7 +43,7 @@ from tok_core.worker.state import kv_bytes_per_token
 CPU_MEMORY_SHARE = 0.25  # default share of the free memory for the KV cache on a CPU
 MAX_CPU_CACHE_TOKENS = 1 << 18  # upper limit of that default
 MIN_CACHE_PAGES = 2  # pages of the KV cache: one for a sequence, and the page that no sequence owns
-DRIVER_GRAPH_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves; packs need it twice
+DRIVER_GRAPH_BYTES = 512 << 20  # memory that the driver takes for the CUDA graphs themselves; twice with drafts
 GRAPH_TRIALS = 3  # steps of each size that are timed to choose the sizes of CUDA graphs
 SLACK = 1.1  # factor on the measured activations, for the allocator's fragmentation
 
@@ -170,18 +170,18 @@ class StepMemory:
     step_bytes    peak bytes of the largest step, without weights
     graph_rows    decode rows up to which CUDA graphs are worth capturing; 0: no graphs
     graph_bytes   peak bytes of a decode step of that many rows, and bytes that all graphs keep
-    packs         whether there are graphs with packs, too
+    drafts        whether there are graphs of steps with drafts, too
     """
 
     step_bytes: int
     graph_rows: int
     graph_bytes: int
-    packs: bool = False
+    drafts: bool = False
 
     @property
     def activations(self) -> int:
         """Return the bytes to keep free beside weights and cache."""
-        driver_bytes = DRIVER_GRAPH_BYTES * (1 + self.packs) if self.graph_rows else 0
+        driver_bytes = DRIVER_GRAPH_BYTES * (1 + self.drafts) if self.graph_rows else 0
         return int((self.step_bytes + self.graph_bytes) * SLACK) + driver_bytes
 
 
@@ -197,13 +197,13 @@ def measure_steps(runner: Runner, max_step_tokens: int, *, graphs: bool, mask_wo
         step_bytes = max(step_bytes, _peak_bytes(runner, largest_draft(runner, max_step_tokens)))
     if not runner.pipeline.peers.all_reduce_min(graphs):
         return StepMemory(step_bytes, graph_rows=0, graph_bytes=0)
-    rows, packs = largest_graph_rows(runner), runner.max_pack_rows > 1
+    rows, drafts = largest_graph_rows(runner), runner.graphs.have_drafts
     step = structs.replace(dummy_step(decode=rows), max_kv=runner.max_len)  # graphs take any length
-    steps = [step, with_draft_row(step)] if packs and rows > 1 else [step]
+    steps = [step, with_draft_row(step)] if drafts and rows > 1 else [step]
     graph_bytes = max(_peak_bytes(runner, step) for step in steps) + _graph_tensor_bytes(runner, rows)
     if runner.draft_model is not None:
         graph_bytes += _peak_bytes(runner, dummy_drafts(min(rows, DRAFT_GRAPH_SIZES[-1]), 0, runner.max_len))
-    return StepMemory(step_bytes, rows, graph_bytes, packs)
+    return StepMemory(step_bytes, rows, graph_bytes, drafts)
 
 
 def largest_graph_rows(runner: Runner) -> int:
@@ -242,7 +242,7 @@ def _graph_tensor_bytes(runner: Runner, rows: int) -> int:
     A row of the outputs has a hidden state, a token and a log-probability.
     """
     hidden_bytes = runner.model.config.hidden_size * runner.model.dtype.itemsize
-    total_rows = total_graph_rows(rows, packs=runner.max_pack_rows > 1)
+    total_rows = total_graph_rows(rows, drafts=runner.graphs.have_drafts)
     return total_rows * (hidden_bytes + 8) + (0 if runner.pipeline.coordinates.first else rows * hidden_bytes)
 
 

@@ -114,14 +114,16 @@ def set_up(
         scales = _choose_kv_scales(settings, model, backend, pipeline)
         timer.log_phase("scales and error of the cache")
     max_pack_rows = peers.all_reduce_min(resolve_pack_rows(config, settings.model, backend))
+    predicts = _agree_on_predictions(settings, backend)
     measured, words = None, 0
     if settings.device.type == "cuda":
         words = peers.all_reduce_min(mask_words(settings.model, settings.path))  # workers must measure the same steps
-        measured = _measure_steps(settings, model, backend, pipeline, scales, words, make_draft_runner, max_pack_rows)
+        measured = _measure_steps(
+            *(settings, model, backend, pipeline, scales, words, make_draft_runner, max_pack_rows), predicts=predicts
+        )
         timer.log_phase("largest step, and rows of graphs")
 
     # Allocate the KV cache in the memory that is left, and warm up.
-    predicts = _agree_on_predictions(settings, backend)
     num_pages = _cache_pages(settings, measured, workers_on_host, predicts=predicts)
     num_tokens = num_pages * config.page_size
     max_model_len = resolve_max_model_len(config, settings.model, num_tokens)
@@ -260,11 +262,13 @@ def _measure_steps(
     words: int,
     make_draft_runner: MakeDraftRunner,
     max_pack_rows: int,
+    *,
+    predicts: bool,
 ) -> StepMemory:
     """Measure the memory of steps, on a temporary state whose sequences all share one page."""
     slots, max_step_tokens = settings.sizes.slots, settings.sizes.max_step_tokens
     length = largest_step_len(model.config.max_positions, slots, max_step_tokens)
-    state = _new_state(settings, scales, num_pages=1, max_len=length)
+    state = _new_state(settings, scales, num_pages=1, max_len=length, predicts=predicts)
     graphs = settings.config.cuda_graphs and backend.capturable
     problem = f"a step of {max_step_tokens} tokens and {slots} sampled rows does not fit beside the weights"
     try:

@@ -1,0 +1,84 @@
+"""Let engines on a CPU replay decode steps as a GPU does: padded to a graph's size, from arrays at fixed addresses.
+
+A replay computes a part of the step again, as it was captured, and writes its results where the first ones are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tok_core.worker import cuda_graphs
+from tok_core.worker.cuda_graphs import DecodeGraph, DecodeGraphs, GraphKey
+from tok_core.worker.staging import OutputStaging, Staging
+
+
+def replaying(run: Callable[[], None]) -> Any:
+    """Return a stand-in for a CUDA graph, whose replay calls `run`."""
+    return SimpleNamespace(replay=run)
+
+
+def replay_decode_steps(patch: pytest.MonkeyPatch) -> list[GraphKey]:
+    """Make engines that start from now on replay decode steps; return the list of graphs that are captured then."""
+    captured = list[GraphKey]()
+    original_init = DecodeGraphs.__init__
+
+    def start(self: DecodeGraphs, *args: Any, **options: Any) -> None:
+        original_init(self, *args, **options)
+        self._sizes = cuda_graphs.graph_sizes(self._state.slots)
+
+    def capture(self: DecodeGraphs, key: GraphKey) -> float:
+        captured.append(key)
+        staged, q_start = self._padding_inputs(key)
+        draft_kn = self._draft(staged)
+        hidden = self._forward(key, staged, q_start)
+        sampled, advanced = self._sample(staged, hidden), self._advance(staged, draft_kn)
+
+        def forward() -> None:
+            drafted = self._draft(staged)
+            if draft_kn is not None and drafted is not None:
+                draft_kn.copy_(drafted)
+            hidden.copy_(self._forward(key, staged, q_start))
+
+        def sample() -> None:
+            sampled.copy_(self._sample(staged, hidden))
+
+        def advance() -> None:
+            advanced.copy_(self._advance(staged, draft_kn))
+
+        self._graphs[key] = DecodeGraph(
+            key=key,
+            padding_slot=self._state.slots,
+            max_pack_rows=self._max_pack_rows,
+            forward=replaying(forward),
+            stage_input=None,
+            hidden=hidden,
+            sample_graph=replaying(sample),
+            sampled_tokens=sampled,
+            advance_graph=None if self._drafter is None else replaying(advance),
+            advanced=advanced,
+            inputs=(),
+        )
+        return 0.0
+
+    def put(self: Staging, arrays: dict[str, Any]) -> dict[str, Tensor]:
+        buffers = self.__dict__.setdefault("buffers", {})
+        tensors = {}
+        for name, array in arrays.items():
+            made = torch.from_numpy(array.copy())
+            tensors[name] = buffers.setdefault((name, made.shape, made.dtype), made)
+            tensors[name].copy_(made)
+        return tensors
+
+    patch.setattr(DecodeGraphs, "__init__", start)
+    patch.setattr(DecodeGraphs, "_capture", torch.inference_mode()(capture))
+    patch.setattr(DecodeGraphs, "_uncaptured", property(lambda self: {}, lambda self, value: None), raising=False)
+    patch.setattr(Staging, "put", put)
+    patch.setattr(OutputStaging, "copy_to_host", lambda self, x: x.clone())  # the next replay overwrites x
+    patch.setattr("tok_core.worker.ngram_drafts.copy_to_host", torch.clone)
+    return captured
