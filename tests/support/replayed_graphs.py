@@ -9,12 +9,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tok_core.messages import StepInput
 from tok_core.worker import cuda_graphs
-from tok_core.worker.cuda_graphs import DecodeGraph, DecodeGraphs, GraphKey
+from tok_core.worker.cuda_graphs import DecodeGraph, DecodeGraphs, GraphKey, padded_arrays
 from tok_core.worker.staging import OutputStaging, Staging
 
 
@@ -23,10 +25,14 @@ def replaying(run: Callable[[], None]) -> Any:
     return SimpleNamespace(replay=run)
 
 
+def forms(arrays: dict[str, np.ndarray]) -> list[tuple[object, ...]]:
+    return [(name, array.shape, array.dtype) for name, array in arrays.items()]
+
+
 def replay_decode_steps(patch: pytest.MonkeyPatch) -> list[GraphKey]:
     """Make engines that start from now on replay decode steps; return the list of graphs that are captured then."""
-    captured = list[GraphKey]()
-    original_init = DecodeGraphs.__init__
+    captured, first_arrays = list[GraphKey](), list[dict[str, np.ndarray]]()
+    original_init, original_arrays = DecodeGraphs.__init__, DecodeGraph.arrays
 
     def start(self: DecodeGraphs, *args: Any, **options: Any) -> None:
         original_init(self, *args, **options)
@@ -55,6 +61,7 @@ def replay_decode_steps(patch: pytest.MonkeyPatch) -> list[GraphKey]:
             key=key,
             padding_slot=self._state.slots,
             max_pack_rows=self._max_pack_rows,
+            max_draft_tokens=self._state.max_draft_tokens,
             forward=replaying(forward),
             stage_input=None,
             hidden=hidden,
@@ -66,8 +73,19 @@ def replay_decode_steps(patch: pytest.MonkeyPatch) -> list[GraphKey]:
         )
         return 0.0
 
-    def put(self: Staging, arrays: dict[str, Any]) -> dict[str, Tensor]:
+    def arrays(self: DecodeGraph, step: StepInput) -> dict[str, np.ndarray]:
+        made = original_arrays(self, step)
+        padding = padded_arrays(None, self.key, self.padding_slot, self.max_pack_rows, self.max_draft_tokens)
+        assert forms(made) == forms(padding)
+        first_arrays.append(made)
+        return made
+
+    def put(self: Staging, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
         buffers = self.__dict__.setdefault("buffers", {})
+        if first_arrays:  # a graph reads them by address
+            wanted = first_arrays.pop()
+            assert all(arrays[name] is array for name, array in wanted.items())
+            assert list(arrays)[: len(wanted)] == list(wanted)
         tensors = {}
         for name, array in arrays.items():
             made = torch.from_numpy(array.copy())
@@ -76,6 +94,7 @@ def replay_decode_steps(patch: pytest.MonkeyPatch) -> list[GraphKey]:
         return tensors
 
     patch.setattr(DecodeGraphs, "__init__", start)
+    patch.setattr(DecodeGraph, "arrays", arrays)
     patch.setattr(DecodeGraphs, "_capture", torch.inference_mode()(capture))
     patch.setattr(DecodeGraphs, "_uncaptured", property(lambda self: {}, lambda self, value: None), raising=False)
     patch.setattr(Staging, "put", put)

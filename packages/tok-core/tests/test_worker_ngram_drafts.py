@@ -90,7 +90,7 @@ class Worker:
 @pytest.fixture
 def worker(model: ModelConfig) -> Worker:
     sizes: dict[str, Any] = {"slots": SLOTS, "num_pages": SLOTS * PAGES, "page_size": PAGE, "pages_per_slot": PAGES}
-    state = WorkerState(model, CPU, torch.float32, **sizes, predicts=True)
+    state = WorkerState(model, CPU, torch.float32, **sizes, max_draft_tokens=4)
     backend = ReferenceBackend()
     return Worker(state, backend, NgramDrafter(backend, state))
 

@@ -106,7 +106,7 @@ def launched_by_warm_up(config: EngineConfig) -> set[tuple[str, str]]:
                     num_pages=pages,
                     page_size=config.page_size,
                     pages_per_slot=-(-positions // config.page_size),
-                    predicts=config.speculate != "off",
+                    max_draft_tokens=config.max_draft_tokens,
                 ),
                 max_pack_rows=resolve_pack_rows(config, model_config, backend),
             )

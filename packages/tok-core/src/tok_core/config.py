@@ -278,6 +278,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.pp > 1:
             raise InvalidField("speculate", self.speculate, "off if pp is above 1")
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Return the maximum number of tokens that a step drafts for a sequence; 0 without speculation."""
+        if self.speculate == "off":
+            return 0
+        return MAX_DRAFT_TOKENS if self.speculate == "auto" else self.speculate
+
     def _check_eos(self) -> None:
         temperature = self.eos_temperature
         if not _is_number(temperature) or not 0 < temperature < math.inf:

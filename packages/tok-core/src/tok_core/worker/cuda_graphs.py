@@ -67,7 +67,7 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def total_graph_rows(max_rows: int, *, drafts: bool = False) -> int:
-    """Return the total rows of all graphs up to `max_rows`: each graph keeps its hidden states and sampled tokens."""
+    """Return the total rows of all graphs up to `max_rows`, each of which keeps its outputs; `drafts` doubles them."""
     total = sum(size * (4 if size <= MAX_VARIANT_ROWS else 2) for size in graph_sizes(max_rows))
     return 2 * total if drafts else total
 
@@ -78,7 +78,7 @@ class GraphKey(NamedTuple):
     rows    decode rows
     groups  whether the step may have prefix groups
     long    whether contexts may be longer than SHORT_KV_TOKENS
-    drafts  whether rows may verify drafted tokens; those of a sequence then read its keys together
+    drafts  whether rows may verify drafted tokens; they form packs then, where these may have several rows
     """
 
     rows: int
@@ -98,12 +98,12 @@ class GraphKey(NamedTuple):
 
 
 def padded_arrays(
-    step: StepInput | None, key: GraphKey, padding_slot: int, max_pack_rows: int = 1, *, predicts: bool = False
+    step: StepInput | None, key: GraphKey, padding_slot: int, max_pack_rows: int = 1, max_draft_tokens: int = 0
 ) -> dict[str, np.ndarray]:
     """Return slots, `kv_start`, groups, packs and drafts of a step, padded to the sizes of a graph.
 
-    step      None: padding only
-    predicts  whether the graph drafts
+    step              None: padding only
+    max_draft_tokens  maximum number of tokens that the graph drafts for a sequence; 0: it does not draft
     """
     slots, kv_start = np.full(key.rows, padding_slot, np.int32), np.zeros(key.rows, np.int32)
     if step is not None:
@@ -114,8 +114,8 @@ def padded_arrays(
     groups = group_arrays(0, level, key.max_groups) if key.groups else {}
     packs = pack_arrays(step, key.rows, max_pack_rows) if key.drafts and max_pack_rows > 1 else {}
     drafts = {}
-    if key.drafts and predicts:
-        drafts["drafts"] = padded_draft_rows(step, key.max_sequences, padding_slot=padding_slot)
+    if key.drafts and max_draft_tokens:
+        drafts["drafts"] = padded_draft_rows(step, key.max_sequences, max_draft_tokens, padding_slot)
     return {"slots": slots, "kv_start": kv_start} | groups | packs | drafts
 
 
@@ -123,21 +123,24 @@ def padded_arrays(
 class DecodeGraph:
     """Captured decode step.
 
-    padding_slot    slot of padding rows
-    max_pack_rows   maximum rows of a pack
-    forward         drafts, and computes `hidden` from slots and from the `stage_input` that the stage before sends
-    stage_input     received residual stream; None at the first stage
-    hidden          hidden states `[rows, N]`, or the residual stream for the next stage
-    sample_graph    at the last stage: samples from `hidden`
-    sampled_tokens  int32 `[2, rows]`: sampled tokens, and the bits of their log-probabilities
-    advance_graph   accepts drafts and learns, after sampling; None: the worker does not predict drafts
-    advanced        result of `NgramDrafter.advance`, int32 `[max_sequences + rows]`
-    inputs          tensors that the graphs read, kept alive
+    padding_slot      slot of padding rows
+    max_pack_rows     maximum rows of a pack
+    max_draft_tokens  maximum number of tokens that the graph drafts for a sequence; 0: it does not draft
+    forward           computes `hidden` from slots and from the `stage_input` that the stage before sends; a graph with
+                      drafts drafts first, if the worker predicts
+    stage_input       received residual stream; None at the first stage
+    hidden            hidden states `[rows, N]`, or the residual stream for the next stage
+    sample_graph      at the last stage: samples from `hidden`
+    sampled_tokens    int32 `[2, rows]`: sampled tokens, and the bits of their log-probabilities
+    advance_graph     accepts drafts and learns, after sampling; None: the worker does not predict drafts
+    advanced          result of `NgramDrafter.advance`, int32 `[max_sequences + rows]`
+    inputs            tensors that the graphs read, kept alive
     """
 
     key: GraphKey
     padding_slot: int
     max_pack_rows: int
+    max_draft_tokens: int
     forward: torch.cuda.CUDAGraph
     stage_input: Tensor | None
     hidden: Tensor
@@ -149,8 +152,7 @@ class DecodeGraph:
 
     def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
         """Return the step's host arrays, padded to this graph; staged first, they get the addresses the graph reads."""
-        predicts = self.advance_graph is not None
-        return padded_arrays(step, self.key, self.padding_slot, self.max_pack_rows, predicts=predicts)
+        return padded_arrays(step, self.key, self.padding_slot, self.max_pack_rows, self.max_draft_tokens)
 
     @staticmethod
     def can_sample(step: StepInput) -> bool:
@@ -329,6 +331,7 @@ class DecodeGraphs:
             key=key,
             padding_slot=self._state.slots,
             max_pack_rows=self._max_pack_rows,
+            max_draft_tokens=self._state.max_draft_tokens,
             forward=forward,
             stage_input=self._stage_input_of(key.rows),
             hidden=hidden,
@@ -354,8 +357,8 @@ class DecodeGraphs:
 
     def _padding_inputs(self, key: GraphKey) -> tuple[dict[str, Tensor], Tensor]:
         """Return the staged arrays of a step of padding rows, and its `q_start`."""
-        padding = self._state.slots, self._max_pack_rows
-        staged = self._staging.put(padded_arrays(None, key, *padding, predicts=self._drafter is not None))
+        state = self._state
+        staged = self._staging.put(padded_arrays(None, key, state.slots, self._max_pack_rows, state.max_draft_tokens))
         return staged, torch.arange(key.rows + 1, dtype=torch.int32, device=self._state.device)
 
     def _allocate_stage_input(self, graph_sizes: Iterable[int]) -> None:

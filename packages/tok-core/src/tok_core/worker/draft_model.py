@@ -74,7 +74,7 @@ class HiddenStates:
         return self._cache_LN.index_select(0, kv_index)
 
 
-class DraftRows(NamedTuple):
+class DraftPassRows(NamedTuple):
     """Rows of a pass. A row feeds `token` at `position` of `slot` if the position is before its `end`, else nothing.
 
     slot    int32 `[R]`; tokens, positions and ends are int64
@@ -152,7 +152,7 @@ class DraftModelRunner:
             return drafted.int()
         slot, (token, position, end) = staged["draft_slot"], staged["draft_row"]
         hidden = None if self.reader is None else self.reader.at(self._state.kv_index(slot, position))
-        rows = DraftRows(slot, token, position, end, hidden)
+        rows = DraftPassRows(slot, token, position, end, hidden)
         graphs = self.graphs.size(len(drafts.slot)) is not None
         if graphs:
             self.graphs.load(staged, hidden)
@@ -162,7 +162,7 @@ class DraftModelRunner:
             else:
                 sampled, output = self._run_pass(rows, count, max_kv, self._host_lengths(drafts, number))
                 hidden = None if rows.hidden is None else output
-                rows = DraftRows(rows.slot[:count], sampled, rows.position[:count] + 1, rows.end[:count], hidden)
+                rows = DraftPassRows(rows.slot[:count], sampled, rows.position[:count] + 1, rows.end[:count], hidden)
             drafted[:, number] = sampled
         self._state.columns.last_token[staged["draft_lent"]] = drafted
         return drafted.int()
@@ -175,7 +175,7 @@ class DraftModelRunner:
         hidden_RN  hidden states that a head reads; None: the draft model is no head
         """
         token, position, end = row_3R
-        rows = DraftRows(slot_R, token, position, end, hidden_RN)
+        rows = DraftPassRows(slot_R, token, position, end, hidden_RN)
         sampled, output_RN = self._run_pass(rows, len(slot_R), max_kv, None)
         token.copy_(sampled)
         position.add_(1)
@@ -206,7 +206,9 @@ class DraftModelRunner:
         token = staged["draft_chunk_token"].long()
         self.model(token, position, kv_index, self._caches, batch, no_logits, hidden_TN=hidden)
 
-    def _run_pass(self, rows: DraftRows, count: int, max_kv: int, host: HostLengths | None) -> tuple[Tensor, Tensor]:
+    def _run_pass(
+        self, rows: DraftPassRows, count: int, max_kv: int, host: HostLengths | None
+    ) -> tuple[Tensor, Tensor]:
         """Feed the rows, and sample tokens of the first `count` rows.
 
         Return these tokens, and the model's output of the same rows. `rows.hidden` may change in place.

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tok_core.config import MAX_DRAFT_TOKENS
 from tok_core.messages import StepInput, StepOutput
 from tok_core.worker.staging import copy_to_host
 from tok_core.worker.state import WorkerState
@@ -41,9 +40,7 @@ def draft_arrays(step: StepInput, *, graph: bool = False, biased: bool = False) 
     return {name: array for name, array in arrays.items() if len(array)}
 
 
-def padded_draft_rows(
-    step: StepInput | None, sequences: int, longest: int = MAX_DRAFT_TOKENS, padding_slot: int = 0
-) -> NDArray[np.int32]:
+def padded_draft_rows(step: StepInput | None, sequences: int, longest: int, padding_slot: int = 0) -> NDArray[np.int32]:
     """Return the fields of `DraftRows`, int32 `[3, 1 + longest, sequences]`, padded; step None: padding only."""
     drafts = np.full((3, 1 + longest, sequences), -1, np.int32)
     drafts[0, 0] = padding_slot

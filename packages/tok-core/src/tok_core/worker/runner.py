@@ -29,7 +29,7 @@ from tok_core.worker.ngram_drafts import DraftOutputs, NgramDrafter, draft_array
 from tok_core.worker.prompt_outputs import PromptOutputs, compute_prompt_outputs, prompt_output_arrays
 from tok_core.worker.sampling import sample_tokens, sampling_arrays
 from tok_core.worker.sleep import SleepingMemory
-from tok_core.worker.staging import OutputStaging, Staging, copy_to_host
+from tok_core.worker.staging import STAGING_BYTES, OutputStaging, Staging, copy_to_host
 from tok_core.worker.state import WorkerState, state_changes
 from tok_core.worker.step_tensors import HostLengthTracker, build_step_tensors, pass_lengths, step_arrays
 from tok_core.worker.transfer import WeightReceiver
@@ -83,6 +83,8 @@ class SampledTokens(NamedTuple):
 NO_TOP_TOKENS = torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 0), dtype=torch.float32)
 NO_SAMPLES = SampledTokens(NO_SAMPLED_TOKENS, *NO_TOP_TOKENS)
 NO_DRAFTS = torch.empty((0, 0), dtype=torch.int32)
+
+STAGING_BYTES_PER_SLOT = 160  # the arrays of a CUDA graph have up to 142 bytes a row, and must fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Runner:
         self.prefix_groups = prefix_groups
         self.draft_model = draft_model
         self.pipeline = pipeline = Pipeline.alone(state.device) if pipeline is None else pipeline
-        self.staging = Staging(state.device, MAX_STEPS_AHEAD)
+        self.staging = Staging(state.device, MAX_STEPS_AHEAD, STAGING_BYTES + STAGING_BYTES_PER_SLOT * state.slots)
         self.output_staging = OutputStaging(state.device, MAX_STEPS_AHEAD, state.slots + 1)
         self.host_lengths = HostLengthTracker(state.slots + 1) if backend.needs_host_lengths else None
         self._ngram_drafter = None if state.ngrams is None else NgramDrafter(backend, state)
@@ -330,7 +332,7 @@ class Runner:
         return token, TimingEvent(self.state.device)
 
     def _draft_by_ngrams(self, step: StepInput, staged: dict[str, Tensor], graph: DecodeGraph | None) -> Tensor | None:
-        """Draft the tokens of the step's `verify_rows`, unless its graph does; return them, int64 `[k, n]`."""
+        """Draft the tokens of the step's `verify_rows`, unless its graph does; return them, int64 `[k, n]`, or None."""
         if step.verify_rows is None:
             return None
         assert self._ngram_drafter is not None

@@ -8,15 +8,13 @@ took at least 13 µs longer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: the widest loads of the kernels
-_BUFFER_BYTES = 4 << 20  # for one step's arrays; an array that does not fit is copied by itself
+STAGING_BYTES = 4 << 20
 MAX_VIEWS = 4096  # of the target buffer that are kept; making one takes 4 µs, finding it 0.3
 
 
@@ -24,17 +22,17 @@ class Staging:
     """Page-locked buffers, used in turn, to copy arrays to one device.
 
     buffers  number of buffers: of steps whose copies may be in flight before `put` waits for the oldest
-    size     bytes of a buffer
+    size     bytes of a buffer, for one step's arrays; an array that does not fit is copied by itself
     """
 
-    def __init__(self, device: torch.device, buffers: int, size: int = _BUFFER_BYTES) -> None:
+    def __init__(self, device: torch.device, buffers: int, size: int = STAGING_BYTES) -> None:
         self.device = device
         if device.type == "cuda":
             self._target = torch.empty(size, dtype=torch.uint8, device=device)
             self._sources = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)]
             self._copied = [torch.cuda.Event() for _ in range(buffers)]  # type: ignore[no-untyped-call]
             self._turn = 0
-            self._view = lru_cache(MAX_VIEWS)(self._new_view)  # steps of a size have the same views
+            self._views: dict[tuple[object, ...], Tensor] = {}  # steps of a size have the same views
 
     def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Enqueue a copy of the arrays; return the tensors on the device, by name, without waiting for the copy.
@@ -53,14 +51,21 @@ class Staging:
                 tensors[name] = torch.from_numpy(np.array(array)).pin_memory().to(self.device, non_blocking=True)
                 continue
             host[end : end + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            tensors[name] = self._view(end, array.nbytes, array.dtype, array.shape)
+            tensors[name] = self._view(end, array)
             end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._target[:end].copy_(source[:end], non_blocking=True)
         self._copied[self._turn].record()
         return tensors
 
-    def _new_view(self, start: int, size: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
-        return self._target[start : start + size].view(_DTYPES[dtype]).view(shape)
+    def _view(self, start: int, like: np.ndarray) -> Tensor:
+        key = start, like.dtype, like.shape
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) == MAX_VIEWS:
+                self._views.clear()
+            view = self._target[start : start + like.nbytes].view(_DTYPES[like.dtype]).view(like.shape)
+            self._views[key] = view
+        return view
 
 
 _DTYPES = {

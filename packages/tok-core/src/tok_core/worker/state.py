@@ -58,7 +58,7 @@ class WorkerState:
     pages_per_slot      width of the page table
     scales              scales of cached keys and values, float32 `[layers, 2, K]`; None: there are none by head
     processed_logprobs  `SamplingBatch.processed` of every step
-    predicts            whether to learn which token follows which, to predict drafts
+    max_draft_tokens    maximum number of tokens that the worker predicts for a sequence's draft; 0: it predicts none
     memory              memory of the KV cache, for an engine that may sleep; None: PyTorch's
 
     Attributes, besides these:
@@ -66,7 +66,7 @@ class WorkerState:
     kv            KV cache, `[layers, 2, pages, page_size, K, head_dim]`; `caches` are its layers
     token_scales  scales of an int8 cache, float32 `[layers, 2, pages, K, page_size]`; None: another dtype
     hidden        hidden states that a draft head reads, `[pages, page_size, N]`; None: there is no such head
-    ngrams        counts of which token follows which; None without `predicts`
+    ngrams        counts of which token follows which; None without drafts
     columns       columns that kernels read and advance: last token, length, page table, …
     sampling      columns of sampling parameters, by the names of DEVICE_COLUMNS
     biases        logit biases of each slot
@@ -84,12 +84,13 @@ class WorkerState:
         pages_per_slot: int,
         scales: Tensor | None = None,
         processed_logprobs: bool = False,
-        predicts: bool = False,
+        max_draft_tokens: int = 0,
         memory: MemoryRegion | None = None,
     ) -> None:
         self.device = device
         self.processed_logprobs = processed_logprobs
         self.slots = slots
+        self.max_draft_tokens = max_draft_tokens
         self.num_pages = num_pages
         self.page_size = page_size
         self._memory = memory
@@ -125,7 +126,7 @@ class WorkerState:
             scratch=num_pages * page_size,
         )
         self.columns.ended[slots] = 1
-        self.ngrams = NgramTable.empty(columns["salt"]) if predicts else None
+        self.ngrams = NgramTable.empty(columns["salt"]) if max_draft_tokens else None
         self.prompt_len = columns["prompt_len"]
         self.sampling = {name: columns[name] for name in DEVICE_COLUMNS}
         self.biases = BiasTables(slots, device)

@@ -1,7 +1,7 @@
 """Build the inputs of a step's forward pass: host arrays from the StepInput, then tensors from them and the state.
 
 `step_arrays` runs on the host, before the arrays are staged. `build_step_tensors` enqueues operations on the device.
-Steps that replay a CUDA graph need `decode_kv_start`, `group_arrays` and `pack_arrays` only; the graph has the rest.
+Of these, steps that replay a CUDA graph need `decode_kv_start`, `group_arrays` and `pack_arrays` only.
 
 Legend: D decode rows, P prefill chunks, B = D + P sequences, T tokens, R rows that sample.
 """

@@ -88,6 +88,7 @@ def accept_drafts(drafts: DraftRows, draft_kn: Tensor, count_B: Tensor, slots: S
         _accept_drafts_kernel[(triton.cdiv(row_count, _BLOCK),)](
             *(drafts.slot, drafts.row, draft_kn, accepted, count_B, row_count, draft_length),
             *(slots.last_token, slots.length, slots.ended),
+            LENGTH_BLOCK=max(_MIN_LENGTH_BLOCK, triton.next_power_of_2(draft_length)),
             BLOCK=_BLOCK,
             num_warps=_BLOCK // 32,
         )
@@ -218,10 +219,7 @@ def _predict_tokens_kernel(
     token_7 = _token_at(page_table_row, token_of_ptr, length - 6, in_range, PAGE)
     token_8 = _token_at(page_table_row, token_of_ptr, length - 7, in_range, PAGE)
     if DRAFTS:
-        token_index = tl.arange(0, LENGTH_BLOCK)[:, None]
-        lent_ptrs = slot_ptr + (1 + token_index) * row_count + rows[None, :]
-        lent = tl.load(lent_ptrs, mask=(token_index < count) & in_range[None, :], other=-1)
-        count = tl.max(tl.sum((lent >= 0).to(tl.int32), 0), 0)
+        count = _longest_draft(slot_ptr, rows, in_range, row_count, count, LENGTH_BLOCK)
     for step in range(count):
         state = salt
         known = in_range
@@ -259,6 +257,7 @@ def _accept_drafts_kernel(
     last_token_ptr: tl.tensor,
     length_ptr: tl.tensor,
     ended_ptr: tl.tensor,
+    LENGTH_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Accept the drafts of BLOCK sequences, one per thread. Grid: `(⌈row_count / BLOCK⌉,)`.
@@ -268,15 +267,17 @@ def _accept_drafts_kernel(
     accepted_ptr                 int32 [row_count], result: accepted tokens
     count_ptr                    int32 [decode rows], result: tokens by which each row advances its sequence
     last_token_ptr to ended_ptr  fields of `SlotColumns`
+    LENGTH_BLOCK                 `draft_length` at least
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = rows < row_count
     slot = tl.load(slot_ptr + rows, mask=in_range, other=0).to(tl.int64)
     last_token = tl.load(last_token_ptr + slot, mask=in_range, other=0)
     ended = tl.load(ended_ptr + slot, mask=in_range, other=1)
+    longest = _longest_draft(slot_ptr, rows, in_range, row_count, draft_length, LENGTH_BLOCK)
     accepted = tl.zeros([BLOCK], tl.int32)
     going = in_range
-    for i in range(draft_length):
+    for i in range(longest):
         lent = tl.load(slot_ptr + (1 + i) * row_count + rows, mask=in_range, other=-1).to(tl.int64)
         lent_row = tl.load(row_ptr + (1 + i) * row_count + rows, mask=in_range, other=-1)
         tl.store(count_ptr + lent_row, tl.zeros([BLOCK], tl.int32), mask=in_range & (lent_row >= 0))
@@ -293,6 +294,22 @@ def _accept_drafts_kernel(
     tl.store(accepted_ptr + rows, accepted, mask=in_range)
     row = tl.load(row_ptr + rows, mask=in_range, other=-1)
     tl.store(count_ptr + row, 1 + accepted, mask=row >= 0)
+
+
+@triton.jit
+def _longest_draft(
+    slot_ptr: tl.tensor,
+    rows: tl.tensor,
+    in_range: tl.tensor,
+    row_count: tl.tensor,
+    draft_length: tl.tensor,
+    LENGTH_BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the most drafted tokens of any of these sequences; `slot_ptr` is `DraftRows.slot`."""
+    i = tl.arange(0, LENGTH_BLOCK)[:, None]
+    exists = (i < draft_length) & in_range[None, :]
+    lent = tl.load(slot_ptr + (1 + i) * row_count + rows[None, :], mask=exists, other=-1)
+    return tl.max(tl.sum((lent >= 0).to(tl.int32), 0), 0)
 
 
 @triton.jit

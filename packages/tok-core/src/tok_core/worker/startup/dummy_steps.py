@@ -141,7 +141,7 @@ def dummy_verify_rows(sequences: int, tokens: int) -> StepInput:
     parent, lent = np.split(step.decode_slot, [sequences])
     lent = lent.reshape(sequences, tokens)
     step.max_kv = 1 + tokens
-    step.verify_rows = VerifyRows(parent, lent, np.zeros_like(lent))  # given: the kernels of guided drafts, too
+    step.verify_rows = VerifyRows(parent, lent, np.zeros_like(lent))
     step.predict_slot, step.predicted_tokens = parent, tokens
     return step
 
@@ -149,7 +149,7 @@ def dummy_verify_rows(sequences: int, tokens: int) -> StepInput:
 def with_draft_row(step: StepInput) -> StepInput:
     """Return a step of at least two decode rows so that its second row verifies a drafted token of its first."""
     moves = SlotMoves(slot=array([1]), source=array([0]), length=array([1]), last_token=array([0]))
-    return structs.replace(step, moves=moves)
+    return structs.replace(step, moves=moves, max_kv=max(step.max_kv, 2))
 
 
 def largest_step(slots: int, max_step_tokens: int, max_len: int, mask_words: int = 0) -> StepInput:

@@ -239,11 +239,15 @@ def _peak_bytes(runner: Runner, step: StepInput) -> int:
 def _graph_tensor_bytes(runner: Runner, rows: int) -> int:
     """Return the bytes that all graphs up to `rows` rows keep: each graph's outputs, and the input that they share.
 
-    A row of the outputs has a hidden state, a token and a log-probability.
+    A row of the outputs has a hidden state, a token and a log-probability. Where the worker predicts drafts, it also
+    has a count, and two rows have a draft with its count.
     """
     hidden_bytes = runner.model.config.hidden_size * runner.model.dtype.itemsize
+    draft_tokens = runner.state.max_draft_tokens
+    draft_bytes = 4 + (8 * draft_tokens + 4) // 2 if draft_tokens else 0
     total_rows = total_graph_rows(rows, drafts=runner.graphs.have_drafts)
-    return total_rows * (hidden_bytes + 8) + (0 if runner.pipeline.coordinates.first else rows * hidden_bytes)
+    input_bytes = 0 if runner.pipeline.coordinates.first else rows * hidden_bytes
+    return total_rows * (hidden_bytes + 8 + draft_bytes) + input_bytes
 
 
 def cache_tokens(

@@ -299,7 +299,7 @@ def meta_runner(config: EngineConfig) -> Runner:
         pages_per_slot=-(-(config.max_model_len or model_config.max_positions) // config.page_size),
         scales=scales,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
-        predicts=config.speculate != "off" and not config.draft,
+        max_draft_tokens=0 if config.draft else config.max_draft_tokens,
     )
     max_pack_rows = resolve_pack_rows(config, model_config, backend)
     return Runner(model, backend, state, prefix_groups=config.prefix_groups, max_pack_rows=max_pack_rows)

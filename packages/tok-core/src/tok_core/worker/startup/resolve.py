@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tok_core.config import MAX_DRAFT_TOKENS, MAX_DRAFTING, EngineConfig, RankCoordinates
+from tok_core.config import MAX_DRAFTING, EngineConfig, RankCoordinates
 from tok_core.errors import InvalidField
 from tok_core.model_config import Fields, ModelConfig, read_config
 from tok_core.models import resolve_tied_embeddings
@@ -191,8 +191,8 @@ def resolve_step_sizes(config: EngineConfig, device_type: str) -> StepSizes:
         raise InvalidField("max_step_tokens", max_step_tokens, f"at least max_running ({max_running})")
     draft_slots = 0
     if config.speculate != "off":
-        draft_tokens = MAX_DRAFT_TOKENS if config.speculate == "auto" else config.speculate
-        draft_slots = max(min(max_running * (1 + draft_tokens), MAX_DRAFTING, max_step_tokens) - max_running, 0)
+        rows = min(max_running * (1 + config.max_draft_tokens), MAX_DRAFTING, max_step_tokens)
+        draft_slots = max(rows - max_running, 0)
     return StepSizes(max_running, max_step_tokens, draft_slots)
 
 

@@ -334,7 +334,7 @@ def _new_state(
         pages_per_slot=-(-max_len // config.page_size),
         scales=scales,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
-        predicts=predicts,
+        max_draft_tokens=config.max_draft_tokens if predicts else 0,
         memory=None if sleeping_memory is None else sleeping_memory.kv_cache,
     )
 
