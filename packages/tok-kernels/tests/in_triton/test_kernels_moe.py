@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from support.interpreted import INTERPRETING, outside, rerun
+from support.matmul_weights import dense_experts, routing_of, scaled_weight
 from support.noise import noise
 from tok_kernels import (
     MAX_TILES,
@@ -44,16 +45,6 @@ MANY = 70 if INTERPRETING else 200  # tokens of 4 experts with the largest tiles
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-def routing_of(tokens: int, experts: int, chosen: int, device: torch.device, skew: float = 0.0) -> Routing:
-    logits_TE = noise(tokens, experts, device=device) - skew * torch.arange(experts, device=device)
-    return ReferenceBackend().select_experts(logits_TE, chosen, normalize=True)
-
-
-def dense_weights(experts: int, size: int, columns: int, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
-    gate_up = noise(experts * 2 * columns, size, dtype=dtype, device=device) / size**0.5
-    return ExpertWeights(gate_up, noise(experts * size, columns, dtype=dtype, device=device) / columns**0.5)
 
 
 def unquantized(x: Tensor, weight: Weight) -> Tensor:
@@ -139,7 +130,7 @@ def test_rows_of_no_sequence_get_no_expert_and_no_result(held: range | None, dev
     absent_T = functional.pad(length_D == 0, (0, tokens - len(length_D)))
     logits_TE, x_TN = noise(tokens, experts, device=device), noise(tokens, size, dtype=torch.float16, device=device)
     count = len(held or range(experts))
-    dense = dense_weights(count, size, 40, torch.float16, device)
+    dense = dense_experts(count, size, 40, torch.float16, device)
     weights = ExpertWeights(dense.gate_up, dense.down, held)
     for backend in (*BACKENDS, InvariantReferenceBackend()):
         whole = backend.select_experts(logits_TE, 3, normalize=True)
@@ -163,7 +154,7 @@ def test_invariant_experts_give_a_token_the_same_bits_among_any(
 ) -> None:
     tokens, experts, dtype = 150, 6, torch.float16
     x_TN, logits_TE = noise(tokens, size, dtype=dtype, device=device), noise(tokens, experts, device=device)
-    weights = dense_weights(experts, size, 40, dtype, device)
+    weights = dense_experts(experts, size, 40, dtype, device)
 
     def computed(rows: slice) -> tuple[Tensor, Tensor]:
         routing = triton_invariant.select_experts(logits_TE[rows], 2, normalize=normalize)
@@ -179,7 +170,7 @@ def test_invariant_experts_give_a_token_the_same_bits_among_any(
 
 
 def test_invariant_experts_refuse_quantised_weights(device: torch.device) -> None:
-    x_TN, dense = noise(3, 16, device=device), dense_weights(4, 16, 8, torch.float32, device)
+    x_TN, dense = noise(3, 16, device=device), dense_experts(4, 16, 8, torch.float32, device)
     values = torch.zeros((64, 16), dtype=torch.int8, device=device)
     gate_up = ScaledWeight(values, torch.ones((64, 1), device=device), None)
     with pytest.raises(ValueError, match="weights are quantised; allowed in batch-invariant kernels: dense ones"):
@@ -211,7 +202,7 @@ def test_fused_experts_equal_the_weighted_sum_of_all_experts(
     tokens: int, experts: int, chosen: int, add: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     x_TN = noise(tokens, 48, dtype=dtype, device=device)
-    routing, weights = routing_of(tokens, experts, chosen, device), dense_weights(experts, 48, 40, dtype, device)
+    routing, weights = routing_of(tokens, experts, chosen, device), dense_experts(experts, 48, 40, dtype, device)
     residual = noise(tokens, 48, dtype=dtype, device=device).flip(0) if add else None
     expected = exact(x_TN, routing, weights) + (0 if residual is None else residual.double())
     for backend in (*BACKENDS, InvariantReferenceBackend()):
@@ -219,12 +210,6 @@ def test_fused_experts_equal_the_weighted_sum_of_all_experts(
         found = backend.fused_experts(x_TN, routing, weights, residual_TN=given)
         assert given is None or found is given
         assert_near(found, expected)
-
-
-def scaled_weight(rows: int, width: int, values: torch.dtype, group: int | None, device: torch.device) -> ScaledWeight:
-    numbers = (noise(rows, width, device=device) * 20).clamp(-127, 127).to(values)
-    scale = 0.01 * (1 + noise(rows, -(-width // (group or width)), device=device).abs())
-    return ScaledWeight(numbers, scale / width**0.5 * 5, group)
 
 
 @pytest.mark.parametrize(("group", "tokens"), [(None, 3), (None, 16), *product((32, 8), (3, 21, MANY))])
@@ -293,12 +278,12 @@ def test_every_launch_config_gives_the_same_sums(
     gate_up: GroupedLaunch, down: GroupedLaunch, device: torch.device
 ) -> None:
     x_TN = noise(37, 72, dtype=torch.float16, device=device)
-    routing, weights = routing_of(37, 5, 2, device, skew=1.0), dense_weights(5, 72, 24, torch.float16, device)
+    routing, weights = routing_of(37, 5, 2, device, skew=1.0), dense_experts(5, 72, 24, torch.float16, device)
     assert_near(fused_experts_with(gate_up, down, x_TN, routing, weights, None), exact(x_TN, routing, weights))
 
 
 def test_no_tokens_give_no_results(device: torch.device) -> None:
-    x_TN, weights = noise(0, 16, device=device), dense_weights(4, 16, 8, torch.float32, device)
+    x_TN, weights = noise(0, 16, device=device), dense_experts(4, 16, 8, torch.float32, device)
     for backend in BACKENDS:
         routing = backend.select_experts(x_TN.new_empty((0, 4)), 2, normalize=False)
         assert backend.fused_experts(x_TN, routing, weights).shape == (0, 16)
@@ -349,7 +334,7 @@ def test_fused_experts_take_packed_integers(
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     x_TN, routing = noise(3, 16, device=device), routing_of(3, 4, 2, device)
-    weights = dense_weights(4, 16, 8, torch.float32, device)
+    weights = dense_experts(4, 16, 8, torch.float32, device)
     triton = TritonBackend()
     with pytest.raises(ValueError, match="top_k is 5; allowed: 1 to 4"):
         triton.select_experts(noise(3, 4, device=device), 5, normalize=True)
@@ -396,7 +381,7 @@ def test_ranks_add_the_results_of_the_experts_held_and_read_no_others(
     x_TN = noise(tokens, size, dtype=dtype, device=device)
     routing, whole = (
         routing_of(tokens, experts, chosen, device, 0.5),
-        dense_weights(experts, size, columns, dtype, device),
+        dense_experts(experts, size, columns, dtype, device),
     )
     scale = float(exact(x_TN, routing, whole).std())
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN

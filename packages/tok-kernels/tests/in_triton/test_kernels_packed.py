@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from support.interpreted import INTERPRETING, outside, rerun
+from support.matmul_weights import packed_weight
 from support.noise import noise
-from tok_kernels import MAX_TILES, PackedWeight, pack_columns
+from tok_kernels import PackedWeight
 from tok_kernels.linear import triton_packed
 from tok_kernels.linear.triton_config import PackedGemmLaunch, PackedGemvLaunch
 from tok_kernels.linear.triton_packed import (
@@ -29,34 +30,6 @@ FORMATS = [(4, 128, True), (4, 32, False), (4, None, True), (8, 64, True), (8, N
 @outside
 def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
-
-
-def packed_weight(
-    rows: int,
-    columns: int,
-    device: torch.device,
-    bits: int = 4,
-    group: int | None = 128,
-    zeros: bool = True,
-    dtype: torch.dtype = torch.float16,
-) -> PackedWeight:
-    source = torch.Generator().manual_seed(rows + columns + bits)
-    groups = 1 if group is None else -(-columns // group)
-    q = torch.randint(0, 1 << bits, (rows, columns), generator=source, dtype=torch.int32)
-    zero = torch.randint(0, 1 << bits, (groups, rows), generator=source, dtype=torch.uint8)
-    made = PackedWeight(
-        words=pack_columns(q.to(device), bits),
-        scale_GF=(torch.rand((groups, rows), generator=source) + 0.5).to(device) / columns**0.5 / (1 << bits),
-        zero_GF=zero.to(device) if zeros else None,
-        bits=bits,
-        columns=columns,
-        group=group,
-        dtype=dtype,
-        split_k_counters=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
-    )
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # with PDL a GEMM may read its weights before earlier kernels have ended
-    return made
 
 
 def wide(weight: PackedWeight) -> Tensor:
