@@ -6,9 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from support.interpreted import DEVICES, INTERPRETING
 from tok_kernels import launch_config
+
+if INTERPRETING:  # an example takes 10 to 100 ms; a GPU runs them all
+    settings.register_profile("interpreted", settings.default, max_examples=40)
+    settings.load_profile("interpreted")
 
 
 @pytest.fixture(scope="module", params=DEVICES)
