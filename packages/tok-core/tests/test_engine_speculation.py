@@ -71,7 +71,6 @@ def test_drafts_change_no_bit_of_any_answer(
 @pytest.mark.parametrize(
     ("speculate", "options"),
     [
-        (4, {"page_size": 4, "run_ahead": 4, "max_running": 256}),
         (4, {"page_size": 4, "kv_cache_tokens": 640, "max_running": 32}),  # preempts
         (16, {"page_size": 1, "max_step_tokens": 48, "max_running": 16, "run_ahead": 1}),
     ],
