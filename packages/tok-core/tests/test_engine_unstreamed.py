@@ -106,6 +106,7 @@ def _doubled(message: ToEngine) -> ToEngine:
     return replace(
         message,
         rid=np.concatenate([message.rid, message.rid + 1]),
+        rounds=message.rounds * 2,
         finished=[*message.finished, *(replace(end, rid=end.rid + 1) for end in message.finished)],
         started=[*message.started, *((rid + 1, *rest) for rid, *rest in message.started)],
         **{name: np.concatenate([getattr(message, name)] * 2) for name in columns},

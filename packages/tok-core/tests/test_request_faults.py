@@ -82,7 +82,7 @@ PLACES: dict[str, tuple[type | ModuleType, str, Callable[..., bool]]] = {
     "started": (SequenceStarter, "lead", lambda self, pending, *rest: guilty_request(pending.request)),
     "given pages": (Paging, "publish", lambda self, slot: guilty_row(self.table, np.array([slot]))),
     "given its stop strings": (StopSets, "acquire", lambda self, params: params.stop_token_ids == CURRENT_SEQUENCE),
-    "looked at for its end": (OutputProcessor, "_find_ended", lambda self, slots, token: guilty_row(self.table, slots)),
+    "looked at for its end": (OutputProcessor, "_find_ended", lambda self, slots, *rest: guilty_row(self.table, slots)),
     "told of its tokens": (StreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
     "told of its ends": (UnstreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
 }

@@ -58,7 +58,7 @@ def group_by_request(
     """Sort a report by request, and store its tokens. `each_token`, `whole_text`: as in `OpenRequests`."""
     rids, which = _grouped(progress.rid)
     begun, first = [], 0
-    for rows in progress.rounds or [len(which)]:
+    for rows in progress.rounds:
         part = slice(first, first := first + rows)
         begun += token_store.append(rids, which[part], progress.sample[part], progress.token[part])
     ends: dict[int, dict[int, Finished]] = {}

@@ -181,8 +181,8 @@ class Manager:
             self.reporter.add_scheduling(time.thread_time() - began)
         return step
 
-    def _report(self, rounds: list[Reported]) -> None:
-        self.ports.report(self.reporter.build(rounds))
+    def _report(self, reports: list[Reported]) -> None:
+        self.ports.report(self.reporter.build(reports))
 
     def _report_if_changed(self) -> None:
         if self.reporter.stats_changed():

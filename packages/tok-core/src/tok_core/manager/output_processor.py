@@ -13,14 +13,14 @@ from tok_core.manager.faults import Faults
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
-from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.sequences import NEVER, SequenceTable, State
 from tok_core.manager.speculation import Drafts, Speculation
 from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopSets, TokenRows
-from tok_core.messages import EMPTY, Embedded, Finished, Int64, Scores, StepInput, StepOutput
+from tok_core.messages import EMPTY, Embedded, Finished, Int32, Int64, Scores, StepInput, StepOutput
 
 
 class Reported(NamedTuple):
-    """Tokens of one step that belong to open samples, in columns, and the samples that they end; as in `Progress`."""
+    """Tokens that belong to open samples, in columns, and the samples that they end; as in `Progress`."""
 
     rid: np.ndarray
     sample: np.ndarray
@@ -31,12 +31,20 @@ class Reported(NamedTuple):
     finished: list[Finished]
     scores: list[Scores]
     embedded: list[Embedded]
+    rounds: list[int]
 
 
 class _Ended(NamedTuple):
-    """Sequences that end, int64 [n]; whether each ends by a stop and not by length, bool [n]; the report of each."""
+    """Sequences that end, n of them.
+
+    slots     int64 [n]
+    known     int32 [n], tokens of each, with the one that ends it
+    by_stop   bool [n], whether each ends by a stop and not by length
+    finished  the report of each
+    """
 
     slots: Int64
+    known: Int32
     by_stop: np.ndarray
     finished: list[Finished]
 
@@ -106,12 +114,12 @@ class OutputProcessor:
         slots = slots[live].astype(np.int64)
         self.discarded_tokens += len(live) - drafted - len(slots) - len(done)
         guided = self.table.guided[slots]
-        reported = self._append_rows(slots, output, live)
+        reported, _ = self._append_rows(slots, 0, output, live)
         self._requeue(slots[~guided])
         return reported._replace(finished=done + reported.finished, scores=scores, embedded=embedded)
 
     def accept_drafts(self) -> list[Reported]:
-        """Append the tokens sampled after accepted drafts; return one report per round of tokens.
+        """Append the tokens sampled after accepted drafts, and return their report, if there are any.
 
         Call this after each `take`. A row of a draft counts if the token that it fed is the one sampled before it. A
         row whose logits are not finite does not: the next step computes it again. If the worker has accepted it, the
@@ -121,51 +129,50 @@ class OutputProcessor:
             return []
         (drafts, slots, output), self._verified = self._verified, None
         assert self.speculator is not None
-        table, reported = self.table, []
+        table, parents = self.table, drafts.parent
         row_of = np.zeros(table.slots, np.int64)
         row_of[slots] = np.arange(len(slots))
-        sampled = output.token[row_of[np.column_stack((drafts.parent, drafts.slot[:, :-1]))]]
+        rows = row_of[drafts.slot]
+        sampled = output.token[np.column_stack((row_of[parents], rows[:, :-1]))]
         right = self.speculator.verify(drafts, sampled, output)
-        right &= np.isfinite(output.logprob[row_of[drafts.parent]])[:, None]  # otherwise `take` has left the token out
+        right &= np.isfinite(output.logprob[row_of[parents]])[:, None]  # otherwise `take` has left the token out
+        finite = np.isfinite(output.logprob[rows])
         if on_device := self.speculator.accepts_on_device:
-            right &= self._fail_broken_drafts(drafts, right, output.logprob[row_of[drafts.slot]])[:, None]
-        left = np.arange(len(drafts.parent))
-        for slot, equal in zip(drafts.slot.T, right.T, strict=True):
-            parent = drafts.parent[left]
-            follows = equal[left] & np.isfinite(output.logprob[row_of[slot[left]]])
-            follows &= table.epoch[parent] == drafts.epoch[left]
-            follows &= (table.state[parent] == State.DECODE) | (on_device & (table.state[parent] == State.PREEMPTED))
-            left = left[follows]
-            if not len(left):
-                break
-            parent, row = drafts.parent[left], row_of[slot[left]]
-            table.length[parent] += 1
-            table.moved[parent] = not on_device
-            self.speculator.count_accepted(drafts, left)
-            reported.append(self._append_rows(parent, output, row))
-        return reported
+            right &= self._fail_broken_drafts(drafts, (right & ~finite).any(axis=1))[:, None]
+        live = (table.state[parents] == State.DECODE) | (on_device & (table.state[parents] == State.PREEMPTED))
+        live &= table.epoch[parents] == drafts.epoch
+        accepted = np.logical_and.accumulate(right & finite & live[:, None], axis=1)
+        number, left = accepted.T.nonzero()
+        if not len(left):
+            return []
+        table.length[parents] += accepted.sum(axis=1, dtype=np.int32)
+        table.moved[parents[left]] = not on_device
+        reported, appended = self._append_rows(parents[left], number, output, rows[left, number])
+        self.speculator.count_accepted(drafts, left[appended])
+        return [reported]
 
-    def _fail_broken_drafts(self, drafts: Drafts, right: np.ndarray, logprob: np.ndarray) -> np.ndarray:
-        """Fail requests with accepted rows whose logits are not finite; return which sequences are not of these."""
-        broken = (right & ~np.isfinite(logprob)).any(axis=1)
+    def _fail_broken_drafts(self, drafts: Drafts, broken: np.ndarray) -> np.ndarray:
+        """Fail the requests of `broken` drafts, with accepted rows whose logits are not finite; return the others."""
         broken &= self.table.epoch[drafts.parent] == drafts.epoch
         if broken.any():
             self._fail_broken(set(self.table.rid[drafts.parent[broken]].tolist()))
         unbroken: np.ndarray = ~broken
         return unbroken
 
-    def _append_rows(self, slots: Int64, output: StepOutput, rows: np.ndarray) -> Reported:
-        """Append the tokens of these rows of the output, advance the grammars of sequences that go on, and report."""
+    def _append_rows(
+        self, slots: Int64, ahead: Int64 | int, output: StepOutput, rows: np.ndarray
+    ) -> tuple[Reported, np.ndarray]:
+        """Append the tokens of these rows of the output (`_append_tokens`), and advance grammars that go on."""
         guided, epoch, token = self.table.guided[slots], self.table.epoch[slots], output.token[rows]
         columns = output.logprob[rows], output.top_token[rows], output.top_logprob[rows]
-        reported = self._append_tokens(slots, token, *columns)
+        reported, appended = self._append_tokens(slots, ahead, token, *columns)
         followed = guided & (self.table.epoch[slots] == epoch)
         if followed.any():
             self.grammars.follow(slots[followed], token[followed])
-        return reported
+        return reported, appended
 
     def jump_forward(self) -> list[Reported]:
-        """Append the forced tokens of guided sequences that are known by now; return one report per round of tokens.
+        """Append the forced tokens of guided sequences that are known by now, and return their reports.
 
         Call this after each `take`, and whenever grammar workers may have replied: sequences that were held can then
         sample again.
@@ -179,12 +186,12 @@ class OutputProcessor:
         # Runs may exceed the limit: a sequence whose end check raises would be written beyond its row of the table.
         count = np.minimum(count, self.table.limit[slots] - self.table.known[slots])
         reported = []
-        for at in range(count.max(initial=0)):
-            here = ((count > at) & (self.table.epoch[slots] == epoch)).nonzero()[0]
-            if len(here):
-                token = np.array([runs[i][at] for i in here], np.int32)
-                reported.append(self._append_tokens(slots[here], token, *_forced_values(token, top)))
-                self.skipped_tokens += len(here)
+        ahead, which = (np.arange(count.max(initial=0))[:, None] < count).nonzero()
+        if len(which):
+            token = np.array([runs[i][at] for i, at in zip(which, ahead, strict=True)], np.int32)
+            one, appended = self._append_tokens(slots[which], ahead, token, *_forced_values(token, top))
+            self.skipped_tokens += int(np.count_nonzero(appended))
+            reported.append(one)
         left = self.table.epoch[slots] == epoch
         if (stuck & left).any():
             reported.append(_empty_report(top)._replace(finished=self._end_stuck(slots[stuck & left])))
@@ -217,22 +224,46 @@ class OutputProcessor:
             self.faults.fail(rid, reason)
 
     def _append_tokens(
-        self, slots: Int64, token: np.ndarray, logprob: np.ndarray, top_token: np.ndarray, top_logprob: np.ndarray
-    ) -> Reported:
-        """Append one token to each sequence, end the sequences that it ends, and return the report."""
-        table = self.table
+        self,
+        slots: Int64,
+        ahead: Int64 | int,
+        token: Int32,
+        logprob: np.ndarray,
+        top_token: np.ndarray,
+        top_logprob: np.ndarray,
+    ) -> tuple[Reported, np.ndarray]:
+        """Append tokens to sequences and end those that they end; return the report, and which tokens it has, bool [n].
+
+        A token after the one that ends its sequence is not appended.
+
+        ahead  int64 [n], ascending: appended tokens of the sequence before this one; 0: one token for each sequence
+        """
+        table, appended = self.table, np.ones(len(slots), np.bool_)
+        rounds, known = [len(slots)], table.known[slots] + np.asarray(ahead + 1, np.int32)
+        table.tokens[slots, known - 1] = token
+        ended = self._find_ends(slots, known, token)
+        if not isinstance(ahead, int):
+            if ended.finished:
+                ended = _first_ends(ended)
+                end = np.full(table.slots, NEVER, np.int32)
+                end[ended.slots] = ended.known
+                appended = known <= end[slots]
+            slots, known, token = slots[appended], known[appended], token[appended]
+            logprob, top_token, top_logprob = (column[appended] for column in (logprob, top_token, top_logprob))
+            rounds = np.bincount(ahead[appended]).tolist()
+        table.known[slots] = known  # the last entry of a slot counts, which is its largest
         self.output_tokens += len(slots)
-        table.tokens[slots, table.known[slots]] = token
-        table.known[slots] += 1
         if self.speculator is not None:
-            self.speculator.note(slots)
-        rid, sample = table.rid[slots], table.sample[slots]
-        finished = self._end_found(slots, token)
-        return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, [], [])
+            self.speculator.note(slots, known)
+        columns = table.rid[slots], table.sample[slots], token, logprob, top_token, top_logprob
+        if ended.finished:
+            self._learn(ended.slots, ended.by_stop)
+            self._end(ended.slots)
+        return Reported(*columns, ended.finished, [], [], rounds), appended
 
     def _end_stuck(self, slots: Int64) -> list[Finished]:
         """End sequences whose grammar no token can continue; report them as ended by length."""
-        finished = self._ended_by_length(slots)
+        finished = self._ended_by_length(slots, self.table.known[slots])
         self._end(slots)
         return finished
 
@@ -246,83 +277,76 @@ class OutputProcessor:
             return []
         live &= ~without_output
         ending = slots[without_output].astype(np.int64)
-        finished = self._ended_by_length(ending)
+        finished = self._ended_by_length(ending, self.table.known[ending])
         self._release(ending)
         return finished
 
-    def _end_found(self, slots: Int64, token: np.ndarray) -> list[Finished]:
-        """End the sequences among `slots` that their new token ends, and return their reports."""
-        try:
-            ended = self._find_ended(slots, token)
-        except Exception:
-            ended = self._find_ended_by_request(slots, token)
-        if ended.finished:
-            self._learn(ended.slots, ended.by_stop)
-            self._end(ended.slots)
-        return ended.finished
-
-    def _find_ended_by_request(self, slots: Int64, token: np.ndarray) -> _Ended:
-        """Find ended sequences request by request, after `_find_ended` has raised. A request that raises is at fault.
+    def _find_ends(self, slots: Int64, known: Int32, token: Int32) -> _Ended:
+        """Find the sequences that their new tokens end, as `_find_ended`. A request for which that raises is at fault.
 
         The sequences of a request at fault do not end here.
         """
-        found = []
-        for rid in np.unique(self.table.rid[slots]).tolist():
-            own = self.table.rid[slots] == rid
-            try:
-                found.append(self._find_ended(slots[own], token[own]))
-            except Exception as error:
-                self.faults.add(rid, error)
-        if not found:
-            return _Ended(NOBODY, np.zeros(0, np.bool_), [])
-        ended, by_stop, _ = zip(*found, strict=True)
-        return _Ended(np.concatenate(ended), np.concatenate(by_stop), [end for one in found for end in one.finished])
+        try:
+            return self._find_ended(slots, known, token)
+        except Exception:
+            found = []
+            for rid in np.unique(self.table.rid[slots]).tolist():
+                own = self.table.rid[slots] == rid
+                try:
+                    found.append(self._find_ended(slots[own], known[own], token[own]))
+                except Exception as error:
+                    self.faults.add(rid, error)
+            return _join_ends(found)
 
-    def _find_ended(self, slots: Int64, token: np.ndarray) -> _Ended:
-        """Find the sequences among `slots` that their new token ends; changes nothing."""
+    def _find_ended(self, slots: Int64, known: Int32, token: Int32) -> _Ended:
+        """Find the sequences among `slots` that their new token ends; changes nothing.
+
+        known  number of the sequence's tokens, with the new one
+        """
         table = self.table
-        flags = self._stop_flags(slots, token)
-        at_limit = table.known[slots] >= table.limit[slots]
+        flags = self._stop_flags(slots, known, token)
+        at_limit = known >= table.limit[slots]
         may_end = ((flags != 0) | at_limit).nonzero()[0]
         if not flags.any():  # the common case
-            ending = slots[may_end]
-            return _Ended(ending, np.zeros(len(ending), np.bool_), self._ended_by_length(ending))
-        rows = zip(*(column[may_end].tolist() for column in (slots, token, flags, at_limit)), strict=True)
-        finished = [self._finished(slot, new, flag, at_limit=full) for slot, new, flag, full in rows]
-        ends = np.array([one is not None for one in finished], np.bool_)
+            ending = slots[may_end], known[may_end]
+            return _Ended(*ending, np.zeros(len(may_end), np.bool_), self._ended_by_length(*ending))
+        rows = zip(*(column[may_end].tolist() for column in (slots, known, token, flags, at_limit)), strict=True)
+        finished = [self._finished(slot, size, new, flag, at_limit=full) for slot, size, new, flag, full in rows]
+        may_end = may_end[np.array([one is not None for one in finished], np.bool_)]
         found = [one for one in finished if one is not None]
-        return _Ended(slots[may_end][ends], np.array([one.reason != "length" for one in found], np.bool_), found)
+        return _Ended(
+            slots[may_end], known[may_end], np.array([one.reason != "length" for one in found], np.bool_), found
+        )
 
-    def _stop_flags(self, slots: Int64, token: np.ndarray) -> np.ndarray:
+    def _stop_flags(self, slots: Int64, known: Int32, token: Int32) -> np.ndarray:
         """Return the flags of `StopSets.classify` for new tokens that may end their sequence; 0 if they cannot.
 
         Flags of tokens before `min_tokens` are 0. MAYBE_STRING is cleared where the bytes before rule out a match.
         """
         table = self.table
         flags = self.stops.classify(table.stop_set[slots], token)
-        flags = np.where(table.known[slots] > table.unstopped_length[slots], flags, 0)
+        flags = np.where(known > table.unstopped_length[slots], flags, 0)
         to_check = (flags & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
         if len(to_check):
             of = slots[to_check]
-            rows = TokenRows(table.tokens, of, table.prompt_len[of], table.known[of] - 1)
+            rows = TokenRows(table.tokens, of, table.prompt_len[of], known[to_check] - 1)
             impossible = to_check[~self.stops.possible(table.stop_set[of], rows)]
             flags[impossible] &= END | STOP_ID
         return flags
 
-    def _finished(self, slot: int, token: int, flags: int, *, at_limit: bool) -> Finished | None:
-        """Return the report of the slot's sequence if the new token ends it; None if it does not."""
+    def _finished(self, slot: int, known: int, token: int, flags: int, *, at_limit: bool) -> Finished | None:
+        """Return the report of the slot's sequence if its new token ends it; None if it does not."""
         table = self.table
-        first, known = table.prompt_len[slot], table.known[slot]
+        first = int(table.prompt_len[slot])
         whose = int(table.rid[slot]), int(table.sample[slot])
-        tokens = int(known - first)
         # A stop string that ends with an end token still has to be cut from the text.
         if flags & MAYBE_STRING:
             hit = self.stops.find(int(table.stop_set[slot]), table.tokens[slot, first:known])
             if hit is not None:
-                return Finished(*whose, "stop", tokens, hit.stop, hit.cut)
+                return Finished(*whose, "stop", known - first, hit.stop, hit.cut)
         if flags & (END | STOP_ID):
-            return Finished(*whose, "stop", tokens, None if flags & END else token)
-        return Finished(*whose, "length", tokens) if at_limit else None
+            return Finished(*whose, "stop", known - first, None if flags & END else token)
+        return Finished(*whose, "length", known - first) if at_limit else None
 
     def _learn(self, slots: Int64, ended: np.ndarray) -> None:
         """Update the length model with sequences that have ended; `ended`: by a stop and not by length."""
@@ -332,10 +356,10 @@ class OutputProcessor:
         seen, lengths, limits = (column.astype(np.int64) for column in columns)
         self.lengths.observe(seen, lengths, limits, ended)
 
-    def _ended_by_length(self, slots: Int64) -> list[Finished]:
-        """Return the reports of sequences that end by length."""
+    def _ended_by_length(self, slots: Int64, known: Int32) -> list[Finished]:
+        """Return the reports of sequences that end by length, with `known` tokens."""
         table = self.table
-        columns = table.rid[slots], table.sample[slots], table.known[slots] - table.prompt_len[slots]
+        columns = table.rid[slots], table.sample[slots], known - table.prompt_len[slots]
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return [Finished(rid, sample, "length", tokens) for rid, sample, tokens in rows]
 
@@ -379,15 +403,30 @@ log = logging.getLogger("tok_core")
 NOBODY: Int64 = np.empty(0, np.int64)
 
 
-def merge_reports(rounds: list[Reported]) -> Reported:
-    """Concatenate rounds of tokens to one report; prompt outputs are those of the first. No rounds: an empty report."""
-    if len(rounds) < 2:
-        return rounds[0] if rounds else EMPTY_REPORT
-    top = max(one.top_token.shape[1] for one in rounds)
-    columns = list(zip(*(_widen(one, top) for one in rounds), strict=True))[:6]
+def _join_ends(found: list[_Ended]) -> _Ended:
+    slots, known, by_stop, finished = zip(*found, strict=True) if found else ((NOBODY,), (EMPTY,), (NOBODY == 0,), ())
+    joined = np.concatenate(slots), np.concatenate(known), np.concatenate(by_stop)
+    return _Ended(*joined, [end for ends in finished for end in ends])
+
+
+def _first_ends(ended: _Ended) -> _Ended:
+    """Return the first end of each sequence."""
+    first = np.sort(np.unique(ended.slots, return_index=True)[1])
+    finished = [ended.finished[i] for i in first.tolist()]
+    return _Ended(ended.slots[first], ended.known[first], ended.by_stop[first], finished)
+
+
+def merge_reports(reports: list[Reported]) -> Reported:
+    """Concatenate reports to one; prompt outputs are those of the first. No reports: an empty one."""
+    if len(reports) < 2:
+        return reports[0] if reports else EMPTY_REPORT
+    top = max(one.top_token.shape[1] for one in reports)
+    columns = list(zip(*(_widen(one, top) for one in reports), strict=True))[:6]
     rid, sample, token, logprob, top_token, top_logprob = (np.concatenate(part) for part in columns)
-    finished = [end for one in rounds for end in one.finished]
-    return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, *rounds[0][7:])
+    finished = [end for one in reports for end in one.finished]
+    rounds = [rows for one in reports for rows in one.rounds]
+    first = reports[0]
+    return Reported(rid, sample, token, logprob, top_token, top_logprob, finished, first.scores, first.embedded, rounds)
 
 
 def _widen(one: Reported, top: int) -> Reported:
@@ -401,7 +440,7 @@ def _widen(one: Reported, top: int) -> Reported:
 
 def _empty_report(top: int) -> Reported:
     columns = NOBODY, EMPTY, EMPTY, np.empty(0, np.float32), EMPTY.reshape(0, top), np.empty((0, top), np.float32)
-    return Reported(*columns, [], [], [])
+    return Reported(*columns, [], [], [], [])
 
 
 EMPTY_REPORT = _empty_report(0)

@@ -39,15 +39,14 @@ class Reporter:
         self._missing_graphs = 0
         self._reported_at = -math.inf  # time of the last report
 
-    def build(self, rounds: list[Reported]) -> Progress:
-        """Return a report of rounds of tokens, if any; close the requests that have ended, and cancel failed ones."""
+    def build(self, reports: list[Reported]) -> Progress:
+        """Return these reports of tokens as one; close the requests that have ended, and cancel failed ones."""
         failures = self._intake.cancel_faulty()
-        reported = merge_reports(rounds)
+        reported = merge_reports(reports)
         self._intake.close({end.rid for end in reported.finished})
-        rows = [len(one.rid) for one in rounds] if len(rounds) > 1 else []
         started = self._scheduler.starter.take_newly_started()
         self._stats, self._reported_at = self.stats(), self._clock()
-        return Progress(*reported, started, self._stats, failures.failed, rows, failures.refused)
+        return Progress(*reported, started, self._stats, failures.failed, failures.refused)
 
     def stats_changed(self) -> bool:
         """Return whether a counter or gauge has changed since the last report, other than sums of times."""

@@ -131,10 +131,10 @@ class Progress(msgspec.Struct, tag=True):
 
     Columns: `rid` int64, `sample` and `token` int32, `logprob` float32, `top_token` and `top_logprob` `[N, K]`.
 
-    rounds    number of rows of each round; empty: one round. A pair of `rid` and `sample` occurs at most once in a
-              round, and a sample's tokens of successive rounds follow one another
     scores    prompt log-probabilities, no later than the first token of their request
     embedded  embeddings, no later than the end of their request
+    rounds    number of rows of each round, N in all. A pair of `rid` and `sample` occurs at most once in a round, and a
+              sample's tokens of successive rounds follow one another
     started   `[(rid, cached prompt tokens, seconds since then), …]` for requests whose first sample got a slot
     failed    `[(rid, reason), …]`; nothing more follows for these requests
     refused   `[(rid, allowed values), …]`, the same for requests whose grammar exceeds a limit
@@ -149,10 +149,10 @@ class Progress(msgspec.Struct, tag=True):
     finished: list[Finished]
     scores: list[Scores]
     embedded: list[Embedded]
+    rounds: list[int]
     started: list[tuple[int, int, float]]
     stats: Stats
     failed: list[tuple[int, str]] = []
-    rounds: list[int] = []
     refused: list[tuple[int, str]] = []
 
     @property

@@ -394,4 +394,4 @@ def failures(failed: list[tuple[int, str]]) -> Progress:
     """Return a report that contains only failed requests and the reasons."""
     rids, floats = np.empty(0, np.int64), np.empty(0, np.float32)
     columns = rids, EMPTY, EMPTY, floats, EMPTY.reshape(0, 0), floats.reshape(0, 0)
-    return Progress(*columns, [], [], [], [], Stats(), failed)
+    return Progress(*columns, [], [], [], [], [], Stats(), failed)

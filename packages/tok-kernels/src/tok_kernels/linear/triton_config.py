@@ -191,9 +191,9 @@ class PackedGemmLaunch:
 
 
 # Maximum tokens of the GEMM kernel. For more, W is dequantised for cuBLAS, which takes 203 µs per layer of Llama-3.1-8B
-# in addition to the GEMMs. Measured up to 32 tokens; the maximum is an estimate.
-MAX_PACKED_GEMM_TOKENS = 256
-_MAX_BLOCK_M = 128
+# in addition to the GEMMs. Both ways take equally long at 450 tokens, between the measured 256 and 512.
+MAX_PACKED_GEMM_TOKENS = 448
+_MAX_BLOCK_M = 64  # larger tiles leave a multiprocessor to one program, which waits for each product
 _MIN_GEMV_BLOCK_K, _MAX_GEMV_BLOCK_K = 128, 4096
 _BLOCK_N, _BLOCK_K = 128, 128
 _MAX_PROGRAMS, _MAX_LARGE_PROGRAMS = 384, 264  # up to which tiles are split, for a block_m of 16 and for larger ones
@@ -215,4 +215,6 @@ def packed_gemm_launch(tokens: int, weight: PackedWeight) -> PackedGemmLaunch | 
     tiles = -(-rows // _BLOCK_N) * -(-tokens // block_m)
     max_programs = _MAX_PROGRAMS if block_m == 16 else _MAX_LARGE_PROGRAMS
     splits = max(1, min(max_programs // tiles, columns // block_k // 2))
-    return PackedGemmLaunch(_BLOCK_N, block_m, block_k, splits, 8 if block_m == _MAX_BLOCK_M else 4, 3)
+    if block_m < _MAX_BLOCK_M:
+        return PackedGemmLaunch(_BLOCK_N, block_m, block_k, splits, 4, 3)
+    return PackedGemmLaunch(_BLOCK_N, block_m, block_k, splits, 8 if splits == 1 else 4, 4)

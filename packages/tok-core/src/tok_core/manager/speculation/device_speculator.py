@@ -193,7 +193,7 @@ class DeviceSpeculator:
         """Count a token of each of these rows of the drafts as accepted."""
         self.accepted_tokens += len(rows)
 
-    def note(self, slots: Int64) -> None:
+    def note(self, slots: Int64, known: Int32) -> None:
         """Do nothing: the worker learns the tokens."""
 
     def observe(self, output: StepOutput, now: float) -> None:

@@ -121,8 +121,8 @@ class Speculation(Protocol):
         """Count a token of each of these rows of the drafts as accepted."""
         ...
 
-    def note(self, slots: Int64) -> None:
-        """Take note of the last known token of each slot."""
+    def note(self, slots: Int64, known: Int32) -> None:
+        """Take note of new tokens of sequences that have `known` tokens, with them."""
         ...
 
     def observe(self, output: StepOutput, now: float) -> None:
@@ -179,6 +179,10 @@ def no_tokens(rows: int, count: int = 1) -> Int32:
 
 
 def falling(probability: NDArray[np.float64]) -> Int64:
-    """Return the entries that are not 0, as indices of the flattened array, in falling order."""
-    order: Int64 = np.argsort(-probability, axis=None, kind="stable")[: np.count_nonzero(probability)]
+    """Return the entries that are not 0, as indices of the flattened array, in falling order, to 1 / 65,535.
+
+    NumPy sorts numbers of 16 bits in a third of the time of others.
+    """
+    rank = (65_535 - np.ceil(probability * 65_535)).astype(np.uint16)
+    order: Int64 = np.argsort(rank, axis=None, kind="stable")[: np.count_nonzero(probability)]
     return order

@@ -126,10 +126,10 @@ class HostSpeculator:
         parts = (prompt[at : at + MAX_LEARNT] for at in range(0, len(prompt), MAX_LEARNT))
         self._prompts.extend((salt_number, part) for part in parts)
 
-    def note(self, slots: Int64) -> None:
-        """Remember the last known token of each slot for `learn`, or of every k-th slot beyond MAX_LEARNT."""
-        slots = slots[:: max(1, -(-len(slots) // MAX_LEARNT))]
-        self._appended.append((slots, self._table.known[slots].astype(np.int64) - 1))
+    def note(self, slots: Int64, known: Int32) -> None:
+        """Remember the new tokens for `learn`, or every k-th one beyond MAX_LEARNT (`Speculation.note`)."""
+        every = max(1, -(-len(slots) // MAX_LEARNT))
+        self._appended.append((slots[::every], known[::every].astype(np.int64) - 1))
 
     def sent(self, step: StepInput) -> None:
         """Record the rows of a step that was sent."""
