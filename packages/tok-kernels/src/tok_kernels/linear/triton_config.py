@@ -191,9 +191,11 @@ class PackedGemmLaunch:
 
 
 # Maximum tokens of the GEMM kernel. For more, W is dequantised for cuBLAS, which takes 203 µs per layer of Llama-3.1-8B
-# in addition to the GEMMs. Both ways take equally long at 450 tokens, between the measured 256 and 512.
-MAX_PACKED_GEMM_TOKENS = 448
-_MAX_BLOCK_M = 64  # larger tiles leave a multiprocessor to one program, which waits for each product
+# in addition to the GEMMs. With symmetric 4-bit groups both take equally long at 450 tokens, between the measured 256
+# and 512. With zero points of groups, tiles that are not split take 112 µs at 128 tokens and 219 at 256 (28672 × 4096);
+# cuBLAS takes 157 and 178.
+MAX_SYMMETRIC_TOKENS, MAX_PACKED_GEMM_TOKENS, MAX_ZERO_POINT_TOKENS = 448, 256, 128
+_MAX_BLOCK_M = 128
 _MIN_GEMV_BLOCK_K, _MAX_GEMV_BLOCK_K = 128, 4096
 _BLOCK_N, _BLOCK_K = 128, 128
 _MAX_PROGRAMS, _MAX_LARGE_PROGRAMS = 384, 264  # up to which tiles are split, for a block_m of 16 and for larger ones
@@ -206,15 +208,28 @@ def packed_gemv_launch(columns: int) -> PackedGemvLaunch:
 
 
 def packed_gemm_launch(tokens: int, weight: PackedWeight) -> PackedGemmLaunch | None:
-    """Return the launch for several tokens; None: cuBLAS with the dequantised weight is faster."""
-    if tokens > MAX_PACKED_GEMM_TOKENS:
+    """Return the launch for several tokens; None: cuBLAS with the dequantised weight is faster.
+
+    Measured on an H200 with weights of 28672 × 4096 and 4096 × 14336. Two programs with tiles of 64 tokens share a
+    multiprocessor: one unpacks weights while the other waits for its product. With zero points that is slower for tiles
+    that are not split; 8-bit weights, and those with one scale per row, are treated alike.
+    """
+    grouped_zeros = weight.group is not None and weight.zero_GF is not None
+    symmetric = weight.bits == 4 and weight.group is not None and weight.zero_GF is None
+    if tokens > (MAX_SYMMETRIC_TOKENS if symmetric else MAX_PACKED_GEMM_TOKENS):
         return None
     rows, columns = weight.shape
     group = weight.group or _BLOCK_K
-    block_k, block_m = min(_BLOCK_K, group & -group), max(16, min(_MAX_BLOCK_M, power_of_two(tokens)))
-    tiles = -(-rows // _BLOCK_N) * -(-tokens // block_m)
-    max_programs = _MAX_PROGRAMS if block_m == 16 else _MAX_LARGE_PROGRAMS
-    splits = max(1, min(max_programs // tiles, columns // block_k // 2))
-    if block_m < _MAX_BLOCK_M:
-        return PackedGemmLaunch(_BLOCK_N, block_m, block_k, splits, 4, 3)
-    return PackedGemmLaunch(_BLOCK_N, block_m, block_k, splits, 8 if splits == 1 else 4, 4)
+    block_k = min(_BLOCK_K, group & -group)
+
+    def splits(block_m: int) -> int:
+        tiles = -(-rows // _BLOCK_N) * -(-tokens // block_m)
+        max_programs = _MAX_PROGRAMS if block_m == 16 else _MAX_LARGE_PROGRAMS
+        return max(1, min(max_programs // tiles, columns // block_k // 2))
+
+    if tokens > 32 and (symmetric or splits(64) > 1):
+        return PackedGemmLaunch(_BLOCK_N, 64, block_k, splits(64), 4 if splits(64) > 1 else 8, 4)
+    if tokens > MAX_ZERO_POINT_TOKENS and grouped_zeros:
+        return None
+    block_m = max(16, min(_MAX_BLOCK_M, power_of_two(tokens)))
+    return PackedGemmLaunch(_BLOCK_N, block_m, block_k, splits(block_m), 8 if block_m == _MAX_BLOCK_M else 4, 3)
