@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from support.parallel_models import model_of
-from support.tiny_models import make_model
+from support.tiny_models import change_weights, make_model
 from tok_core import InvalidField, ModelError
 from tok_core.models import Linear
-from tok_core.models.weights import SCHEMES, quantize_checkpoint
+from tok_core.models.weights import SCHEMES, checkpoint_quantization, quantize_checkpoint
 from tok_core.quantization import read_quantization
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -136,3 +138,51 @@ def test_model_that_cannot_be_quantised_is_refused_before_writing(tmp_path: Path
     with pytest.raises(ModelError, match=r"_proj.weight: is \[\d+, 64\]; allowed: multiples of \[1, 128\]"):
         list(quantize_checkpoint(small, out, "int4-g128"))
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight * torch.nan, "has NaN or infinities, which cannot be rounded"),
+        (lambda weight: weight.to(torch.int8), "is stored as I8; allowed: F32, F16, BF16"),
+        (lambda weight: weight[None].contiguous(), r"has shape \[1, 128, 128\]; allowed: 2 axes"),
+    ],
+    ids=["nan", "int8", "axes"],
+)
+def test_weights_that_cannot_be_rounded_are_named(
+    change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = change_weights(wide_model(tmp_path / "dense"), lambda weights: weights.update({name: change(weights[name])}))
+    with pytest.raises(ModelError, match=f"^{name}: {message}"):
+        list(quantize_checkpoint(path, tmp_path / "out", "fp8-dynamic"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_error_of_a_matrix_of_zeros_is_zero(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = change_weights(wide_model(tmp_path / "dense"), lambda weights: weights[name].zero_())
+    errors = {tensor.name: tensor.error for tensor in quantize_checkpoint(path, tmp_path / "out", "fp8-dynamic")}
+    assert errors[name] == 0
+
+
+def test_output_that_cannot_be_written_is_named_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    path, out = wide_model(tmp_path / "dense"), tmp_path / "file" / "out"
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=f"^{out}: cannot be written: Not a directory"):
+        list(quantize_checkpoint(path, out, "fp8-dynamic"))
+    monkeypatch.setattr(checkpoint_quantization, "save_file", fail)
+    with pytest.raises(ModelError, match="cannot be written: No space left on device"):
+        list(quantize_checkpoint(path, tmp_path / "out", "fp8-dynamic"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupted_quantisation_leaves_no_output(tmp_path: Path) -> None:
+    tensors = quantize_checkpoint(wide_model(tmp_path / "dense"), tmp_path / "out", "fp8-dynamic")
+    next(tensors)
+    assert (tmp_path / "out").exists()
+    tensors.close()  # type: ignore[attr-defined]
+    assert not (tmp_path / "out").exists()

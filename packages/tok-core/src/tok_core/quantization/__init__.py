@@ -10,7 +10,9 @@ from tok_core.quantization.packed_method import PackedMethod
 from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
 from tok_core.quantization.weight_target import (
+    FLOATS,
     KV_SCALES,
+    NOT_FINITE,
     AllowedRange,
     BadTensor,
     StackedTarget,
@@ -19,7 +21,9 @@ from tok_core.quantization.weight_target import (
 )
 
 __all__ = [
+    "FLOATS",
     "KV_SCALES",
+    "NOT_FINITE",
     "AllowedRange",
     "BadTensor",
     "DenseMethod",

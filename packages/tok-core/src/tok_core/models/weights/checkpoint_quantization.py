@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +21,15 @@ from tok_core.model_config import read_config
 from tok_core.models.layers import Linear, Placement
 from tok_core.models.weights.loading import INDEX, checkpoint_files, mixtral_name
 from tok_core.parallel import ShardPlan, Slice
-from tok_core.quantization import LinearMethod, PackQuantizedMethod, QuantizationConfig, ScaledMethod, read_quantization
+from tok_core.quantization import (
+    FLOATS,
+    NOT_FINITE,
+    LinearMethod,
+    PackQuantizedMethod,
+    QuantizationConfig,
+    ScaledMethod,
+    read_quantization,
+)
 from tok_kernels import choose
 
 # Tensor names: linear layers of all supported families but the LM head and routers; the stacked matrices of all
@@ -100,7 +108,8 @@ def quantize_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[Writte
     with the names of Mixtral's and Qwen's checkpoints. Yields each tensor once it is quantised. A file is written when
     all its tensors are, and config.json last. One file of tensors is in memory at a time.
     Errors: InvalidField for an unknown scheme or an `out` that exists; ModelError for a model that cannot be read or
-    is quantised already, and for columns that the scheme cannot divide.
+    is quantised already, for columns that the scheme cannot divide, for weights that are not finite, and for an `out`
+    that cannot be written. After an error or an interruption there is no `out`.
     """
     if scheme not in SCHEMES:
         raise InvalidField("scheme", scheme, ", ".join(SCHEMES))
@@ -108,11 +117,25 @@ def quantize_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[Writte
         raise InvalidField("out", str(out), "a directory that does not exist yet")
     if read_quantization(source) != QuantizationConfig():
         raise ModelError(f"{source}: is quantised already; allowed: a model of float32, float16 or bfloat16")
-    chosen, files, config = SCHEMES[scheme], checkpoint_files(source), read_config(source)
+    chosen, files = SCHEMES[scheme], checkpoint_files(source)
+    _check_tensors(files, chosen)
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise ModelError(f"{out}: cannot be written: {error.strerror}") from error
+    try:
+        yield from _write(source, out, chosen, files)
+    except BaseException as error:
+        shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise ModelError(f"{out}: cannot be written: {error}") from error
+        raise
+
+
+def _write(source: Path, out: Path, chosen: QuantizationScheme, files: list[Path]) -> Iterator[WrittenTensor]:
+    config = read_config(source)
     plan = ShardPlan.of(config, RankCoordinates())
     placement = Placement(choose(CPU), CPU, torch.float32, plan, quantization=QuantizationConfig(chosen.method))
-    _check_sizes(files, chosen)
-    out.mkdir(parents=True)
     file_of: dict[str, str] = {}  # name of each tensor's file
     dense_ends = {"lm_head"}
     for file in files:
@@ -157,27 +180,37 @@ def _parts(stacked: re.Match[str]) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if stacked[2] == "gate_up" else ("down_proj",)
 
 
-def _check_sizes(files: list[Path], scheme: QuantizationScheme) -> None:
+def _check_tensors(files: list[Path], scheme: QuantizationScheme) -> None:
+    """Raise ModelError for a matrix that cannot be rounded, by its dtype or its shape."""
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as stored:
             for name in stored.keys():  # noqa: SIM118 – no mapping
-                shape = stored.get_slice(name).get_shape()
-                if found := STACKED.fullmatch(name):
-                    shape = [shape[1] // len(_parts(found)), shape[2]]
-                elif not LINEAR.search(name):
+                tensor = stored.get_slice(name)
+                shape, dtype = tensor.get_shape(), tensor.get_dtype()
+                found = STACKED.fullmatch(name)
+                if found is None and not LINEAR.search(name):
                     continue
+                if len(shape) != (axes := 2 if found is None else 3):
+                    raise ModelError(f"{name}: has shape {shape}; allowed: {axes} axes")
+                if found is not None:
+                    shape = [shape[1] // len(_parts(found)), shape[2]]
+                if dtype not in FLOATS:
+                    raise ModelError(f"{name}: is stored as {dtype}; allowed: {', '.join(FLOATS)}")
                 if any(size % multiple for size, multiple in zip(shape, scheme.multiples, strict=True)):
                     raise ModelError(f"{name}: is {shape}; allowed: multiples of {list(scheme.multiples)}")
 
 
 def _quantize(name: str, dense: Tensor, linear: Linear) -> tuple[dict[str, Tensor], float]:
     """Return a matrix's tensors in the format of `linear`, by name, and their relative error once loaded."""
+    if not dense.isfinite().all():
+        raise ModelError(f"{name}: {NOT_FINITE}")
     start = name.removesuffix("weight")
     tensors = {end: tensor.contiguous() for end, tensor in linear.method.quantize(dense).items()}
     for end, target in linear.targets():
         target.fill(target.part_of(tensors[end.removeprefix(".")]))
     exact = dense.float()
-    error = torch.linalg.vector_norm(linear.method.dense_weight(linear) - exact) / torch.linalg.vector_norm(exact)
+    difference, norm = linear.method.dense_weight(linear) - exact, torch.linalg.vector_norm(exact)
+    error = torch.linalg.vector_norm(difference) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
     if isinstance(linear.method, PackQuantizedMethod):
         tensors["weight_shape"] = torch.tensor(dense.shape)
     return {f"{start}{end}": tensor for end, tensor in tensors.items()}, error.item()
