@@ -183,7 +183,7 @@ def test_refused_weights_leave_the_old_ones(
     assert answer.error()["param"] == "weight_dir"
     assert answer.error()["code"] == "weights_refused"
     assert DOWN in str(answer.error()["message"])
-    answer = post(server, "/update_weights_from_disk", {"model_path": str(broken)})
+    answer = post(server, "/update_weights_from_disk", {"model_path": str(broken), "keep_pause": True})
     assert (answer.status, answer.json()["success"]) == (400, False)
     assert DOWN in str(answer.json()["message"])
     assert tokens(server.complete(**ASKED)) == expected(tiny_model)
@@ -237,6 +237,7 @@ def test_server_reports_its_size_and_model(rl_server: Server) -> None:
         ("/update_weights", {"weight_dir": None}, "weight_dir", "str"),
         ("/update_weights", {"weight_dir": "/nowhere"}, "weight_dir", "a directory"),
         ("/update_weights", {"weight_dir": "a\0b"}, "weight_dir", "a directory"),
+        ("/update_weights", {"weight_dir": ""}, "weight_dir", "a directory"),
         ("/update_weights", {"weight_dir": "/", "weight_version": ""}, "weight_version", "at least one"),
         ("/update_weights", {"weight_dir": "/", "weight_version": 3}, "weight_version", "str"),
         ("/reset_prefix_cache?reset_running_requests=true", None, "reset_running_requests", "false"),

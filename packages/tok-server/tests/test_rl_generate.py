@@ -256,6 +256,7 @@ def test_the_client_generates_and_aborts(rl_server: Server, tiny_model: Path) ->
         ("/generate", {"input_ids": [1], "return_hidden_states": True}, "return_hidden_states", "not supported"),
         ("/generate", {"input_ids": [1], "logprob_start_len": 2, "return_logprob": True}, "logprob_start_len", "-1 to"),
         ("/generate", {"input_ids": [[1]], "sampling_params": [{}, {}]}, "sampling_params", "one for each"),
+        ("/generate", {"input_ids": [[1], [2]], "rid": ["a", "a"]}, "rid", "rid is 'a'; allowed: an id that no open"),
         ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens", "from 0"),
         ("/generate", {"input_ids": [1], "sampling_params": {"min_new_tokens": 300}}, "min_new_tokens", "at most"),
         ("/generate", {"input_ids": [1], "sampling_params": {"stop_regex": "a"}}, "stop_regex", "use stop"),

@@ -115,6 +115,10 @@ def test_sglang_releases_and_resumes_memory(restored: Server, new_model: Path, t
     assert post(restored, "/release_memory_occupation").body == b"null"
     assert is_sleeping(restored) is True
     assert post(restored, "/resume_memory_occupation", {}).body == b"null"
+    assert post(restored, "/release_memory_occupation", {"tags": []}).status == 200
+    assert is_sleeping(restored) is True
+    assert post(restored, "/resume_memory_occupation", {"tags": []}).status == 200
+    assert is_sleeping(restored) is False
     assert tokens(restored.complete(**ASKED)) == expected(tiny_model)
     assert post(restored, "/release_memory_occupation", {"tags": ["kv_cache"]}).status == 200
     assert post(restored, "/release_memory_occupation", {"tags": ["weights"]}).status == 200

@@ -53,7 +53,7 @@ class GenerationStatus(msgspec.Struct, frozen=True):
 class UpdateWeightsFromDiskRequest(msgspec.Struct, frozen=True):
     """Body of `POST /update_weights_from_disk`.
 
-    keep_pause          leave the engine paused
+    keep_pause          leave the engine paused, if the weights are loaded
     abort_all_requests  abort open requests first
     """
 
@@ -139,12 +139,15 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     engine = context.engine
     if fields.abort_all_requests:
         await engine.abort_all()
+    was_paused = engine.is_paused
     if fields.keep_pause:
         await engine.pause("keep")
     paused = engine.open_requests
     try:
         await load_weights(context, "model_path", fields.model_path, fields.weight_version)
     except ApiError as error:
+        if fields.keep_pause and not was_paused:
+            await resume_engine(context)
         return json_response(WeightsUpdate(False, error.message), 400)
     message = f"the weights are those of {fields.model_path}, version {engine.weight_version}"
     return json_response(WeightsUpdate(True, message, paused), headers=headers)

@@ -74,7 +74,7 @@ GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 """SGLang's name of a grammar -> the field of `structured_outputs` in /v1/completions."""
 ERROR_NAMES = {ours: theirs for theirs, ours in COMPLETION_NAMES.items()}
 ERROR_NAMES |= {f"structured_outputs.{ours}": theirs for theirs, ours in GRAMMARS.items()}
-ERROR_NAMES |= {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
+ERROR_NAMES |= {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num", "request_id": "rid"}
 LISTS = ("output_ids", "input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
 """Lists of an answer, in the order of its JSON."""
 

@@ -43,7 +43,7 @@ class WakeUpQuery(msgspec.Struct, frozen=True):
 class MemoryOccupationRequest(msgspec.Struct, frozen=True):
     """Body of `POST /release_memory_occupation` and `/resume_memory_occupation`.
 
-    tags  "weights", "kv_cache"; null: both. "cuda_graph" has no effect: the graphs' memory stays
+    tags  "weights", "kv_cache"; null or []: both. "cuda_graph" has no effect: the graphs' memory stays
     """
 
     tags: list[str] | None = None
@@ -100,7 +100,7 @@ def _null(headers: dict[str, str]) -> web.Response:
 
 async def _memory_tags(request: web.Request, context: Context) -> tuple[Sequence[MemoryTag] | None, dict[str, str]]:
     fields, headers = await read_fields(request, context, MemoryOccupationRequest)
-    if fields.tags is None:
+    if not fields.tags:
         return None, headers
     if CUDA_GRAPH in fields.tags:
         headers = headers or ignored_header(context, [f"tags[{fields.tags.index(CUDA_GRAPH)}]"])

@@ -44,7 +44,7 @@ def check_choice(field: str, value: str, allowed: Collection[str]) -> None:
 
 async def load_weights(context: Context, field: str, directory: str, version: str | None) -> None:
     """Load the weights in `directory`. Raise ApiError (400) naming `field` if they cannot be loaded."""
-    if not Path(directory).is_dir():
+    if not directory or not Path(directory).is_dir():
         raise invalid(field, f"{field} is {directory[:500]!r}; allowed: a directory that the server can read")
     if version == "":
         raise invalid("weight_version", "weight_version is ''; allowed: at least one character")

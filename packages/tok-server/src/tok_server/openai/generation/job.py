@@ -85,6 +85,8 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
         name = self.field_names.get(error.field, error.field)
         if error.field == "prompt" and name == "prompt" and len(self.prompts) > 1:
             name = f"prompt[{prompt}]"
+        if error.field == "request_id":  # the engine's id has the number of the prompt
+            error = InvalidField(name, self.id, error.allowed)
         return invalid_field(error, name)
 
 
