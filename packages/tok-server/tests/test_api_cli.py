@@ -18,6 +18,7 @@ from tok_core import EngineConfig
 from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat, Quantization
 from tok_core.sampling_params import MAX_N
 from tok_server.cli import main, make_parser
+from tok_server.demo import MODEL_DIR
 from tok_server.flags.engine_flags import (
     DEMO_MODEL,
     DEMO_NAME,
@@ -310,6 +311,37 @@ def test_unparsable_arguments_exit_with_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["batch", "/no/such/file", "-o", "out"], "FILE.jsonl is '/no/such/file'; allowed: an existing file"),
+        (["quantize", str(MODEL_DIR), "/"], "OUT is '/'; allowed: a directory that does not exist yet"),
+    ],
+)
+def test_error_names_an_argument_without_dashes(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"tok {arguments[0]}: error: {told}\n"
+
+
+def test_pass_at_k_reports_an_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    assert main(["pass-at-k", "--samples", "1", "--limit", "1", "--max-tokens", "1", "--out", str(taken)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"tok pass-at-k: error: {taken}: File exists"
+
+
+def test_output_into_a_closed_pipe_ends_without_a_traceback() -> None:
+    code = "import sys; from tok_server.cli import main; sys.exit(main(['models']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
 
 
 def test_serve_reports_a_port_in_use_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

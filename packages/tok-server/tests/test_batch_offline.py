@@ -312,6 +312,15 @@ def test_batch_command_answers_a_file_and_prints_a_summary(
     assert re.match(r"tok batch: error: --output is '.*out'; allowed: ", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("blank", [b"", b"\n\n"])
+def test_batch_command_reports_a_file_without_requests(
+    blank: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_bytes(blank)
+    assert main(["batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", "/no/such/model"]) == 2
+    assert capsys.readouterr().err == f"tok batch: error: {tmp_path / 'in'}: The file has no requests.\n"
+
+
 def test_batch_command_reports_bad_lines_without_loading_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -30,6 +31,8 @@ from tok_server.flags import (
 
 PASS_AT_K = "pass-at-k"
 BENCH = "bench"
+POSITIONALS = {("quantize", "out"): "OUT", ("batch", "file"): "FILE.jsonl"}
+"""Command and field -> the argument without dashes that sets it; `model` keeps its name in every command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,13 +55,22 @@ def _run(options: argparse.Namespace) -> int:
     """Run the command; report a failure in one line."""
     command = cast("Callable[[argparse.Namespace], int]", import_module(options.module).main)
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()  # a closed pipe is noticed here rather than when the interpreter exits
+        return code
     except InvalidField as error:
         flag = error.field if error.field == "model" else "--" + error.field.replace("_", "-")
-        named = error.renamed(flag)
+        named = error.renamed(POSITIONALS.get((options.command, error.field), flag))
         return _fail(options.command, str(named), 2)
     except TokError as error:
         return _fail(options.command, str(error), 1)
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
+        return 1
+    except OSError as error:
+        if error.filename is None:  # no file of the user's
+            raise
+        return _fail(options.command, f"{error.filename}: {error.strerror}", 1)
     except KeyboardInterrupt:
         return 130
 

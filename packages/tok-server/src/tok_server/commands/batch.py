@@ -46,6 +46,8 @@ async def _answer(batch: OfflineBatch, engine: AsyncEngine, formats: Formats) ->
 
 
 def _error_report(error: InvalidInput, file: str) -> str:
+    if error.errors[0].line is None:  # about the file as a whole
+        return f"tok batch: error: {file}: {error.errors[0].message}"
     lines = [
         f"tok batch: error: {file}: {len(error.errors)}{'+' if error.truncated else ''} bad lines; nothing was run"
     ]
