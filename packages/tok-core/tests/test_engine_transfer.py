@@ -342,6 +342,13 @@ def test_groups_and_sessions_are_refused_by_field(old: Path, new: Path) -> None:
             transfer.receive(**announce(new), handles=[{}] * len(announce(new)["names"]))
 
 
+def test_a_trainer_at_an_unknown_host_is_refused_at_once(old: Path) -> None:
+    with cpu_engine(old) as engine:
+        with pytest.raises(ModelError, match=r"at no\.such\.host\.invalid:1: the trainer cannot be reached: .*[Nn]ame"):
+            engine.weight_transfer.join("no.such.host.invalid", 1, rank_offset=1, world_size=2)
+        assert tokens(engine) == expected(old)
+
+
 def test_only_nccls_id_is_unpickled() -> None:
     kind = type("ncclUniqueId", (ctypes.Structure,), {"_fields_": [("internal", ctypes.c_byte * 128)]})
     globals()["ncclUniqueId"] = kind
