@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -84,6 +88,17 @@ def test_client_sends_at_the_offered_rate_however_fast_answers_come() -> None:
     tally = asyncio.run(ask())
     assert tally.failures == 0
     assert 1 <= tally.requests <= 50.0 * (time.monotonic() - began)
+
+
+def test_interrupted_client_ends_without_a_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        command = [sys.executable, "-m", "tok_server.bench.server.client", port, "1", "0", "600", "0", "{}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+            assert client.stdout is not None
+            assert client.stdout.readline() == b"begin\n"
+            client.send_signal(signal.SIGINT)
+            assert client.communicate() == (b"", b"")
 
 
 def test_bench_server_table_has_a_line_for_each_scenario() -> None:

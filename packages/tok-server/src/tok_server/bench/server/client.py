@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 import msgspec
 
@@ -150,4 +151,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with suppress(KeyboardInterrupt):  # the command that started this process reports it
+        main(sys.argv[1:])
