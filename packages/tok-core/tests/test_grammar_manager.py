@@ -35,6 +35,7 @@ from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.grammar.compiler import Compiled, Compiler
 from tok_core.grammar.masks import MaskCache
+from tok_core.grammar.matchers import FollowRequest, Matchers
 from tok_core.grammar.worker_processes.worker import IDLE
 from tok_core.manager.loop import Manager
 from tok_core.manager.prefix_groups import grouping
@@ -470,3 +471,12 @@ def test_grammar_compilation_imports_neither_torch_nor_transformers(tmp_path: Pa
         assert not {{"torch", "transformers"}} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("token", [VOCAB - 1, VOCAB, 1 << 30])
+def test_drafted_tokens_without_text_are_refused_silently(token: int, capfd: pytest.CaptureFixture[str]) -> None:
+    matchers = Matchers(COMPILER.compile(Grammar(kind="regex", value="[abc]{4,9}")))
+    (a,), (b,) = spell("a"), spell("b")
+    found = matchers.follow(FollowRequest(1, [a], 8, [b, token, b]))
+    assert (len(found.drafted), found.failed) == (1, "")
+    assert capfd.readouterr() == ("", "")

@@ -32,6 +32,11 @@ class Mask(NamedTuple):
     none: bool
     alike: bool
 
+    def allows(self, token: int) -> bool:
+        """Return whether the set has this token, which may be outside of the vocabulary."""
+        word, bit = divmod(token, 32)
+        return word < len(self.words) and bool(self.words[word] >> bit & 1)
+
 
 class MaskCache:
     """Masks over one vocabulary. `begin`: first byte of each token's text, int16 [V]; −1 for tokens without text."""

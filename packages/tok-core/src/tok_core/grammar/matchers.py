@@ -181,17 +181,18 @@ class Matchers:
             return FollowResult(one.sequence, run, stuck=True)
         if 0 < len(run) < min(one.room, MIN_RUN):
             return FollowResult(one.sequence, [], run[::-1], self._number(mask))
-        drafted = [] if run else self._try(one, matcher)
+        drafted = [] if run else self._try(one, matcher, mask)
         return FollowResult(one.sequence, run, [], self._number(mask), drafted=drafted)
 
-    def _try(self, one: FollowRequest, matcher: xgrammar.GrammarMatcher) -> list[int]:
-        """Return the numbers of the masks after the draft's tokens.
+    def _try(self, one: FollowRequest, matcher: xgrammar.GrammarMatcher, mask: Mask) -> list[int]:
+        """Return the numbers of the masks after the draft's tokens; `mask` is the one before them.
 
         The last one is that before a token that is not allowed, that ends the text, or after which tokens are forced.
         """
         masks, accepted = list[Mask](), 0
         for token in one.draft:
-            if not matcher.accept_token(token):
+            # xgrammar (0.2.8) prints a warning for each special token that it refuses.
+            if not mask.allows(token) or not matcher.accept_token(token):
                 break
             accepted += 1
             if matcher.is_terminated():
