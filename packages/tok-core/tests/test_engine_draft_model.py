@@ -36,9 +36,11 @@ from support.engines import assert_all_given_back, cpu_engine, manager_of
 from support.grouping import group_eagerly
 from support.tiny_models import change_weights, make_model, reference_greedy, reference_logits
 from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
+from tok_core.manager.output_processor import Reported
 from tok_core.manager.speculation import HostSpeculator
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
 from tok_core.manager.speculation.step_costs import DraftCandidate
+from tok_core.messages import StepOutput
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -324,3 +326,25 @@ def read_draft_of(path: Path, draft: Path, tp: int) -> None:
 
     config = EngineConfig(model=str(path), draft=str(draft), speculate=1, tp=tp)
     read_draft(config, read_config(path), RankCoordinates(rank=1, ranks=tp))
+
+
+def test_draft_rows_without_finite_logits_are_computed_again(path: Path) -> None:
+    params = SamplingParams(n=2, temperature=0, max_tokens=NEW, ignore_eos=True)
+    with cpu_engine(path, speculate=4, draft=str(path)) as engine:
+        make_cheap(engine)
+        processor, speculator, broken = manager_of(engine).output_processor, manager_of(engine).speculator, list[int]()
+        assert isinstance(speculator, HostSpeculator)
+        take = processor.take
+
+        def take_broken(output: StepOutput) -> Reported:
+            drafts, (_, slots, _) = speculator._drafts, processor.in_flight[0]
+            if drafts is not None and drafts.step == output.step and drafts.models:
+                output.logprob[slots == drafts.slot[0, len(broken) % 2]] = np.nan
+                broken.append(output.step)
+            return take(output)
+
+        setattr(processor, "take", take_broken)  # noqa: B010
+        (output,) = engine.generate([STEM], params)
+        assert [one.token_ids for one in output.outputs] == [reference_greedy(path, [STEM], NEW)[0][0]] * 2
+        assert engine.stats()["accepted_tokens"] > 0
+    assert len(broken) > 2

@@ -134,9 +134,9 @@ class OutputProcessor:
         row_of[slots] = np.arange(len(slots))
         rows = row_of[drafts.slot]
         sampled = output.token[np.column_stack((row_of[parents], rows[:, :-1]))]
-        right = self.speculator.verify(drafts, sampled, output)
-        right &= np.isfinite(output.logprob[row_of[parents]])[:, None]  # otherwise `take` has left the token out
+        known = np.isfinite(output.logprob[row_of[parents]])[:, None]  # otherwise `take` has left the token out
         finite = np.isfinite(output.logprob[rows])
+        right = self.speculator.verify(drafts, sampled, finite & known, output) & known
         if on_device := self.speculator.accepts_on_device:
             right &= self._fail_broken_drafts(drafts, (right & ~finite).any(axis=1))[:, None]
         live = (table.state[parents] == State.DECODE) | (on_device & (table.state[parents] == State.PREEMPTED))

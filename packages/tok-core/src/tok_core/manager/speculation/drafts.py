@@ -113,8 +113,14 @@ class Speculation(Protocol):
         """Return the drafts that this step has verified, if any."""
         ...
 
-    def verify(self, drafts: Drafts, sampled: Int32, output: StepOutput) -> NDArray[np.bool_]:
-        """Return which drafted tokens are right, `[n, k]`; `sampled` are the tokens sampled at their positions."""
+    def verify(
+        self, drafts: Drafts, sampled: Int32, finite: NDArray[np.bool_], output: StepOutput
+    ) -> NDArray[np.bool_]:
+        """Return which drafted tokens are right, `[n, k]`.
+
+        sampled  int32 [n, k], the tokens sampled at their positions
+        finite   bool [n, k], whether the rows that feed them count: the logits are finite
+        """
         ...
 
     def count_accepted(self, drafts: Drafts, rows: Int64) -> None:

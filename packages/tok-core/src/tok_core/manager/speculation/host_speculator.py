@@ -259,9 +259,11 @@ class HostSpeculator:
         own[own == FROM_MODEL] = output.draft_token[own == FROM_MODEL]
         return drafts._replace(token=token)
 
-    def verify(self, drafts: Drafts, sampled: Int32, output: StepOutput) -> NDArray[np.bool_]:
+    def verify(
+        self, drafts: Drafts, sampled: Int32, finite: NDArray[np.bool_], output: StepOutput
+    ) -> NDArray[np.bool_]:
         """Return which drafted tokens equal those sampled at their positions (`Speculation.verify`)."""
-        right: NDArray[np.bool_] = (sampled == drafts.token) & (drafts.slot >= 0)
+        right: NDArray[np.bool_] = (sampled == drafts.token) & (drafts.slot >= 0) & finite
         self.verified(drafts, right)
         return right
 
