@@ -82,7 +82,7 @@ def _match_tensors(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, st
     """
     if resolve_tied_embeddings(model.config, path) != model.config:
         raise ModelError(
-            f"{path}: {HEAD} differs from {EMBEDDING} and the model is tied; resolve_tied_embeddings unties it"
+            f"{path}: {HEAD} differs from {EMBEDDING}, but the running model has one matrix for both; restart with it"
         )
     names = _canonical_names(model, checkpoint_files(path))
     single, stacked = targets(model), stacked_targets(model)
