@@ -133,7 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if value is not default:  # most fields have their default, which needs no check
                 check(field, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidField("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            raise InvalidField("min_tokens", self.min_tokens, f"at most {self.max_tokens}, the maximum of tokens")
         if self.grammar is not None and self.min_tokens:
             raise InvalidField("min_tokens", self.min_tokens, "0 together with a grammar, which says when a text ends")
         if self.grammar is not None and self.ignore_eos:

@@ -53,8 +53,8 @@ def serve_main() -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Run the command; report a failure in one line."""
-    command = cast("Callable[[argparse.Namespace], int]", import_module(options.module).main)
     try:
+        command = cast("Callable[[argparse.Namespace], int]", import_module(options.module).main)
         code = command(options)
         sys.stdout.flush()  # a closed pipe is noticed here rather than when the interpreter exits
         return code
