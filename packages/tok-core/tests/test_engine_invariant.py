@@ -109,7 +109,7 @@ def answers(engine: Engine, order: tuple[int, ...], calls: int = 1) -> list[Answ
     return [found[i] for i in range(len(PROMPTS))]
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules)
 def test_every_schedule_gives_the_bits_of_each_request_alone(
     schedule: Schedule, alone: tuple[Path, list[Answer]]

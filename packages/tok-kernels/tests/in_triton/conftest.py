@@ -12,7 +12,7 @@ from support.interpreted import DEVICES, INTERPRETING
 from tok_kernels import launch_config
 
 if INTERPRETING:  # an example takes 10 to 100 ms; a GPU runs them all
-    settings.register_profile("interpreted", settings.default, max_examples=40)
+    settings.register_profile("interpreted", settings.default, max_examples=30)
     settings.load_profile("interpreted")
 
 
