@@ -421,9 +421,9 @@ def test_single_forced_token_is_decoded_and_several_share_one_report() -> None:
         drive(manager, ports, {0: [submit(1, [1, 2, 3], params)]})
         assert tokens_of(ports)[1, 0] == expected_guided([1, 2, 3], 0, params)
         assert any(len(step.prefill_slot) for step in ports.steps[1:]) == skips
-        told = [report for report in ports.reports if len(report.rid)]
-        assert len(told) == len(ports.steps)
-        assert any(len(report.rounds) > 1 for report in told[:-1]) == skips
+        reports = [report for report in ports.reports if len(report.rid)]
+        assert len(reports) == len(ports.steps)
+        assert any(len(report.rounds) > 1 for report in reports[:-1]) == skips
 
 
 def test_preempted_guided_sequence_resumes_with_its_parked_matcher() -> None:

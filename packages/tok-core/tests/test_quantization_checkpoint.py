@@ -184,5 +184,5 @@ def test_interrupted_quantisation_leaves_no_output(tmp_path: Path) -> None:
     tensors = quantize_checkpoint(wide_model(tmp_path / "dense"), tmp_path / "out", "fp8-dynamic")
     next(tensors)
     assert (tmp_path / "out").exists()
-    tensors.close()  # type: ignore[attr-defined]
+    tensors.close()
     assert not (tmp_path / "out").exists()

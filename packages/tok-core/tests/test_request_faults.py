@@ -25,6 +25,7 @@ from tok_core.engine.generation_requests import StreamedRequest, UnstreamedReque
 from tok_core.engine.open_requests import OpenRequest, PromptLogprobs
 from tok_core.engine.request_stream import RequestStream
 from tok_core.manager.admission.sequence_starter import SequenceStarter
+from tok_core.manager.ends import EndFinder
 from tok_core.manager.intake import RequestIntake
 from tok_core.manager.kv_cache.paging import Paging
 from tok_core.manager.output_processor import OutputProcessor
@@ -82,7 +83,7 @@ PLACES: dict[str, tuple[type | ModuleType, str, Callable[..., bool]]] = {
     "started": (SequenceStarter, "lead", lambda self, pending, *rest: guilty_request(pending.request)),
     "given pages": (Paging, "publish", lambda self, slot: guilty_row(self.table, np.array([slot]))),
     "given its stop strings": (StopSets, "acquire", lambda self, params: params.stop_token_ids == CURRENT_SEQUENCE),
-    "looked at for its end": (OutputProcessor, "_find_ended", lambda self, slots, *rest: guilty_row(self.table, slots)),
+    "looked at for its end": (EndFinder, "_find", lambda self, slots, *rest: guilty_row(self._table, slots)),
     "told of its tokens": (StreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
     "told of its ends": (UnstreamedRequest, "advance", lambda self, *rest: guilty_request(self)),
 }

@@ -283,7 +283,7 @@ def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--page-size", "3"], "--page-size is 3; allowed: powers of two"),
         (["--port", "65536"], "--port is 65536; allowed: integers from 0"),
@@ -298,11 +298,11 @@ def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_serve_reports_an_invalid_flag_value_in_one_line(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"tok serve: error: {told}")
+    assert error.startswith(f"tok serve: error: {message}")
     assert error.count("\n") == 1
 
 
@@ -314,17 +314,17 @@ def test_unparsable_arguments_exit_with_code_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["batch", "/no/such/file", "-o", "out"], "FILE.jsonl is '/no/such/file'; allowed: an existing file"),
         (["quantize", str(MODEL_DIR), "/"], "OUT is '/'; allowed: a directory that does not exist yet"),
     ],
 )
 def test_error_names_an_argument_without_dashes(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert capsys.readouterr().err == f"tok {arguments[0]}: error: {told}\n"
+    assert capsys.readouterr().err == f"tok {arguments[0]}: error: {message}\n"
 
 
 def test_pass_at_k_reports_an_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

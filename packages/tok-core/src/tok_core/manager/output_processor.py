@@ -9,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from tok_core.manager.admission import LengthModel
+from tok_core.manager.ends import EndFinder
 from tok_core.manager.faults import Faults
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
 from tok_core.manager.sequences import NEVER, SequenceTable, State
 from tok_core.manager.speculation import Drafts, Speculation
-from tok_core.manager.stops import END, MAYBE_STRING, STOP_ID, WITHIN, StopSets, TokenRows
+from tok_core.manager.stops import StopSets
 from tok_core.messages import EMPTY, Embedded, Finished, Int32, Int64, Scores, StepInput, StepOutput
 
 
@@ -32,21 +33,6 @@ class Reported(NamedTuple):
     scores: list[Scores]
     embedded: list[Embedded]
     rounds: list[int]
-
-
-class _Ended(NamedTuple):
-    """Sequences that end, n of them.
-
-    slots     int64 [n]
-    known     int32 [n], tokens of each, with the one that ends it
-    by_stop   bool [n], whether each ends by a stop and not by length
-    finished  the report of each
-    """
-
-    slots: Int64
-    known: Int32
-    by_stop: np.ndarray
-    finished: list[Finished]
 
 
 class OutputProcessor:
@@ -74,6 +60,7 @@ class OutputProcessor:
         self.grammars = grammars
         self.faults = faults
         self.prompts = PromptOutputProcessor(table, faults)
+        self._ends = EndFinder(table, stops, faults)
         self.in_flight: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self.output_tokens = self.skipped_tokens = self.discarded_tokens = self.requests_finished = 0
         self._verified: tuple[Drafts, np.ndarray, StepOutput] | None = None  # with the slots of the output's rows
@@ -132,11 +119,9 @@ class OutputProcessor:
         table, parents = self.table, drafts.parent
         row_of = np.zeros(table.slots, np.int64)
         row_of[slots] = np.arange(len(slots))
-        rows = row_of[drafts.slot]
-        sampled = output.token[np.column_stack((row_of[parents], rows[:, :-1]))]
-        known = np.isfinite(output.logprob[row_of[parents]])[:, None]  # otherwise `take` has left the token out
-        finite = np.isfinite(output.logprob[rows])
-        right = self.speculator.verify(drafts, sampled, finite & known, output) & known
+        rows = row_of[np.column_stack((parents, drafts.slot))]
+        known, finite = np.hsplit(np.isfinite(output.logprob[rows]), [1])
+        right = self.speculator.verify(drafts, rows, output) & known  # otherwise `take` has left the token out
         if on_device := self.speculator.accepts_on_device:
             right &= self._fail_broken_drafts(drafts, (right & ~finite).any(axis=1))[:, None]
         live = (table.state[parents] == State.DECODE) | (on_device & (table.state[parents] == State.PREEMPTED))
@@ -147,7 +132,7 @@ class OutputProcessor:
             return []
         table.length[parents] += accepted.sum(axis=1, dtype=np.int32)
         table.moved[parents[left]] = not on_device
-        reported, appended = self._append_rows(parents[left], number, output, rows[left, number])
+        reported, appended = self._append_rows(parents[left], number, output, rows[left, number + 1])
         self.speculator.count_accepted(drafts, left[appended])
         return [reported]
 
@@ -241,10 +226,10 @@ class OutputProcessor:
         table, appended = self.table, np.ones(len(slots), np.bool_)
         rounds, known = [len(slots)], table.known[slots] + np.asarray(ahead + 1, np.int32)
         table.tokens[slots, known - 1] = token
-        ended = self._find_ends(slots, known, token)
+        ended = self._ends.find(slots, known, token)
         if not isinstance(ahead, int):
             if ended.finished:
-                ended = _first_ends(ended)
+                ended = ended.first()
                 end = np.full(table.slots, NEVER, np.int32)
                 end[ended.slots] = ended.known
                 appended = known <= end[slots]
@@ -263,7 +248,7 @@ class OutputProcessor:
 
     def _end_stuck(self, slots: Int64) -> list[Finished]:
         """End sequences whose grammar no token can continue; report them as ended by length."""
-        finished = self._ended_by_length(slots, self.table.known[slots])
+        finished = self._ends.by_length(slots, self.table.known[slots])
         self._end(slots)
         return finished
 
@@ -277,76 +262,9 @@ class OutputProcessor:
             return []
         live &= ~without_output
         ending = slots[without_output].astype(np.int64)
-        finished = self._ended_by_length(ending, self.table.known[ending])
+        finished = self._ends.by_length(ending, self.table.known[ending])
         self._release(ending)
         return finished
-
-    def _find_ends(self, slots: Int64, known: Int32, token: Int32) -> _Ended:
-        """Find the sequences that their new tokens end, as `_find_ended`. A request for which that raises is at fault.
-
-        The sequences of a request at fault do not end here.
-        """
-        try:
-            return self._find_ended(slots, known, token)
-        except Exception:
-            found = []
-            for rid in np.unique(self.table.rid[slots]).tolist():
-                own = self.table.rid[slots] == rid
-                try:
-                    found.append(self._find_ended(slots[own], known[own], token[own]))
-                except Exception as error:
-                    self.faults.add(rid, error)
-            return _join_ends(found)
-
-    def _find_ended(self, slots: Int64, known: Int32, token: Int32) -> _Ended:
-        """Find the sequences among `slots` that their new token ends; changes nothing.
-
-        known  number of the sequence's tokens, with the new one
-        """
-        table = self.table
-        flags = self._stop_flags(slots, known, token)
-        at_limit = known >= table.limit[slots]
-        may_end = ((flags != 0) | at_limit).nonzero()[0]
-        if not flags.any():  # the common case
-            ending = slots[may_end], known[may_end]
-            return _Ended(*ending, np.zeros(len(may_end), np.bool_), self._ended_by_length(*ending))
-        rows = zip(*(column[may_end].tolist() for column in (slots, known, token, flags, at_limit)), strict=True)
-        finished = [self._finished(slot, size, new, flag, at_limit=full) for slot, size, new, flag, full in rows]
-        may_end = may_end[np.array([one is not None for one in finished], np.bool_)]
-        found = [one for one in finished if one is not None]
-        return _Ended(
-            slots[may_end], known[may_end], np.array([one.reason != "length" for one in found], np.bool_), found
-        )
-
-    def _stop_flags(self, slots: Int64, known: Int32, token: Int32) -> np.ndarray:
-        """Return the flags of `StopSets.classify` for new tokens that may end their sequence; 0 if they cannot.
-
-        Flags of tokens before `min_tokens` are 0. MAYBE_STRING is cleared where the bytes before rule out a match.
-        """
-        table = self.table
-        flags = self.stops.classify(table.stop_set[slots], token)
-        flags = np.where(known > table.unstopped_length[slots], flags, 0)
-        to_check = (flags & (MAYBE_STRING | WITHIN) == MAYBE_STRING).nonzero()[0]
-        if len(to_check):
-            of = slots[to_check]
-            rows = TokenRows(table.tokens, of, table.prompt_len[of], known[to_check] - 1)
-            impossible = to_check[~self.stops.possible(table.stop_set[of], rows)]
-            flags[impossible] &= END | STOP_ID
-        return flags
-
-    def _finished(self, slot: int, known: int, token: int, flags: int, *, at_limit: bool) -> Finished | None:
-        """Return the report of the slot's sequence if its new token ends it; None if it does not."""
-        table = self.table
-        first = int(table.prompt_len[slot])
-        whose = int(table.rid[slot]), int(table.sample[slot])
-        # A stop string that ends with an end token still has to be cut from the text.
-        if flags & MAYBE_STRING:
-            hit = self.stops.find(int(table.stop_set[slot]), table.tokens[slot, first:known])
-            if hit is not None:
-                return Finished(*whose, "stop", known - first, hit.stop, hit.cut)
-        if flags & (END | STOP_ID):
-            return Finished(*whose, "stop", known - first, None if flags & END else token)
-        return Finished(*whose, "length", known - first) if at_limit else None
 
     def _learn(self, slots: Int64, ended: np.ndarray) -> None:
         """Update the length model with sequences that have ended; `ended`: by a stop and not by length."""
@@ -355,13 +273,6 @@ class OutputProcessor:
         columns = (table.followed[slots], known - prompt, limit - prompt)
         seen, lengths, limits = (column.astype(np.int64) for column in columns)
         self.lengths.observe(seen, lengths, limits, ended)
-
-    def _ended_by_length(self, slots: Int64, known: Int32) -> list[Finished]:
-        """Return the reports of sequences that end by length, with `known` tokens."""
-        table = self.table
-        columns = table.rid[slots], table.sample[slots], known - table.prompt_len[slots]
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [Finished(rid, sample, "length", tokens) for rid, sample, tokens in rows]
 
     def _end(self, slots: Int64) -> None:
         """End sequences with the last token that they have."""
@@ -401,19 +312,6 @@ class OutputProcessor:
 log = logging.getLogger("tok_core")
 
 NOBODY: Int64 = np.empty(0, np.int64)
-
-
-def _join_ends(found: list[_Ended]) -> _Ended:
-    slots, known, by_stop, finished = zip(*found, strict=True) if found else ((NOBODY,), (EMPTY,), (NOBODY == 0,), ())
-    joined = np.concatenate(slots), np.concatenate(known), np.concatenate(by_stop)
-    return _Ended(*joined, [end for ends in finished for end in ends])
-
-
-def _first_ends(ended: _Ended) -> _Ended:
-    """Return the first end of each sequence."""
-    first = np.sort(np.unique(ended.slots, return_index=True)[1])
-    finished = [ended.finished[i] for i in first.tolist()]
-    return _Ended(ended.slots[first], ended.known[first], ended.by_stop[first], finished)
 
 
 def merge_reports(reports: list[Reported]) -> Reported:

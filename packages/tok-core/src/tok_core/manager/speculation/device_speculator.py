@@ -184,9 +184,7 @@ class DeviceSpeculator:
         self.shares.observe(slots[alone], output.predictable[alone], np.ones(len(alone), np.int32))
         return drafts
 
-    def verify(
-        self, drafts: Drafts, sampled: Int32, finite: NDArray[np.bool_], output: StepOutput
-    ) -> NDArray[np.bool_]:
+    def verify(self, drafts: Drafts, rows: Int64, output: StepOutput) -> NDArray[np.bool_]:
         """Return which drafted tokens the worker has accepted."""
         right: NDArray[np.bool_] = np.arange(drafts.slot.shape[1]) < output.accepted[:, None]
         return right

@@ -113,13 +113,10 @@ class Speculation(Protocol):
         """Return the drafts that this step has verified, if any."""
         ...
 
-    def verify(
-        self, drafts: Drafts, sampled: Int32, finite: NDArray[np.bool_], output: StepOutput
-    ) -> NDArray[np.bool_]:
+    def verify(self, drafts: Drafts, rows: Int64, output: StepOutput) -> NDArray[np.bool_]:
         """Return which drafted tokens are right, `[n, k]`.
 
-        sampled  int32 [n, k], the tokens sampled at their positions
-        finite   bool [n, k], whether the rows that feed them count: the logits are finite
+        rows  int64 [n, 1 + k], the output's row of each sequence, and those of its drafted tokens
         """
         ...
 

@@ -259,11 +259,14 @@ class HostSpeculator:
         own[own == FROM_MODEL] = output.draft_token[own == FROM_MODEL]
         return drafts._replace(token=token)
 
-    def verify(
-        self, drafts: Drafts, sampled: Int32, finite: NDArray[np.bool_], output: StepOutput
-    ) -> NDArray[np.bool_]:
-        """Return which drafted tokens equal those sampled at their positions (`Speculation.verify`)."""
-        right: NDArray[np.bool_] = (sampled == drafts.token) & (drafts.slot >= 0) & finite
+    def verify(self, drafts: Drafts, rows: Int64, output: StepOutput) -> NDArray[np.bool_]:
+        """Return which drafted tokens equal those sampled at their positions (`Speculation.verify`).
+
+        Tokens whose row, or whose sequence's row, has logits that are not finite do not count.
+        """
+        right: NDArray[np.bool_] = (output.token[rows[:, :-1]] == drafts.token) & (drafts.slot >= 0)
+        finite = np.isfinite(output.logprob[rows])
+        right &= finite[:, 1:] & finite[:, :1]
         self.verified(drafts, right)
         return right
 

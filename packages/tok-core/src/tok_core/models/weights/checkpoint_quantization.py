@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -101,7 +101,7 @@ SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
 )
 
 
-def quantize_checkpoint(source: Path, out: Path, scheme: str) -> Iterator[WrittenTensor]:
+def quantize_checkpoint(source: Path, out: Path, scheme: str) -> Generator[WrittenTensor, None, None]:
     """Write the model in directory `source` to the new directory `out`, with its linear layers rounded to the nearest.
 
     Embedding, LM head, norms and routers stay as they are. Stacked experts are split into a tensor for each matrix,
