@@ -20,7 +20,7 @@ from tok_core.errors import Argument, ModelError, TokError, to_wire
 from tok_core.messages import FromWorker, ProcessLaunch, Receiver, Rendezvous, ToManager, ToWorker, decoder
 from tok_core.model_config import resolve, resolve_draft, resolve_tokenizer
 from tok_core.replicas.processes import start_heartbeat
-from tok_core.runtime import HEARTBEAT, configure_logging
+from tok_core.runtime import HEARTBEAT, configure_logging, pause_gc
 
 log = logging.getLogger("tok_core")
 
@@ -104,7 +104,8 @@ class RayWorker(_Member):
         return ActorLocation(self.host, os.getpid(), gpus, (self._steps.address,), rendezvous)
 
     def serve(self, launch: ProcessLaunch) -> NoReturn:
-        from tok_core.replicas.processes.worker_process import run_worker
+        with pause_gc():
+            from tok_core.replicas.processes.worker_process import run_worker
 
         if self._listener is not None:
             assert isinstance(launch.rendezvous, Rendezvous)
@@ -129,7 +130,8 @@ class RayManager(_Member):
         return ActorLocation(self.host, os.getpid(), (), (self._requests.address, self._outputs.address))
 
     def serve(self, launch: ProcessLaunch) -> NoReturn:
-        from tok_core.replicas.processes.manager_process import run_manager
+        with pause_gc():
+            from tok_core.replicas.processes.manager_process import run_manager
 
         run_manager(self.context, launch, self._requests, self._outputs)
 

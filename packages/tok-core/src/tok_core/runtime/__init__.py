@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tok_core.runtime.compiler_process import MANIFEST, START_MARKER, is_first_start, start_compiler
-from tok_core.runtime.garbage_collection import freeze_gc_heap
+from tok_core.runtime.garbage_collection import freeze_gc_heap, pause_gc
 from tok_core.runtime.heartbeat import HEARTBEAT, MAX_TURN_SECONDS
 from tok_core.runtime.host_memory import available_memory, memory_of_siblings
 from tok_core.runtime.lifeline import close_in_forks
@@ -27,6 +27,7 @@ __all__ = [
     "is_first_start",
     "logs_json",
     "memory_of_siblings",
+    "pause_gc",
     "start_compiler",
     "trace_file",
     "trace_files",

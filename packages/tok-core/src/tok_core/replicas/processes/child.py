@@ -21,7 +21,7 @@ import zmq
 from tok_core.errors import TokError
 from tok_core.messages import Beat, FromWorker, ProcessLaunch, Receiver, Sender, ToManager, ToWorker, decoder, encode
 from tok_core.replicas.processes.failure_report import report_failure
-from tok_core.runtime import HEARTBEAT, configure_logging, is_first_start, start_compiler
+from tok_core.runtime import HEARTBEAT, configure_logging, is_first_start, pause_gc, start_compiler
 
 log = logging.getLogger("tok_core")
 
@@ -92,13 +92,15 @@ def _run(context: zmq.Context[zmq.Socket[bytes]], launch: ProcessLaunch, work: W
         if work is not None:
             work(context, launch, steps)
         compiler = _compiler(launch)  # imports torch while this process does, too
-        from tok_core.replicas.processes.worker_process import run_worker
+        with pause_gc():
+            from tok_core.replicas.processes.worker_process import run_worker
 
         run_worker(context, launch, launch.coordinates, steps, compiler)
     else:
         requests: Receiver[list[ToManager]] = Receiver(context, launch.requests, list[ToManager])
         outputs: Receiver[FromWorker] = Receiver(context, launch.outputs, FromWorker)
-        from tok_core.replicas.processes.manager_process import run_manager
+        with pause_gc():
+            from tok_core.replicas.processes.manager_process import run_manager
 
         run_manager(context, launch, requests, outputs)
 
