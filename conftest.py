@@ -4,8 +4,10 @@ any order.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,6 +15,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tok_core.manager.prefix_groups import CPU_COSTS
+
+# Tests start hundreds of processes. Compiling torch and transformers anew would be half of what each costs.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The same examples in every run: a failure seen once is seen again. `--hypothesis-profile=explore` draws new.
 # How long an example takes says nothing on a machine that runs more tests beside it.

@@ -23,8 +23,6 @@ TEST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # each test process has one core; more threads only take turns on it
     "OMP_WAIT_POLICY": "PASSIVE",  # tests with two threads: one that spins keeps the core from the one it waits for
     "TOKENIZERS_PARALLELISM": "false",
-    # The tests start hundreds of processes. Compiling torch and transformers anew would be half of what each costs.
-    "PYTHONDONTWRITEBYTECODE": "",
 }
 
 # Whole servers first and small files last, so that no core is left alone with the longest of them at the end.
