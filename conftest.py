@@ -4,21 +4,25 @@ any order.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tok_core.manager.prefix_groups import CPU_COSTS
+from tok_core.runtime import pause_gc
 
 # Tests start hundreds of processes. Compiling torch and transformers anew would be half of what each costs.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+gc.disable()  # until `pytest_collection` ends: what other files import lives as long as the process
 
 # The same examples in every run: a failure seen once is seen again. `--hypothesis-profile=explore` draws new.
 # How long an example takes says nothing on a machine that runs more tests beside it.
@@ -72,6 +76,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup() -> None:
     """Let Ctrl-C raise KeyboardInterrupt: a shell's background jobs ignore it, and libraries leave other handlers."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while test files are imported, and never scan them later."""
+    with pause_gc():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
