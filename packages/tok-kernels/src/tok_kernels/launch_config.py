@@ -64,7 +64,7 @@ _DECODE_32_BIT = ((64, AttentionLaunch(16, 32, 2, 2, 8)), (256, AttentionLaunch(
 # With few rows, each program has more loads in flight. In a CUDA graph of 24 layers, 32 rows of 544 keys took 28.4 µs
 # per layer instead of 32.9, and one row 8.2 µs instead of 11.6 (8 heads of 128 elements, H200).
 _SPLIT_16_BIT = (
-    (64, AttentionLaunch(16, 64, 2, 3, 8)),
+    (64, AttentionLaunch(16, 64, 2, 3, 8, registers=128)),
     (128, AttentionLaunch(16, 64, 2, 3, 4)),
     (256, AttentionLaunch(16, 32, 2, 2, 4)),
 )

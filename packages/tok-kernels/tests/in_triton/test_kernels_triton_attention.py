@@ -16,7 +16,7 @@ from support.attention_checks import TOLERANCE, attend, check
 from support.interpreted import INTERPRETING, outside, rerun
 from tok_kernels import AttentionBatch, CascadeLevel, LayerCache
 from tok_kernels import launch_config as config
-from tok_kernels.attention.triton import attention, split_kv, varlen_attention
+from tok_kernels.attention.triton import attention, cascade, split_kv, varlen_attention
 from tok_kernels.attention.triton.decode import decode_by_chunks
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv_partials import new_partials
@@ -32,8 +32,14 @@ def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
     rerun(__file__)
 
 
-def split_everything(monkeypatch: pytest.MonkeyPatch, programs: int = 6, keys: int = 8) -> None:
-    """Split all keys, as for few long sequences on a large GPU: each program gets `keys` keys."""
+def split_everything(
+    monkeypatch: pytest.MonkeyPatch, programs: int = 6, keys: int = 8, max_merged_parts: int = 16
+) -> None:
+    """Split all keys, as for few long sequences on a large GPU: each program gets `keys` keys.
+
+    Up to `max_merged_parts` partial results of a row are merged by the decode kernel; more by the merging kernel.
+    """
+    monkeypatch.setattr(cascade, "_MAX_MERGED_PARTS", max_merged_parts)
     for name in ("MIN_DECODE_SPLIT_KEYS", "MIN_TILE_SPLIT_KEYS"):
         monkeypatch.setattr(config, name, keys)
     monkeypatch.setattr(config, "multiprocessors", lambda _device: programs)
@@ -75,13 +81,18 @@ def test_attention_of_any_mixed_step_equals_a_float64_loop(shape: Shape, device:
     check(build(shape, device))
 
 
-@settings(max_examples=2 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shape=shapes, programs=st.integers(1, 4 if INTERPRETING else 20), keys=st.integers(1, 40))
+@settings(max_examples=4 if INTERPRETING else 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=shapes,
+    programs=st.integers(1, 4 if INTERPRETING else 20),
+    keys=st.integers(1, 40),
+    max_merged_parts=st.sampled_from((0, 1000)),
+)
 def test_split_kv_attention_of_any_mixed_step_equals_a_float64_loop(
-    shape: Shape, programs: int, keys: int, device: torch.device
+    shape: Shape, programs: int, keys: int, max_merged_parts: int, device: torch.device
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        split_everything(patch, programs, keys)
+        split_everything(patch, programs, keys, max_merged_parts)
         check(build(shape, device))
 
 
@@ -238,23 +249,25 @@ def padded(case: Case, rows: int, groups: int, max_kv: int) -> Case:
 # A GPU that few rows fill (levels are chained), one that they leave idle (partials are merged), and one on which only
 # tiles are split.
 LAUNCHES = pytest.mark.parametrize(
-    ("programs", "decode_keys", "tile_keys"),
-    [(1, 64, 64), (4, 16, 16), (8, 1 << 20, 16)],
-    ids=["chain", "join", "tiles"],
+    "sizes",
+    [(1, 64, 64, 16), (4, 16, 16, 16), (4, 16, 16, 0), (8, 1 << 20, 16, 16)],
+    ids=["chain", "split", "split, merging kernel", "tiles"],
 )
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, programs: int, decode_keys: int, tile_keys: int) -> None:
-    split_everything(monkeypatch, programs)
+def launch(
+    monkeypatch: pytest.MonkeyPatch, programs: int, decode_keys: int, tile_keys: int, max_merged_parts: int
+) -> None:
+    split_everything(monkeypatch, programs, max_merged_parts=max_merged_parts)
     monkeypatch.setattr(config, "MIN_DECODE_SPLIT_KEYS", decode_keys)
     monkeypatch.setattr(config, "MIN_TILE_SPLIT_KEYS", tile_keys)
 
 
 @LAUNCHES
 def test_padding_rows_and_groups_change_nothing_and_get_zeros(
-    programs: int, decode_keys: int, tile_keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch(monkeypatch, programs, decode_keys, tile_keys)
+    launch(monkeypatch, *sizes)
     case = build(replace(MIXED, prefill=(), head_dim=16), device)
     rows, expected = case.batch.num_decode, torch.tensor(oracle(case)[0])
     outer = replace(case, batch=replace(case.batch, levels=case.batch.levels[:1], kv_start=outer_ends(case)))
@@ -277,9 +290,9 @@ def outer_ends(case: Case) -> Tensor:
 @LAUNCHES
 @pytest.mark.parametrize("levels", [0, 1, 2])
 def test_attention_of_a_padding_only_launch_yields_zeros(
-    levels: int, programs: int, decode_keys: int, tile_keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    levels: int, sizes: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch(monkeypatch, programs, decode_keys, tile_keys)
+    launch(monkeypatch, *sizes)
     case = build(replace(MIXED, runs=((1, ((1, (5,)),)),), prefill=(), head_dim=16), device)
     batch = replace(case.batch, levels=case.batch.levels[:levels])
     for name in ("kv_len", "kv_start"):
@@ -293,9 +306,9 @@ def test_attention_of_a_padding_only_launch_yields_zeros(
 
 @LAUNCHES
 def test_an_ended_row_of_a_group_attends_to_the_shared_prefix_only(
-    programs: int, decode_keys: int, tile_keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch(monkeypatch, programs, decode_keys, tile_keys)
+    launch(monkeypatch, *sizes)
     case = build(replace(MIXED, runs=((0, ((3, (1, 9, 40)),)),), prefill=(), head_dim=16), device)
     expected = torch.tensor(oracle(case)[0])
     shared = torch.full_like(case.batch.kv_len, 48)
@@ -324,18 +337,19 @@ def test_split_kv_gives_long_rows_more_chunks_than_short_rows(device: torch.devi
     case = build(
         replace(MIXED, runs=((0, ((0, tuple(max(n, 1) for n in lengths)),)),), prefill=(), head_dim=16), device
     )
-    case.batch.kv_len[1] = 0
+    expected = torch.tensor(oracle(case)[0])
+    case.batch.kv_len[1], expected[1] = 0, 0.0
     case = padded(flat(case), 5, groups=1, max_kv=100_000)
     operands = Operands(case.q, case.cache, case.batch.page_table, case.scale)
     chunks = split_kv.SplitKVPlan(num_chunks=25, target_chunks=20, min_keys=64, max_chunks=16)
-    parts = new_partials(case.q, 0, chunks=25, filled=False)
-    decode_by_chunks(operands, case.batch, chunks, parts)
-    first, count = parts.chunks.cpu().unbind(-1)
-    # 182 blocks of 32 keys over 20 programs make chunks of up to 10 blocks, split evenly within a row.
-    assert count.tolist() == [3, 1, 1, 16, 1]
-    assert first.tolist() == [0, 3, 4, 5, 21]
-    # The ended row has one chunk without keys.
-    assert parts.lse[:22].isfinite().all(-1).tolist() == [i != 3 for i in range(22)]
+    parts, out = new_partials(case.q, 0, chunks=25, filled=False), torch.empty_like(case.q)
+    parts.lse.fill_(torch.inf)
+    decode_by_chunks(operands, case.batch, chunks, out, parts)
+    written = parts.lse.isfinite().all(-1).nonzero()[:, 0].tolist()
+    # 182 blocks of 32 keys over 20 programs make chunks of up to 10 blocks, split evenly within a row. Rows 0 and 3
+    # have 3 and 16 chunks; the others have one, which is no partial result.
+    assert written == [0, 1, 2, *range(5, 21)]
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_large_attention_scores_do_not_overflow(device: torch.device) -> None:

@@ -7,8 +7,6 @@ narrow second operand. Both operands have 16 bits, or both have 8.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton_config import MAX_SPLIT_PROGRAMS, FewRowsLaunch
+from tok_kernels.zeroed_counters import ZeroedCounters
 
 _CACHE_LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
@@ -206,23 +205,7 @@ def few_rows_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_output)
 
 
-class _Counters(threading.local):
-    """Counters of the programs that have finished each tile (split-K), by device; kernels leave them as zeros.
-
-    Each host thread has its own counters, since launches of different threads may overlap.
-    """
-
-    def __init__(self) -> None:
-        self._counters: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the counters on a device, int32 `[MAX_SPLIT_PROGRAMS]`."""
-        if device not in self._counters:
-            self._counters[device] = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
-        return self._counters[device]
-
-
-_counters = _Counters()
+_counters = ZeroedCounters(MAX_SPLIT_PROGRAMS)
 
 
 def launch_few_rows(
@@ -256,7 +239,7 @@ def launch_few_rows(
     if launch.splits > 1:
         size = launch.splits * tiles[0] * tiles[1] * launch.block_n * launch.block_m
         partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
-        counters = _counters.on(x_TK.device)
+        counters = _counters.of(x_TK.device)
     few_rows_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), x_scale_T, values_NK, scale_N, values_NK if bias is None else bias.contiguous()),
         *(out_TN, *out_TN.stride(), partial, counters, tokens, outputs, inputs),

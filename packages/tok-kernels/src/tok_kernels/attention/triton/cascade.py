@@ -2,8 +2,8 @@
 
 If there is enough work for the whole GPU, the kernels are chained. Each kernel merges its own keys with partial result
 0, which the kernel before it wrote, and the last one writes the output. If ranges of keys are split among programs,
-each program writes a partial result, and one more kernel merges all of them (Juravsky et al. 2024, "Hydragen"; Ye et
-al. 2024, "Cascade inference").
+each program writes a partial result. The last program of a row to arrive merges all of them, or one more kernel does
+(Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade inference").
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from tok_kernels.attention.triton.split_kv import SplitKVPlan, no_split_kv
 from tok_kernels.attention.triton.split_kv_partials import empty_partials, merge_partials, new_partials
 from tok_kernels.attention.triton.varlen_attention import VarlenItems, run_varlen_attention, splits_pay, tile_splits
 from tok_kernels.batch import AttentionBatch, CascadeLevel
+
+# The last program of a row to arrive merges up to about 16 partial results. For more, a kernel with a program for each
+# query head is faster, unless there are many rows.
+_MAX_MERGED_PARTS, _MAX_SEPARATELY_MERGED_ROWS = 16, 32
 
 
 def attend_decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor) -> None:
@@ -62,17 +66,22 @@ def _run_chained(operands: Operands, batch: AttentionBatch, levels: list[VarlenI
 def _run_split(
     operands: Operands, batch: AttentionBatch, levels: list[VarlenItems], chunks: SplitKVPlan, out_THD: Tensor
 ) -> None:
-    """Compute levels and own keys as partial results, then merge all of them."""
-    rows = operands.q[: batch.num_decode]
-    level_splits = [tile_splits(operands, items) for items in levels]
-    # No program of a level writes a row that is in none of its groups.
+    """Compute the levels and, beside the last one, own keys by chunks as partial results; merge all of them."""
+    rows, level_splits = operands.q[: batch.num_decode], [tile_splits(operands, items) for items in levels]
+    splits = sum(level_splits)
+    max_parts = splits + -(-chunks.target_chunks // batch.num_decode)
+    many = max_parts > _MAX_MERGED_PARTS and batch.num_decode <= _MAX_SEPARATELY_MERGED_ROWS
+    # Merging a pack's rows would take more registers than reading their keys.
+    table = many or batch.packs is not None
     stride = 1 if batch.packs is None else batch.packs.shape[1]
-    parts = new_partials(rows, sum(level_splits), chunks=chunks.num_chunks, stride=stride, filled=True)
-    decode_by_chunks(operands, batch, chunks, parts)
+    # A single level writes all splits of the rows that it covers. With several, a row may be in some of them only.
+    parts = new_partials(rows, splits, chunks=chunks.num_chunks, stride=stride, table=table, filled=len(levels) > 1)
     first_partial = 0
-    for items, splits in zip(levels, level_splits, strict=True):
+    for items, number in zip(levels, level_splits, strict=True):
         run_varlen_attention(
-            operands, items, out_THD, parts, base_token=0, splits=splits, prior=False, first_partial=first_partial
+            operands, items, out_THD, parts, base_token=0, splits=number, prior=False, first_partial=first_partial
         )
-        first_partial += splits
-    merge_partials(operands, parts, out_THD[: batch.num_decode])
+        first_partial += number
+    decode_by_chunks(operands, batch, chunks, out_THD, parts)
+    if table:
+        merge_partials(operands, parts, out_THD[: batch.num_decode])

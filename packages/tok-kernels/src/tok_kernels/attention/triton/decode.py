@@ -23,6 +23,7 @@ from tok_kernels.attention.triton.online_softmax import (
 )
 from tok_kernels.attention.triton.operands import Operands
 from tok_kernels.attention.triton.split_kv import (
+    MAX_COUNTED_ROWS_AND_HEADS,
     SplitKVPlan,
     count_blocks,
     count_chunks,
@@ -30,11 +31,15 @@ from tok_kernels.attention.triton.split_kv import (
     find_keys,
     plan_split_kv,
 )
-from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials
+from tok_kernels.attention.triton.split_kv_partials import SplitKVPartials, merge_row
 from tok_kernels.batch import AttentionBatch
+from tok_kernels.zeroed_counters import ZeroedCounters
 
 _TILE_ROWS = 16  # rows of queries that tensor cores compute at once
 _MAX_PACK_ROWS = 8
+_MERGED_ELEMENTS = 2048  # elements of partial results that a warp reads at a time
+
+_counters = ZeroedCounters(MAX_COUNTED_ROWS_AND_HEADS)
 
 
 def max_pack_rows(group: int) -> int:
@@ -44,7 +49,15 @@ def max_pack_rows(group: int) -> int:
 
 @triton.jit(
     # A value that changes from step to step must not recompile the kernel.
-    do_not_specialize=["page_table_stride", "rows", "base", "target_chunks", "min_keys", "max_chunks"],
+    do_not_specialize=[
+        "page_table_stride",
+        "rows",
+        "splits",
+        "split_rows",
+        "target_chunks",
+        "min_keys",
+        "max_chunks",
+    ],
     do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "packs_ptr", "page_table_ptr"],
 )
 def _decode_attention_kernel(
@@ -52,13 +65,15 @@ def _decode_attention_kernel(
     out_ptr: tl.tensor,
     part_out_ptr: tl.tensor,
     part_lse_ptr: tl.tensor,
-    chunks_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
+    chunks_ptr: tl.tensor | None,
     slots_ptr: tl.tensor,
     start_ptr: tl.tensor,
     len_ptr: tl.tensor,
     packs_ptr: tl.tensor,
     rows: tl.tensor,
-    base: tl.tensor,
+    splits: tl.tensor,
+    split_rows: tl.tensor,
     target_chunks: tl.tensor,
     min_keys: tl.tensor,
     max_chunks: tl.tensor,
@@ -85,8 +100,12 @@ def _decode_attention_kernel(
     WINDOW: tl.constexpr,
     PACK: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
+    MERGED_HEADS: tl.constexpr,
+    MERGED_PARTS: tl.constexpr,
     CHUNKED: tl.constexpr,
+    MERGED: tl.constexpr,
     PRIOR: tl.constexpr,
+    BESIDE_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Attend from one decode row to its own keys, or to one chunk of them, for the query heads of one key/value head.
@@ -97,19 +116,27 @@ def _decode_attention_kernel(
     1. Find the row and its range of keys. CHUNKED: find the program's chunk; programs past the last chunk return.
     2. Load the queries, and run online softmax over the keys.
     3. PRIOR: merge the state with partial result 0 of the row, that of its prefix groups.
-    4. Store the output, or the chunk's partial result.
+    4. Store the output. CHUNKED: if the row has other partial results, those of its prefix groups or of other chunks,
+       store the chunk's own. MERGED: the last program of a row to arrive merges all of them in a fixed order and stores
+       the output.
 
     q_ptr, out_ptr                       [R, H, HEAD]; out_ptr is contiguous
     part_out_ptr, part_lse_ptr           float32 [entries, H, HEAD] and [entries, H], as in `SplitKVPartials`
-    chunks_ptr                           int32 [R, 2], `SplitKVPartials.chunks`, written if CHUNKED
+    counters_ptr                         MERGED: int32 [rows, KV_HEADS], number of chunks of a row that have arrived; 0
+                                         before and after the kernel
+    chunks_ptr                           int32 [R, 2], `SplitKVPartials.chunks`, written; None if MERGED
     slots_ptr, start_ptr, len_ptr        int32 [R], `AttentionBatch`'s slots, kv_start and kv_len
     packs_ptr                            int32 [rows, PACK], `AttentionBatch.packs`; not read if PACK is 1
     rows                                 R, or the number of packs
-    base                                 entry of the partial results that chunk 0 writes
+    splits, split_rows                   `SplitKVPartials.splits` and `rows`: partial results of prefix groups
     target_chunks, min_keys, max_chunks  as in `SplitKVPlan`
     KEYS                                 keys of a block
     PACK                                 rows of a pack; 1: there are no packs
     PADDED_ROWS                          PACK × GROUP, padded to the rows of a block
+    MERGED_HEADS                         GROUP, padded to a power of two
+    MERGED_PARTS                         partial results that are read at a time when they are merged
+    BESIDE_TILES                         the predecessor computes the partial results of prefix groups. It did not start
+                                         early, so this kernel waits for it only before it reads these, or ends
     PDL                                  this kernel may start before its predecessor ends
 
     `Operands` describes the other arguments.
@@ -161,11 +188,8 @@ def _decode_attention_kernel(
         keys_per_chunk = tl.cdiv(row_blocks, chunk_count) * KEYS
         begin += (chunk - first_chunk) * keys_per_chunk
         end = tl.minimum(end, begin + keys_per_chunk)
-        if PDL:
+        if PDL and not BESIDE_TILES:
             gdc_wait()
-        if (chunk == first_chunk) & (kv_head == 0):
-            tl.store(chunks_ptr + 2 * query_row, first_chunk * PACK + member, mask=present)
-            tl.store(chunks_ptr + 2 * query_row + 1, chunk_count, mask=present)
 
     # Load the queries, and read the keys and values.
     d = tl.arange(0, PADDED)
@@ -197,11 +221,45 @@ def _decode_attention_kernel(
         prefix_state = load_partial(part_lse_ptr + head_row, part_out_ptr + out_offset, present & (start > 0), d_mask)
         state = merge_states(state, prefix_state)
     out, lse = finish(state)
+    is_single = not CHUNKED
     if CHUNKED:
-        head_row = (base + chunk * PACK + member).to(tl.int64) * (KV_HEADS * GROUP) + head
-        tl.store(part_lse_ptr + head_row, lse, mask=present)
-        tl.store(part_out_ptr + head_row[:, None] * HEAD + d[None, :], out, mask=mask)
-    else:
+        entry = (splits * split_rows + chunk * PACK + member).to(tl.int64)
+        part_row = entry * (KV_HEADS * GROUP) + head
+        if MERGED:
+            is_single = (chunk_count == 1) & (splits == 0)
+        if not is_single:
+            tl.store(part_lse_ptr + part_row, lse, mask=present)
+            tl.store(part_out_ptr + part_row[:, None] * HEAD + d[None, :], out, mask=mask)
+    if MERGED:
+        is_last = chunk_count == 1
+        if chunk_count > 1:
+            tl.debug_barrier()  # all threads of the program have stored their partial results
+            counter_ptr = counters_ptr + row * KV_HEADS + kv_head
+            is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == chunk_count - 1
+            if is_last:
+                tl.store(counter_ptr, 0)
+        if PDL and BESIDE_TILES:
+            gdc_wait()
+        if is_last & (not is_single):
+            tl.debug_barrier()
+            merge_row(
+                *(out_ptr, part_out_ptr, part_lse_ptr, row, kv_head, start > 0, first_chunk, chunk_count),
+                *(splits, split_rows, v_scale_ptr),
+                *(HEAD, PADDED, KV_HEADS, GROUP, MERGED_HEADS, MERGED_PARTS),
+            )
+    elif CHUNKED:
+        if chunk == first_chunk:
+            if kv_head == 0:
+                tl.store(chunks_ptr + 2 * query_row, first_chunk * PACK + member, mask=present)
+                tl.store(chunks_ptr + 2 * query_row + 1, chunk_count, mask=present)
+            # A row that starts at position 0 is in no group, and no tile writes its splits.
+            ungrouped = present & (start + tl.zeros_like(query) == 0)
+            for split in range(splits):
+                part_row = (split * split_rows + query_row) * (KV_HEADS * GROUP) + head
+                tl.store(part_lse_ptr + part_row, float("-inf"), mask=ungrouped)
+        if PDL and BESIDE_TILES:
+            gdc_wait()
+    if is_single:
         if v_scale_ptr is not None:
             out *= tl.load(v_scale_ptr + kv_head)
         tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -210,7 +268,9 @@ def _decode_attention_kernel(
 def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | None:
     """Return the plan that splits the rows' own keys, made from host bounds; None: no split."""
     whole, split = (_programs(operands, _launch(operands, split=split)) for split in (False, True))
-    return plan_split_kv(batch.num_decode, whole, split, operands.max_visible_keys(batch.max_kv))
+    if batch.packs is not None:
+        whole *= 2  # the host does not know how many packs are empty; the others have two rows or more
+    return plan_split_kv(batch.num_decode, operands.kv_heads, whole, split, operands.max_visible_keys(batch.max_kv))
 
 
 def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: SplitKVPartials, *, prior: bool) -> None:
@@ -224,16 +284,24 @@ def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: Sp
     rows = batch.num_decode if batch.packs is None else len(batch.packs)
     programs = rows * operands.kv_heads
     launch = _launch(operands, split=False)
-    _run(operands, batch, out_THD, parts, launch, programs, (0, 1, 1, 1), CHUNKED=False, PRIOR=prior, **pdl_options)
+    options = {"CHUNKED": False, "MERGED": False, "PRIOR": prior, "BESIDE_TILES": False} | pdl_options
+    _run(operands, batch, out_THD, parts, launch, programs, (1, 1, 1), **options)
 
 
-def decode_by_chunks(operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, parts: SplitKVPartials) -> None:
-    """Attend from the first `num_decode` rows to their own keys; write the chunks and their table to `parts`."""
-    chunk_arguments = (parts.splits * parts.rows, chunks.target_chunks, chunks.min_keys, chunks.max_chunks)
+def decode_by_chunks(
+    operands: Operands, batch: AttentionBatch, chunks: SplitKVPlan, out_THD: Tensor, parts: SplitKVPartials
+) -> None:
+    """Attend from the first `num_decode` rows to their own keys, by chunks.
+
+    Without a table of chunks in `parts`, this kernel also merges all partial results into the outputs. If there are
+    splits, the kernel launched before must be the tiles that write the last of them.
+    """
+    options = {"CHUNKED": True, "MERGED": parts.chunks is None, "PRIOR": False, "BESIDE_TILES": parts.splits > 0}
+    options |= config.pdl_options(operands.q.device)
     programs = chunks.num_chunks * operands.kv_heads
-    pdl_options = config.pdl_options(operands.q.device)
     launch = _launch(operands, split=chunks.max_chunks > 1)
-    _run(operands, batch, parts.out, parts, launch, programs, chunk_arguments, CHUNKED=True, PRIOR=False, **pdl_options)
+    numbers = (chunks.target_chunks, chunks.min_keys, chunks.max_chunks)
+    _run(operands, batch, out_THD, parts, launch, programs, numbers, **options)
 
 
 def _run(
@@ -243,20 +311,26 @@ def _run(
     parts: SplitKVPartials,
     launch: config.AttentionLaunch,
     programs: int,
-    chunk_arguments: tuple[int, int, int, int],
+    chunk_arguments: tuple[int, int, int],
     **options: bool,
 ) -> None:
     packs, (rows, pack) = batch.slots, (batch.num_decode, 1)
     if batch.packs is not None:
         packs, (rows, pack) = batch.packs, batch.packs.shape
+    merged_heads = config.power_of_two(operands.group)
+    merged_parts = max(1, _MERGED_ELEMENTS * launch.warps // (merged_heads * operands.padded_head))
+    counters = _counters.of(operands.q.device) if options["MERGED"] else batch.slots
     _decode_attention_kernel[(programs,)](
-        *(operands.q, out, parts.out, parts.lse, parts.chunks, batch.slots, batch.kv_start, batch.kv_len, packs),
-        *(rows, *chunk_arguments),
+        *(operands.q, out, parts.out, parts.lse, counters, parts.chunks),
+        *(batch.slots, batch.kv_start, batch.kv_len, packs),
+        *(rows, parts.splits, parts.rows, *chunk_arguments),
         *operands.runtime(),
         *operands.token_scales(),
         KEYS=launch.keys,
         PACK=pack,
         PADDED_ROWS=max(launch.rows, config.power_of_two(pack * operands.group)),
+        MERGED_HEADS=merged_heads,
+        MERGED_PARTS=merged_parts,
         **operands.static(),
         num_warps=launch.warps,
         num_stages=launch.stages,

@@ -21,6 +21,8 @@ from tok_kernels import launch_config as config
 ROWS = tl.constexpr(256)  # rows counted at a time
 # Up to this many rows, counting the chunks in every program costs little.
 _MAX_COUNTED_ROWS = 512
+# Rows × key/value heads for whose programs there are counters; more are never split.
+MAX_COUNTED_ROWS_AND_HEADS = 65536
 # A single row of this many keys or more may take longer than all other rows together.
 _LONG_ROW_KEYS = 4096
 
@@ -41,16 +43,16 @@ class SplitKVPlan:
     max_chunks: int
 
 
-def plan_split_kv(rows: int, busy_rows: int, target_chunks: int, max_kv: int) -> SplitKVPlan | None:
+def plan_split_kv(rows: int, kv_heads: int, busy_rows: int, target_chunks: int, max_kv: int) -> SplitKVPlan | None:
     """Return the plan that splits `rows` rows of up to `max_kv` keys into about `target_chunks` chunks; None: no split.
 
-    A split pays if `rows` is at most half of `busy_rows`, the rows that keep the GPU busy without a split. It also pays
-    for up to 512 rows of which one may be long.
+    A split pays if `rows` is at most a quarter of `busy_rows`, the rows that keep the GPU busy without a split. It also
+    pays for up to 512 rows of which one may be long.
     """
     min_keys = config.MIN_DECODE_SPLIT_KEYS
     max_chunks = min(-(-max_kv // min_keys), config.MAX_SPLITS)
-    few = 2 * rows <= busy_rows or (max_kv >= _LONG_ROW_KEYS and rows <= _MAX_COUNTED_ROWS)
-    if max_chunks < 2 or not few:
+    few = 4 * rows <= busy_rows or (max_kv >= _LONG_ROW_KEYS and rows <= _MAX_COUNTED_ROWS)
+    if max_chunks < 2 or not few or rows * kv_heads > MAX_COUNTED_ROWS_AND_HEADS:
         return None
     return SplitKVPlan(min(rows + target_chunks, rows * max_chunks), target_chunks, min_keys, max_chunks)
 

@@ -137,7 +137,8 @@ def _varlen_attention_kernel(
     tiles_per_item           tiles of every item; 0: each program searches for its tile
     base_token               token that is row 0 of a partial result
     rows                     rows of a partial result
-    splits                   maximum number of ranges into which a tile's keys are split; empty ranges are not written
+    splits                   maximum number of ranges into which a tile's keys are split; empty ranges are marked as
+                             having no keys
     target_programs          programs per key/value head that the ranges of all tiles should fill
     min_keys                 minimum keys of a range
     prior                    start from partial result 0
@@ -179,6 +180,7 @@ def _varlen_attention_kernel(
     )
     keys_per_split = tl.maximum(tl.cdiv(tl.cdiv(item_end - start, KEYS), splits_used), tl.cdiv(min_keys, KEYS)) * KEYS
     begin = start + split * keys_per_split
+    splits_written = tl.maximum(tl.cdiv(end - start, keys_per_split), 1)
     end = tl.minimum(end, begin + keys_per_split)
     if (split > 0) & (begin >= end):
         return
@@ -232,6 +234,10 @@ def _varlen_attention_kernel(
         partial_offset = (first_partial + split).to(tl.int64) * rows * (KV_HEADS * GROUP)
         tl.store(part_lse_ptr + partial_offset + head_row, lse, mask=present)
         tl.store(part_out_ptr + partial_offset * HEAD + part_offset, out, mask=mask)
+        if split == 0:
+            for unused in range(splits_written, splits):
+                partial_offset = (first_partial + unused).to(tl.int64) * rows * (KV_HEADS * GROUP)
+                tl.store(part_lse_ptr + partial_offset + head_row, float("-inf"), mask=present)
 
 
 def tile_splits(operands: Operands, items: VarlenItems) -> int:
