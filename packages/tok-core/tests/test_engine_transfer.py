@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from support.serving import free_port
 from support.tiny_models import change_weights, make_model, reference_greedy
 from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
+from tok_core.engine import weight_transfer
 from tok_core.worker.transfer.trainer_group import read_unique_id
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -347,6 +349,26 @@ def test_a_trainer_at_an_unknown_host_is_refused_at_once(old: Path) -> None:
         with pytest.raises(ModelError, match=r"at no\.such\.host\.invalid:1: the trainer cannot be reached: .*[Nn]ame"):
             engine.weight_transfer.join("no.such.host.invalid", 1, rank_offset=1, world_size=2)
         assert tokens(engine) == expected(old)
+
+
+def test_requests_run_while_the_trainer_does_not_listen_yet(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, may_go_on = [0.0], threading.Event(), threading.Event()
+
+    def sleep(_seconds: float) -> None:
+        waits.set()
+        assert may_go_on.wait(60)
+
+    monkeypatch.setattr(weight_transfer, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with cpu_engine(old) as engine, ThreadPoolExecutor() as pool:
+        port = free_port()
+        join = pool.submit(engine.weight_transfer.join, "127.0.0.1", port, rank_offset=1, world_size=2)
+        assert waits.wait(60)
+        assert tokens(engine) == expected(old)
+        assert not join.done()
+        now[0] = weight_transfer.JOIN_TIMEOUT_SECONDS + 1
+        may_go_on.set()
+        with pytest.raises(ModelError, match=rf"at 127\.0\.0\.1:{port}: the trainer cannot be reached"):
+            join.result(60)
 
 
 def test_only_nccls_id_is_unpickled() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
@@ -22,6 +24,9 @@ from tok_core.messages import (
 )
 
 log = logging.getLogger("tok_core")
+
+JOIN_TIMEOUT_SECONDS = 300.0  # until the trainer's store must be reachable
+CONNECT_TIMEOUT_SECONDS, RETRY_SECONDS = 5.0, 0.2
 
 VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
 
@@ -88,17 +93,19 @@ class WeightTransfer:
                      on CPUs. "vllm": NCCL's id in the store, and a one-element all-reduce; on CPUs the same as "torch"
         bucket_bytes default of `receive`
 
+        Requests run until the trainer's store can be reached; then workers wait for the other members of the group.
+
         Raises ModelError if the trainer is not reached within 5 minutes.
         """
         with self._control.operation:
-            running, configured, size = self._control.workers()
-            if running < configured:
-                raise EngineDead(f"{configured - running} of {configured} replicas do not run; a group needs all")
-            if rank_offset < 1:
-                raise InvalidField("rank_offset", rank_offset, "at least 1; the trainer is rank 0")
-            if world_size < rank_offset + configured * size:
-                allowed = f"at least rank_offset + {configured * size} workers"
-                raise InvalidField("world_size", world_size, allowed)
+            self._replica_workers(rank_offset, world_size)
+        try:
+            _wait_for_store(address, port)
+        except OSError as failure:
+            message = f"group {name!r} at {address}:{port}: the trainer cannot be reached: {failure}"
+            raise ModelError(message) from failure
+        with self._control.operation:
+            size = self._replica_workers(rank_offset, world_size)
 
             def task(replica: int) -> TransferTask:
                 return JoinGroup(name, address, port, rank_offset + replica * size, world_size, protocol)
@@ -107,6 +114,17 @@ class WeightTransfer:
                 self._control.execute(lambda _: LeaveGroup(name))
                 raise error
             self.groups[name] = bucket_bytes
+
+    def _replica_workers(self, rank_offset: int, world_size: int) -> int:
+        """Return the number of workers of a replica. Raise an error if all replicas' workers cannot join a group."""
+        running, configured, size = self._control.workers()
+        if running < configured:
+            raise EngineDead(f"{configured - running} of {configured} replicas do not run; a group needs all")
+        if rank_offset < 1:
+            raise InvalidField("rank_offset", rank_offset, "at least 1; the trainer is rank 0")
+        if world_size < rank_offset + configured * size:
+            raise InvalidField("world_size", world_size, f"at least rank_offset + {configured * size} workers")
+        return size
 
     def leave(self, name: str = VLLM_GROUP) -> None:
         """Leave a group."""
@@ -244,3 +262,18 @@ def _require_lists(
     for shape in shapes:
         if any(size < 0 for size in shape):
             raise InvalidField("shapes", list(shape), "no negative sizes")
+
+
+def _wait_for_store(address: str, port: int) -> None:
+    """Wait until the trainer's store accepts connections. Raise OSError for an unknown host, or when time is up."""
+    deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_SECONDS).close()
+            return
+        except socket.gaierror:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)

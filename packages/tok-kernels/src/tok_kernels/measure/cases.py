@@ -24,7 +24,8 @@ INT4_GROUP = 128  # columns that share a scale
 
 # Representative steps of decode, cascade and prefill.
 ATTENTION_STEPS = (
-    *(AttentionStep(rows=rows, own=own) for rows, own in ((1, 8192), (64, 2048), (1024, 640), (4096, 320))),
+    *(AttentionStep(rows=rows, own=own) for rows, own in ((1, 8192), (64, 640), (64, 2048), (1024, 640), (4096, 320))),
+    AttentionStep(rows=96, own=256, groups=8, prefix=512),
     *(AttentionStep(rows=8192, own=112, groups=groups, prefix=704) for groups in (8, 64, 256)),
     *(
         AttentionStep(chunks=((new, cached),) * count)

@@ -99,7 +99,6 @@ class TrainerGroup:
                 backend.abort()
 
     def _join(self, task: JoinGroup, rank: int) -> None:
-        socket.getaddrinfo(task.address, task.port)  # raises for an unknown name, which TCPStore retries for minutes
         store = TCPStore(task.address, task.port, task.world_size, False, TIMEOUT)
         watched = TCPStore(task.address, task.port, None, False, TIMEOUT, wait_for_workers=False)
         threading.Thread(target=_watch, args=(watched, self.lost), name="trainer-watch", daemon=True).start()
