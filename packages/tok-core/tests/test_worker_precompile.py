@@ -169,8 +169,9 @@ def random_step(source: random.Random, slots: int, tokens: int, words: int, *, d
     return step
 
 
-def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(config: EngineConfig) -> None:
-    large = msgspec.structs.replace(config, max_running=2048, max_step_tokens=4096)
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(config: EngineConfig, cuda_graphs: bool) -> None:
+    large = msgspec.structs.replace(config, max_running=2048, max_step_tokens=4096, cuda_graphs=cuda_graphs)
     ahead = {(variant.name, variant.arguments[0]) for variant in startup_variants(large, 90)}
     runner, source = precompile.meta_runner(large), random.Random(0)
     words = mask_words(runner.model.config, Path(config.model))

@@ -62,7 +62,8 @@ class LaunchKey(NamedTuple):
 _DECODE_16_BIT = ((128, AttentionLaunch(16, 32, 1, 2, 16)), (256, AttentionLaunch(16, 32, 2, 2, 4)))
 _DECODE_32_BIT = ((64, AttentionLaunch(16, 32, 2, 2, 8)), (256, AttentionLaunch(16, 16, 4, 2, 4)))
 # With few rows, each program has more loads in flight. In a CUDA graph of 24 layers, 32 rows of 544 keys took 28.4 µs
-# per layer instead of 32.9, and one row 8.2 µs instead of 11.6 (8 heads of 128 elements, H200).
+# per layer instead of 32.9, and one row 8.2 µs instead of 11.6 (8 heads of 128 elements, H200). With heads of 64
+# elements, 8 programs share an SM, which 128 registers allow; without a limit, merging takes 168.
 _SPLIT_16_BIT = (
     (64, AttentionLaunch(16, 64, 2, 3, 8, registers=128)),
     (128, AttentionLaunch(16, 64, 2, 3, 4)),
@@ -185,7 +186,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
     The kernel's argument PDL is True on devices that support it. Every program of such a kernel waits until the
     predecessor has ended (`gdc_wait`) before it accesses memory that a kernel of the step writes. So after its own
-    wait, a kernel sees the results of all earlier kernels. `tok_kernels.attention.triton.decode` explains two
+    wait, a kernel sees the results of all earlier kernels. `tok_kernels.attention.triton.decode` explains the
     exceptions.
     """
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}

@@ -89,10 +89,11 @@ class Layers:
         return x_TN
 
 
-# Few rows take split-KV attention, whose partials are merged. Many rows chain their own keys to those of the prefix.
+# Up to 6 of these rows take split-KV attention with a kernel that merges. 16 and 64 rows are merged by the last program
+# to arrive, 64 beside the tiles of groups. More rows chain their own keys to those of the prefix.
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [TritonBackend, InvariantTritonBackend])
-@pytest.mark.parametrize(("rows", "groups"), [(1, 0), (5, 0), (6, 2), (640, 8)])
+@pytest.mark.parametrize(("rows", "groups"), [(1, 0), (5, 0), (6, 2), (16, 0), (64, 4), (96, 8), (640, 8)])
 def test_pdl_layers_replayed_or_launched_equal_synchronized_layers(
     rows: int, groups: int, kind: type[TritonBackend]
 ) -> None:

@@ -119,6 +119,7 @@ def warm_up_steps(
     return [
         largest_step(slots, max_step_tokens, max_len, mask_words),
         *_decode_steps(max_rows, max_prefix_pages, page_size),
+        *_long_decode_steps(max_rows, max_len, max_prefix_pages * page_size),
         *_prefill_steps(slots, max_step_tokens, max_len, max_prefix_pages * page_size),
         *_sampling_steps(max_rows, mask_words),
     ]
@@ -149,6 +150,19 @@ def _decode_steps(max_rows: int, max_prefix_pages: int, page_size: int) -> list[
             prefix = pages // levels * levels * page_size  # whole pages in each level
             if prefix:
                 steps.append(dummy_step(decode=rows, groups=rows // 2, prefix=prefix, levels=levels))
+    return steps
+
+
+def _long_decode_steps(max_rows: int, max_len: int, prefix: int) -> list[StepInput]:
+    """Return steps of few decode rows of long sequences, without prefix groups and in one group.
+
+    Attention splits the keys of such rows. Which kernel merges the results depends on the number of rows.
+    """
+    steps = []
+    for rows in {1, min(2, max_rows), min(16, max_rows), min(60, max_rows)}:
+        steps.append(structs.replace(dummy_step(decode=rows), max_kv=max_len))
+        if rows > 1 and prefix:
+            steps.append(structs.replace(dummy_step(decode=rows, groups=1, prefix=prefix), max_kv=max_len))
     return steps
 
 

@@ -69,10 +69,10 @@ def _run_split(
     """Compute the levels and, beside the last one, own keys by chunks as partial results; merge all of them."""
     rows, level_splits = operands.q[: batch.num_decode], [tile_splits(operands, items) for items in levels]
     splits = sum(level_splits)
-    max_parts = splits + -(-chunks.target_chunks // batch.num_decode)
-    many = max_parts > _MAX_MERGED_PARTS and batch.num_decode <= _MAX_SEPARATELY_MERGED_ROWS
+    row_parts = splits + min(chunks.max_chunks, -(-chunks.target_chunks // batch.num_decode))  # of similar rows
+    are_many = row_parts > _MAX_MERGED_PARTS and batch.num_decode <= _MAX_SEPARATELY_MERGED_ROWS
     # Merging a pack's rows would take more registers than reading their keys.
-    table = many or batch.packs is not None
+    table = are_many or batch.packs is not None
     stride = 1 if batch.packs is None else batch.packs.shape[1]
     # A single level writes all splits of the rows that it covers. With several, a row may be in some of them only.
     parts = new_partials(rows, splits, chunks=chunks.num_chunks, stride=stride, table=table, filled=len(levels) > 1)

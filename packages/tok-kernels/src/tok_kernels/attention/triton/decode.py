@@ -58,7 +58,7 @@ def max_pack_rows(group: int) -> int:
         "min_keys",
         "max_chunks",
     ],
-    do_not_specialize_on_alignment=["slots_ptr", "start_ptr", "len_ptr", "packs_ptr", "page_table_ptr"],
+    do_not_specialize_on_alignment=["counters_ptr", "slots_ptr", "start_ptr", "len_ptr", "packs_ptr", "page_table_ptr"],
 )
 def _decode_attention_kernel(
     q_ptr: tl.tensor,
@@ -294,7 +294,8 @@ def decode_by_chunks(
     """Attend from the first `num_decode` rows to their own keys, by chunks.
 
     Without a table of chunks in `parts`, this kernel also merges all partial results into the outputs. If there are
-    splits, the kernel launched before must be the tiles that write the last of them.
+    splits, the kernel launched before must be the tiles that write the last of them. This kernel then reads and writes
+    while the tiles still run: they did not start early, so all kernels before them have ended.
     """
     options = {"CHUNKED": True, "MERGED": parts.chunks is None, "PRIOR": False, "BESIDE_TILES": parts.splits > 0}
     options |= config.pdl_options(operands.q.device)

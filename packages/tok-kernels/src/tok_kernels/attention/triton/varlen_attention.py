@@ -128,7 +128,7 @@ def _varlen_attention_kernel(
     2. Compute which keys each row sees, and the program's part of them.
     3. Load the queries, and partial result 0 if `prior`.
     4. Run online softmax over up to three ranges of keys: window mask, no mask, causal mask.
-    5. Store the output, or the split's partial result.
+    5. Store the output, or the split's partial result. Split 0 also marks the tile's unused splits.
 
     q_ptr, out_ptr           [T, H, HEAD]; out_ptr is contiguous
     part_out_ptr             float32 [splits, rows, H, HEAD], partial outputs
