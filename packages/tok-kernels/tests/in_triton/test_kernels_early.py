@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tok_kernels import AttentionBatch, CascadeLevel, LayerCache, rope_table
+from tok_kernels import AttentionBatch, CascadeLevel, Exchange, LayerCache, rope_table
 from tok_kernels.backends.triton import InvariantTritonBackend, TritonBackend
+from tok_kernels.collectives.triton_all_reduce import one_shot_all_reduce
 from tok_kernels.launch_config import pdl_options, supports_pdl
 
 HEADS, KV_HEADS, HEAD, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 64, 2048, 8192, 6
@@ -111,6 +112,53 @@ def test_pdl_layers_replayed_or_launched_equal_synchronized_layers(
         x.normal_()
         launched = layers.run(x, lambda: None)
         assert torch.equal(launched, layers.run(x, torch.cuda.synchronize))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_all_reduces_between_linear_layers_of_replayed_graphs_are_exact(rows: int) -> None:
+    """Both ranks run on one GPU, in a stream each. It holds all programs at once, so that none keeps another out."""
+    device, backend, size, rounds = torch.device("cuda"), TritonBackend(), 256, 4
+    buffers = [torch.zeros(Exchange.buffer_bytes(2), dtype=torch.uint8, device=device) for _ in range(2)]
+    channels = [Exchange.from_buffers(buffers, rank, timeout_seconds=10.0).all_reduce for rank in range(2)]
+    weights = torch.randn((2, size, size), device=device).div_(math.sqrt(size)).bfloat16()
+    x = torch.randn((rows, size), device=device).bfloat16()
+
+    def step(x: Tensor, reduce: Callable[[int, Tensor, Tensor], Tensor], rank: int, rounds: int) -> Tensor:
+        x = x.clone()
+        for _ in range(rounds):
+            x = reduce(rank, backend.linear(x, weights[rank]), x)
+        return x
+
+    def exchange(rank: int, part: Tensor, residual: Tensor) -> Tensor:
+        return one_shot_all_reduce(part, channels[rank], residual)
+
+    def add(_rank: int, _part: Tensor, residual: Tensor) -> Tensor:
+        parts = [backend.linear(residual, weight).float() for weight in weights]
+        return (parts[0] + parts[1] + residual.float()).bfloat16()
+
+    for buffer in buffers:
+        buffer.zero_()  # as if all words had arrived: a capture must not load kernels
+    for rank in range(2):
+        step(x, exchange, rank, 1)
+    streams, graphs, found = [], [], []
+    for rank, channel in enumerate(channels):
+        channel.epochs.zero_()
+        buffers[rank].fill_(0xFF)
+        streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[rank], stream=streams[rank]):
+            found.append(step(x, exchange, rank, rounds))
+    for _ in range(REPLAYS):
+        x.normal_()
+        torch.cuda.synchronize()
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        expected = step(x, add, 0, rounds)
+        assert torch.equal(found[0], expected)
+        assert torch.equal(found[1], expected)
 
 
 def test_pdl_is_off_on_a_cpu() -> None:

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tok_kernels.collectives.exchange import MAX_ALL_REDUCE_BYTES, UNITS_PER_PROGRAM, ExchangeChannel
 from tok_kernels.collectives.triton_signals import (
@@ -17,6 +18,7 @@ from tok_kernels.collectives.triton_signals import (
     receive_unit,
     store_unit,
 )
+from tok_kernels.launch_config import pdl_options
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WARPS = 4  # one unit per thread
@@ -53,6 +55,7 @@ def one_shot_all_reduce(x: Tensor, channel: ExchangeChannel, residual: Tensor | 
         PROGRAMS=channel.programs,
         WORDS=channel.words,
         num_warps=_WARPS,
+        **pdl_options(x.device),
     )
     return out
 
@@ -77,6 +80,7 @@ def _sum_over_ranks_kernel(
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """All-reduce WORDS words of `x` into `out`; each thread sums one unit of 16 bytes over all ranks.
 
@@ -90,7 +94,11 @@ def _sum_over_ranks_kernel(
     x, out                    contiguous, aligned to 16 bytes
     units                     units of 16 bytes of x
     buffers to timeout_ticks  fields of the `ExchangeChannel`
+    PDL                       this kernel may start before its predecessor ends
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     unit = tl.arange(0, WORDS // 4)
     mask = program * (WORDS // 4) + unit < units
