@@ -96,9 +96,7 @@ def test_trl_async_grpo_pauses_and_generates_turns(url: str) -> None:
     assert all(one <= 0 for one in logprobs)
 
 
-def test_prime_rl_updates_from_a_directory_and_salts_the_cache_with_the_policy_version(
-    url: str, tmp_path: Path
-) -> None:
+def test_prime_rl_updates_from_a_directory_and_salts_with_the_version(url: str, tmp_path: Path) -> None:
     get(url, "/health")
     (model,) = get(url, "/v1/models")["data"]
     assert (model["id"], model["max_model_len"]) == (NAME, 1024)

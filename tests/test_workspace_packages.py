@@ -1,4 +1,4 @@
-"""Tests of repository rules: package files, docstrings, file lengths, unique names, no registry hosts."""
+"""Tests of repository rules: package files, docstrings, file lengths, names, no registry hosts."""
 
 from __future__ import annotations
 
@@ -75,6 +75,15 @@ def test_public_class_names_are_unique_across_packages() -> None:
 def test_test_files_have_unique_names() -> None:
     names = [path.name for path in files() if path.name.startswith("test_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_names_of_tests_have_at_most_70_characters() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files() if path.name.startswith("test_")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = [name for name in functions if name.startswith("test_")]
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > 70] == []
 
 
 def test_no_file_names_a_package_registry() -> None:

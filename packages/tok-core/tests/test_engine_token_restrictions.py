@@ -90,7 +90,7 @@ def greedy(**more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small steps and pages"])
-def test_greedy_tokens_with_allowed_ids_and_bad_words_equal_masked_transformers(
+def test_greedy_tokens_with_allowed_ids_and_bad_words_equal_transformers(
     path: Path, tokenizer: Tokenizer, letters: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     params, wanted = [], []

@@ -88,7 +88,7 @@ def test_start_captures_the_largest_graphs_and_steps_the_others_once(graphs: Dec
     assert len(graphs) == 7
 
 
-def test_steps_with_drafts_replay_graphs_of_their_own_whose_rows_form_packs(
+def test_steps_with_drafts_replay_other_graphs_whose_rows_form_packs(
     model: CausalLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_STALL_SECONDS", np.inf)

@@ -76,7 +76,7 @@ def keys_in_order(functions: Sequence[JITFunction], compute: Callable[[JITFuncti
     return {id(function): function.cache_key for function in functions}
 
 
-def test_keys_of_kernels_do_not_depend_on_the_order_in_which_they_are_computed() -> None:
+def test_keys_of_kernels_do_not_depend_on_the_order_of_computing_them() -> None:
     functions = functions_of_kernels()
     assert len(functions) > 50
     forth, back = (keys_in_order(order, hash_kernel) for order in (functions, functions[::-1]))
@@ -113,7 +113,7 @@ def test_recorded_variants_are_compiled_by_processes_and_then_loaded(compiling: 
 
 
 @FORKS
-def test_variant_that_cannot_be_compiled_is_named_and_the_others_are_compiled(compiling: Path) -> None:
+def test_a_variant_that_fails_to_compile_is_named_and_others_compile(compiling: Path) -> None:
     with record(90) as variants:
         normalise(96)
     (variant,) = variants.values()

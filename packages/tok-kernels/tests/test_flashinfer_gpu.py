@@ -73,7 +73,7 @@ def test_flashinfer_phases_over_a_nan_filled_cache_match_the_reference(shape: At
             assert error(out[rows], expected[rows]) < TOLERANCE, one
 
 
-def test_flashinfer_phases_over_an_fp8_cache_with_scales_match_the_reference(shape: AttentionShape) -> None:
+def test_flashinfer_phases_over_a_scaled_fp8_cache_match_the_reference(shape: AttentionShape) -> None:
     case = build(Shape(16, 8, 4, shape.head_dim, RUNS, ((40, 0), (3, 90)), 3), CUDA, torch.bfloat16)
     k_scale, v_scale = torch.logspace(-3, 1, 8, device=CUDA), torch.logspace(2, -2, 8, device=CUDA)
     k, v = (x.to(torch.float8_e4m3fn) for x in (case.cache.k, case.cache.v))

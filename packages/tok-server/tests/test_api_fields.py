@@ -88,7 +88,7 @@ def test_fields_without_effect_are_accepted_and_listed_as_ignored(server: Server
                 assert "x-tok-ignored" not in answer.headers
 
 
-def test_effort_and_verbosity_that_the_template_lacks_are_listed_as_ignored(server: Server) -> None:
+def test_effort_and_verbosity_that_templates_lack_are_listed_as_ignored(server: Server) -> None:
     messages = [{"role": "user", "content": "hi"}]
     answer = server.chat(messages=messages, max_tokens=1, reasoning_effort="high", verbosity="low")
     assert answer.status == 200, answer.body

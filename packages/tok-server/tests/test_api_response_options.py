@@ -81,7 +81,7 @@ def test_sampling_fields_of_chat_completions_reach_the_job(server: Server) -> No
     assert answer.json()["usage"]["output_tokens"] == 9  # type: ignore[index]
 
 
-def test_structured_outputs_and_template_variables_are_those_of_chat_completions(server: Server) -> None:
+def test_structured_outputs_and_template_variables_equal_those_of_chat(server: Server) -> None:
     assert text_of(ask(server, structured_outputs={"choice": ["maybe"]})) == "maybe"
     assert text_of(ask(server, structured_outputs={"regex": "[a-c]{5}"}, seed=1)).strip("abc") == ""
     job = parsed(server, chat_template_kwargs={"enable_thinking": False})

@@ -41,7 +41,7 @@ def test_flags_choose_the_directory_and_whether_it_is_required(monkeypatch: pyte
     assert settings_of("--no-batches", "--data-dir", "here").data_dir is None
 
 
-def test_second_server_on_the_default_directory_has_no_batches_and_says_why(
+def test_second_server_on_the_default_directory_says_why_it_has_no_batches(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = str(tmp_path / "tok" / "batches--tiny")

@@ -83,7 +83,7 @@ def test_chat_template_renders_the_training_format(tokenizer: PreTrainedTokenize
     assert ChatTemplate.load(MODEL_DIR).render(CHAT) == wanted
 
 
-def test_chat_template_renders_tools_calls_and_results_in_the_training_format(
+def test_chat_template_renders_tools_calls_and_results_as_in_training(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     draw = ProblemSampler(Random(0))
@@ -137,7 +137,7 @@ def test_demo_model_solves_nearly_all_problems_of_one_step(solver: Solver) -> No
     assert sum(count_right(problems, answers)) >= 38
 
 
-def test_demo_model_calls_a_calculator_reads_its_result_and_leaves_other_tools_alone(solver: Solver) -> None:
+def test_demo_model_calls_a_calculator_and_reads_its_result_only(solver: Solver) -> None:
     for kind, chats in tool_chats(10).items():
         answers = solver.answers([chat.prompt for chat in chats], 1, 0)
         right = sum(answer.endswith(chat.wanted) for (answer,), chat in zip(answers, chats, strict=True))

@@ -45,7 +45,7 @@ def gained(server: Server, before: dict[str, float], name: str) -> float:
     return samples(server)[name] - before[name]
 
 
-def test_times_and_lengths_of_a_request_are_observed_once_per_prompt_and_sample(server: Server) -> None:
+def test_times_and_lengths_are_observed_once_per_prompt_and_sample(server: Server) -> None:
     before = samples(server)
     body = {"prompt": ["one two three", "one"], "n": 3, "max_tokens": 5, "ignore_eos": True}
     answer = server.complete(**body)

@@ -132,7 +132,7 @@ def test_rope_and_write_kv_fills_an_fp8_cache_as_the_reference_does(
         assert float((mine != other).logical_and(~other.isnan()).float().mean()) < 0.01
 
 
-def test_the_reference_divides_rows_by_their_heads_scales_and_multiplies_queries() -> None:
+def test_the_reference_divides_rows_by_head_scales_and_multiplies_queries() -> None:
     k, v = (torch.tensor(heads).view(1, 2, 1).expand(1, 2, 2) for heads in ([900.0, 3.0], [7.0, 0.001]))
     scales = torch.tensor([2.0, 0.25]), torch.tensor([0.5, 2.0**-12])
     cache, table = empty_cache(1, 2, 2, CPU, scales), rope_table(2, 1, 10000.0)

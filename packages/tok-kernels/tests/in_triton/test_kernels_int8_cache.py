@@ -262,7 +262,7 @@ def test_gpus_without_float8_read_an_int8_cache_by_triton(monkeypatch: pytest.Mo
         compose(cuda, "flashinfer", shape, None)
 
 
-def test_measured_steps_have_an_int8_cache_that_holds_their_keys_and_values() -> None:
+def test_measured_steps_have_an_int8_cache_of_their_keys_and_values() -> None:
     step, outs = AttentionStep(rows=4, own=20, groups=2, prefix=32), list[Tensor]()
     for cache_dtype in (torch.float32, INT8):
         problem = new_problem(step, AttentionShape(4, 2, 32, 16, 1, torch.float32, cache_dtype), CPU, 1 << 20)

@@ -115,9 +115,7 @@ def test_blocks_of_tokens_use_the_copies_of_an_expert_in_turn(device: torch.devi
 
 
 @pytest.mark.parametrize("value", [0.5, float("-inf"), float("nan")])
-def test_experts_of_equal_logits_are_different_ones_and_the_lowest_come_first(
-    value: float, device: torch.device
-) -> None:
+def test_experts_of_equal_logits_are_distinct_and_the_lowest_come_first(value: float, device: torch.device) -> None:
     for backend in BACKENDS:
         routing = backend.select_experts(torch.full((3, 6), value, device=device), 4, normalize=True)
         assert routing.expert_TC.tolist() == [[0, 1, 2, 3]] * 3

@@ -123,7 +123,7 @@ def test_a_row_without_a_distribution_has_no_finite_processed_logprob(
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_processed_logprobs_over_a_sharded_vocabulary_equal_those_of_plain_torch(
+def test_processed_logprobs_over_a_sharded_vocabulary_equal_plain_torch(
     backend: ReferenceBackend | TritonBackend, device: torch.device
 ) -> None:
     logits, batch = logits_of(device), batch_of(device)
