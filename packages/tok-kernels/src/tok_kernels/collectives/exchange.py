@@ -14,8 +14,8 @@ sends to each other rank in each of these kernels.
 
 No deadlock occurs. A program sends its words before it waits, and waits only for programs of the same index. GPUs start
 programs in the order of their indices. So the running program of the lowest index always receives its words.
-Kernels that start early (PDL) keep no program out, since they start once all programs of the kernel run. Ranks on one GPU
-could keep each other out, so each rank needs a GPU of its own.
+Kernels that start early (PDL) keep no program out, since they start once all programs of the kernel run. Ranks on one
+GPU could keep each other out, so each rank needs a GPU of its own.
 """
 
 from __future__ import annotations
