@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
 from tok_core.manager.kv_cache.tree_nodes import Node
 from tok_core.manager.prefix_groups import cascade, grouping, with_drafts
-from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, read_cost
+from tok_core.manager.prefix_groups.cascade import COSTS, CascadeCosts, best_cascade, choices, most_saved, read_cost
 from tok_core.manager.prefix_groups.grouping import Grouping, Groups, MostPagesSaved
 from tok_core.messages import Int32, Int64
 
@@ -171,6 +171,12 @@ def path_of(node: Node) -> list[Node]:
 def test_best_cascade_saves_as_much_as_an_exhaustive_search(made: Rows, levels: int, cost: CascadeCosts) -> None:
     found = best_cascade(cascade.find_branch_points(made.tree, np.bincount(made.node_ids)), levels, cost)
     assert found.saved == best_saving(made, levels, cost)
+
+
+@given(rows(most=30), st.integers(1, 3), costs([0, 0.25, 1, 2.5], [0]))
+def test_no_cascade_saves_more_than_the_upper_bound(made: Rows, levels: int, cost: CascadeCosts) -> None:
+    branches = cascade.find_branch_points(made.tree, np.bincount(made.node_ids))
+    assert best_cascade(branches, levels, cost).saved <= most_saved(branches, cost)
 
 
 @given(rows(most=30), costs([0.25, 1, 2.5], [0, 5, 20], [0, 3, 20]))

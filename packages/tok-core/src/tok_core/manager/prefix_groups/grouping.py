@@ -16,7 +16,7 @@ from tok_core.manager.prefix_groups.cascade import (
     best_cascade,
     choices,
     find_branch_points,
-    read_cost,
+    most_saved,
 )
 from tok_core.messages import MAX_CASCADE_LEVELS, GroupLevel, Int32, Int64
 
@@ -192,17 +192,11 @@ def _shrink_level(level: GroupLevel, until: Int64, slots: Int64) -> GroupLevel:
 
 def _best_chains(branches: BranchPoints, costs: CascadeCosts) -> Int64:
     """Return the chain of each branch, in as many levels as pay off; 0 everywhere if none does."""
-    # No choice saves more than `most`: all shared pages are read once, and a row costs as a member, or saves nothing.
-    pages, one = branches.depth - branches.depth[branches.up], read_cost(1, costs)
-    most = float(((branches.rows * one - read_cost(branches.rows, costs)) * pages).sum())
-    own_rows = branches.rows.copy()
-    np.subtract.at(own_rows, branches.up[1:], branches.rows[1:])
-    most -= float((own_rows * np.minimum(costs.member, branches.depth * one)).sum())
     best = best_cascade(branches, 1, costs)
     if best.saved <= costs.first:
         return np.zeros_like(best.chain)
     for levels in range(2, 1 + min(MAX_CASCADE_LEVELS, len(branches.height_start) - 2)):
-        if most - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
+        if most_saved(branches, costs) - best.saved <= costs.level or choices(branches, levels) > MAX_GROUPING_CHOICES:
             break
         more = best_cascade(branches, levels, costs)
         if more.saved - best.saved <= costs.level:
