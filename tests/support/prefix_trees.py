@@ -57,5 +57,5 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
     assert node.depth == node.parent.depth + len(node.pages)
     assert node.used <= node.parent.used
     assert node.parent.children[node.key] is node
-    assert node.key == tree._key(node.parent, node.tokens, node.key[: -tree._width])
+    assert node.key == tree._key(node.parent, node.tokens.tobytes(), node.key[: -tree._width])
     assert node.queued or node.locks or node.children

@@ -9,7 +9,7 @@ import numpy as np
 
 from tok_core.manager.kv_cache.page_allocator import PageAllocator, PageCopies
 from tok_core.manager.kv_cache.prefix_tree import PrefixTree
-from tok_core.manager.kv_cache.tree_nodes import Insertion
+from tok_core.manager.kv_cache.tree_nodes import Insertion, Node
 from tok_core.manager.sequences import SequenceTable
 from tok_core.messages import EMPTY, Int32, Int64, SharedPages
 
@@ -58,13 +58,13 @@ class Paging:
     def depth_in_common(self, slots: Int64) -> Int64:
         """Return how many leading pages of each slot other slots or retained prompts hold, too; int64 [n]."""
         table, tree = self.table, self.tree
-        node = table.node[slots]
+        node = table.node[slots].astype(np.int64)  # NumPy indexes by int64 in half the time
         rows = tree.single_lock[node].nonzero()[0]
         while len(rows):
             node[rows] = tree.parent[node[rows]]
             rows = rows[tree.single_lock[node[rows]] & (node[rows] != tree.root.id)]
-        depth: Int64 = np.where(tree.single_lock[node], 0, tree.depth[node]).astype(np.int64)
-        return np.minimum(depth, table.num_shared[slots], dtype=np.int64)
+        depth: Int64 = np.where(tree.single_lock[node], 0, tree.depth[node])
+        return np.minimum(depth, table.num_shared[slots])
 
     def evict_until_free(self, count: int) -> bool:
         """Evict the least recently used cached pages until `count` pages are free; return whether they are."""
@@ -141,7 +141,7 @@ class Paging:
         page = table.tokens[slot, shared * page_size : (shared + 1) * page_size]
         if self.tree.continues(node, page, table.salt[slot]):
             return
-        added = self._extend(slot, shared, depth)
+        added = self._extend(slot, node, shared, depth)
         self.allocator.release(added.duplicates)
         self._hold(slot, added.node.id)
         table.num_shared[slot] = depth
@@ -191,10 +191,9 @@ class Paging:
         self._changes = []
         return shared, slot.astype(np.int32), index.astype(np.int32), self.table.pages[slot, index]
 
-    def _extend(self, slot: int, shared: int, depth: int) -> Insertion:
-        """Hand the slot's pages `[shared, depth)` over to the tree."""
+    def _extend(self, slot: int, node: Node, shared: int, depth: int) -> Insertion:
+        """Hand the slot's pages `[shared, depth)`, which follow on its `node`, over to the tree."""
         table, size = self.table, self.page_size
-        node = self.tree.node(int(table.node[slot]))
         tokens, pages = table.tokens[slot, shared * size : depth * size], table.pages[slot, shared:depth]
         return self.tree.extend(node, tokens, pages, table.salt[slot])
 
@@ -207,7 +206,7 @@ class Paging:
         for slot, node_id, first, end in zip(*(column.tolist() for column in columns), strict=True):
             if holders[node_id] >= MIN_TOGETHER_SLOTS:
                 together[node_id, first, end, table.salt[slot]].append(slot)
-            elif len(duplicates := self._extend(slot, first, end).duplicates):
+            elif len(duplicates := self._extend(slot, self.tree.node(node_id), first, end).duplicates):
                 back.append(duplicates)
         for (node_id, first, end, salt), some in together.items():
             rows = np.array(some)[:, None]

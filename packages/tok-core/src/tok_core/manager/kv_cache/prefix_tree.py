@@ -54,7 +54,7 @@ class PrefixTree:
 
     def match(self, tokens: Int32, salt: bytes = b"") -> Match:
         """Return the longest prefix of `tokens`, int32 [n], cached in whole pages. Split a node that it ends within."""
-        node, pages = self._descend(self.root, np.asarray(tokens, np.int32), salt)
+        node, pages = self._descend(self.root, np.asarray(tokens, np.int32).tobytes(), salt)
         self._touch(node)
         return Match(node, pages, len(pages) * self.page_size)
 
@@ -89,7 +89,7 @@ class PrefixTree:
 
     def continues(self, node: Node, tokens: Int32, salt: bytes = b"") -> bool:
         """Return whether a page of `tokens`, int32 [page_size], follows on `node`; the lookup does not count as use."""
-        return bool(node.children) and self._key(node, tokens, salt) in node.children
+        return bool(node.children) and self._key(node, tokens.tobytes(), salt) in node.children
 
     def lock(self, node: Node, count: int = 1) -> None:
         """Add `count` locks to `node` and its ancestors, which protect them from eviction until `unlock`."""
@@ -103,9 +103,10 @@ class PrefixTree:
 
     def unlock(self, node: Node, count: int = 1) -> None:
         """Remove `count` locks from `node` and its ancestors, which count as used until now."""
-        self._touch(node)
+        self._clock += 1
         at: Node | None = node
         while at is not None:
+            at.used = self._clock
             assert at.locks >= count, f"node {at.id} is unlocked more often than locked"
             at.locks -= count
             if at.locks < 2:
@@ -135,7 +136,7 @@ class PrefixTree:
         node.pages = np.concatenate((node.pages, pages), dtype=np.int32)
         self._deepen(node, len(pages))
         self.pages += len(pages)
-        return Insertion(node, pages, EMPTY)  # the caller's unlock will set the time of last use
+        return Insertion(node, EMPTY, pages)  # the caller's unlock will set the time of last use
 
     def extend_each(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Int32:
         """Like `extend` for each row of `tokens`, int32 [n, k · page_size], and `pages`, int32 [n, k], on one node.
@@ -182,21 +183,21 @@ class PrefixTree:
                 self._trim(node, len(freed[-1]))
         return np.concatenate(freed)
 
-    def _descend(self, node: Node, tokens: Int32, salt: bytes) -> tuple[Node, Int32]:
-        """Return the node below `node` where the cached part of `tokens` ends, and the pages down to there."""
-        if not node.children:
-            return node, EMPTY
-        data, width, at, pages = tokens.tobytes(), self._width, 0, [EMPTY]
+    def _descend(self, node: Node, data: bytes, salt: bytes) -> tuple[Node, Int32]:
+        """Return the node below `node` where the cached part of `data`, bytes of tokens, ends, and its pages."""
+        width, at, pages = self._width, 0, list[Int32]()
         whole = len(data) // width * width
         while at < whole:
-            child = self._child(node, (salt if node is self.root else b"") + data[at : at + width])
+            child = self._child(node, self._key(node, data, salt, at))
             if child is None:
                 break
             common = self._common(child, data, at)
             node = child if common == len(child.pages) else self._split(child, common)
             pages.append(node.pages)
             at += common * width
-        return node, np.concatenate(pages) if len(pages) > 1 else EMPTY
+        if not pages:
+            return node, EMPTY
+        return node, pages[0] if len(pages) == 1 else np.concatenate(pages)
 
     def _common(self, node: Node, data: bytes, start: int) -> int:
         """Return how many of the node's pages match `data`, the bytes of tokens, from byte `start` on; at least 1."""
@@ -211,19 +212,16 @@ class PrefixTree:
     def _insert_below(self, node: Node, tokens: Int32, pages: Int32, salt: bytes) -> Insertion:
         assert len(tokens) == len(pages) * self.page_size, f"{len(tokens)} tokens in {len(pages)} pages"
         tokens = np.asarray(tokens, np.int32)
-        if len(pages) and (key := self._key(node, tokens, salt)) not in node.children:  # the common case
-            return Insertion(self._add_leaf(node, tokens, pages, key), pages, EMPTY)
-        node, kept = self._descend(node, tokens, salt)
+        data = tokens.tobytes()
+        node, kept = self._descend(node, data, salt)
         known = len(kept)
-        duplicates = pages[:known][pages[:known] != kept]
         if known < len(pages):
-            rest = tokens[known * self.page_size :]
-            node = self._add_leaf(node, rest, pages[known:], self._key(node, rest, salt))
-            kept = np.concatenate((kept, pages[known:]))
+            key = self._key(node, data, salt, known * self._width)
+            node = self._add_leaf(node, tokens[known * self.page_size :], pages[known:], key)
         else:
             self._touch(node)
             self._queue_if_evictable(node)
-        return Insertion(node, kept, duplicates)
+        return Insertion(node, kept, pages)
 
     def _add_leaf(self, parent: Node, tokens: Int32, pages: Int32, key: bytes) -> Node:
         """Add an unlocked leaf with copies of `tokens` and `pages`."""
@@ -306,7 +304,7 @@ class PrefixTree:
         self.parent[lower.id] = upper.id
         lower.parent = upper
         lower.tokens, lower.pages = lower.tokens[cut:].copy(), lower.pages[count:].copy()
-        lower.key = self._key(upper, lower.tokens, b"")
+        lower.key = lower.tokens[: self.page_size].tobytes()
         upper.children[lower.key] = lower
         return upper
 
@@ -346,6 +344,7 @@ class PrefixTree:
             node.queued = True
             heappush(self._queue, (node.used, node.id))
 
-    def _key(self, parent: Node, tokens: Int32, salt: bytes) -> bytes:
-        """Return the key by which `parent` finds a node with these tokens."""
-        return (salt if parent is self.root else b"") + tokens[: self.page_size].tobytes()
+    def _key(self, parent: Node, data: bytes, salt: bytes, start: int = 0) -> bytes:
+        """Return the key by which `parent` finds a node with the tokens whose bytes are `data` from `start` on."""
+        page = data[start : start + self._width]
+        return salt + page if parent is self.root else page

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from tok_core.messages import Int32
+import numpy as np
+
+from tok_core.messages import EMPTY, Int32
 
 
 class Node:
@@ -50,14 +52,28 @@ class Match(NamedTuple):
 class Insertion(NamedTuple):
     """Result of inserting pages.
 
-    node        node that ends with the last of them
-    pages       the tree's page for each inserted page, int32 [k]
-    duplicates  pages that the tree did not take because it had their tokens already; they stay the caller's
+    node      node that ends with the last of them
+    kept      the tree's pages for the first j of them, whose tokens it had already, int32 [j]
+    inserted  the inserted pages, int32 [k]
     """
 
     node: Node
-    pages: Int32
-    duplicates: Int32
+    kept: Int32
+    inserted: Int32
+
+    @property
+    def pages(self) -> Int32:
+        """Return the tree's page for each inserted page, int32 [k]."""
+        return np.concatenate((self.kept, self.inserted[len(self.kept) :]))
+
+    @property
+    def duplicates(self) -> Int32:
+        """Return the pages that the tree did not take because it had their tokens; they stay the caller's."""
+        if not len(self.kept):  # the common case
+            return EMPTY
+        first = self.inserted[: len(self.kept)]
+        duplicates: Int32 = first[first != self.kept]
+        return duplicates
 
 
 class Leaf(NamedTuple):
