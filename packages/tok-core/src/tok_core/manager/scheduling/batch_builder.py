@@ -161,7 +161,9 @@ class BatchBuilder:
             sample_slot = np.concatenate((decode_slot, array(self.sampling_slots)))
             sample_row = np.concatenate((sample_row, array(self.sampling_chunks) + np.int32(rows)))
             computed = np.concatenate((decode, chunk_slot))
-        masked = _rows(table.guided[sample_slot] | (table.allowed_set[sample_slot] >= 0))
+        slots = sample_slot.astype(np.int64)  # NumPy indexes by int64 in half the time
+        top_logprobs = table.top_logprobs[slots]
+        masked = _rows(table.guided[slots] | (table.allowed_set[slots] >= 0))
         masks = self.grammars.masks(sample_slot[masked])
         tokens = [table.tokens[slot, first : first + size] for slot, first, size in self.chunks]
         return StepInput(
@@ -181,18 +183,18 @@ class BatchBuilder:
             copy_dst=changes.copy_dst,
             sample_row=sample_row,
             sample_slot=sample_slot,
-            filter_row=_rows(table.filters[sample_slot]),
-            penalty_row=_rows(table.penalises[sample_slot]),
-            bias_row=_rows(table.length[sample_slot] < table.bias_until[sample_slot]),
-            top_logprobs=int(table.top_logprobs[sample_slot].max(initial=0)),
-            all_greedy=bool(table.greedy[sample_slot].all()),
+            filter_row=_rows(table.filters[slots]),
+            penalty_row=_rows(table.penalises[slots]),
+            bias_row=_rows(table.length[slots] < table.bias_until[slots]),
+            top_logprobs=int(top_logprobs.max(initial=0)),
+            all_greedy=bool(table.greedy[slots].all()),
             max_kv=int((table.length[computed] + table.ahead[computed]).max(initial=0)),
             prompts=requested_prompt_outputs(table, self.chunks, self.asking) if self.asking else None,
             shared=changes.shared,
             mask_row=masked,
             mask_index=masks.mask_index,
             bitmask=masks.bitmask,
-            top_row=_rows(table.top_logprobs[sample_slot]),
+            top_row=_rows(top_logprobs > 0),
             drafts=self.lent.model_drafts,
             moves=self._slot_moves(decode) if self.moves else None,
             verify_rows=self.lent.verify_rows,
@@ -286,7 +288,9 @@ PLAIN = SamplingParams(temperature=0, seed=0)
 def _column(params: Sequence[SamplingParams], name: str, column: DeviceColumn) -> np.ndarray:
     """Return the values of one parameter, clipped to 0 and NEVER if its column is int32."""
     values = [getattr(one, name) for one in params]
-    return np.clip(values, 0, NEVER).astype(np.int32) if column.dtype == "int32" else np.array(values, column.dtype)
+    if column.dtype == "int32":
+        values = [min(max(value, 0), NEVER) for value in values]
+    return np.array(values, column.dtype)
 
 
 def _rows(mask: np.ndarray) -> Int32:

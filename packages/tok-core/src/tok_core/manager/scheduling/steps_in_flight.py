@@ -117,6 +117,8 @@ class Microbatches:
         Such sequences wait for a token's value, or prefill several tokens at once.
         """
         table = self._table
+        if not table.guided.any():
+            return np.empty(0, np.int64)
         among = table.guided & (table.length >= table.prompt_len)
         among &= (table.state == State.DECODE) | (table.state == State.PREFILL)
         among[decode] = False
