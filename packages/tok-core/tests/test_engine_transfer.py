@@ -24,7 +24,7 @@ from support.patience import wait_until
 from support.serving import free_port
 from support.tiny_models import change_weights, make_model, reference_greedy
 from support.trainer import read_line, send_line, trainer, update_info, weights
-from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
+from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.engine import weight_transfer
 from tok_core.worker.transfer.trainer_group import read_unique_id
 
@@ -369,6 +369,22 @@ def test_requests_run_while_the_trainer_does_not_listen_yet(old: Path, monkeypat
         may_go_on.set()
         with pytest.raises(ModelError, match=rf"at 127\.0\.0\.1:{port}: the trainer cannot be reached"):
             join.result(60)
+
+
+def test_waiting_for_a_trainer_ends_if_cancelled_or_with_the_engine(old: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        with cpu_engine(old) as engine:
+            cancelled, port = threading.Event(), free_port()
+            waiting, other = (
+                pool.submit(engine.weight_transfer.join, "127.0.0.1", port, rank_offset=1, world_size=2, cancelled=one)
+                for one in (cancelled, None)
+            )
+            cancelled.set()
+            with pytest.raises(ModelError, match=rf"at 127\.0\.0\.1:{port}: the wait for the trainer was cancelled"):
+                waiting.result(60)
+            assert not other.done()
+        with pytest.raises(EngineClosed):
+            other.result(60)
 
 
 def test_only_nccls_id_is_unpickled() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from support.patience import wait_until
 from support.serving import Answer, Server, free_port, serving
 from support.tiny_models import make_model, reference_greedy
 from support.trainer import read_line, send_line, trainer, update_info, weights
+from tok_core.engine import weight_transfer
 
 PROMPT = [5, 6, 7, 8, 9]
 ASKED = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
@@ -51,9 +55,12 @@ def expected(path: Path, count: int = 8) -> list[int]:
     return reference_greedy(path, [PROMPT], count)[0][0]
 
 
+def group_at(port: int) -> dict[str, object]:
+    return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+
+
 def join(server: Server, port: int) -> Answer:
-    group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-    return post(server, "/init_weight_transfer_engine", {"init_info": group})
+    return post(server, "/init_weight_transfer_engine", {"init_info": group_at(port)})
 
 
 def test_a_second_trainer_waits_for_the_first_one_and_may_follow_its_death(
@@ -80,6 +87,33 @@ def test_a_second_trainer_waits_for_the_first_one_and_may_follow_its_death(
             send_line(second)
             assert post(server, "/update_weights", info).status == 200
             assert post(server, "/finish_weight_update").status == 200
+    assert tokens(server) == expected(new_model)
+
+
+def test_a_client_that_gives_up_no_longer_waits_for_its_trainer(
+    restored: Server, new_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, port, ends = restored, free_port(), list[str]()
+    wait_for_store = weight_transfer._wait_for_store
+
+    def wait(*arguments: Any) -> None:
+        ends.append("begun")
+        try:
+            wait_for_store(*arguments)
+        finally:
+            ends.append("ended")
+
+    monkeypatch.setattr(weight_transfer, "_wait_for_store", wait)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/init_weight_transfer_engine", json.dumps({"init_info": group_at(port)}))
+    wait_until(lambda: ends == ["begun"])
+    connection.close()
+    wait_until(lambda: ends == ["begun", "ended"])
+    with trainer(port, 2, new_model) as process:
+        assert join(server, port).status == 200
+        assert read_line(process) == "joined"
+        send_line(process)
+        assert post(server, "/update_weights", {"update_info": update_info(weights(new_model))}).status == 200
     assert tokens(server) == expected(new_model)
 
 

@@ -179,6 +179,11 @@ class EngineControl:
         return len(self._replica_set.running()), len(self._replica_set.records), info.tp * info.pp
 
     @property
+    def closed(self) -> bool:
+        """Return whether the engine has been closed."""
+        return self._replica_set.closed
+
+    @property
     def needs_all_tensors(self) -> bool:
         """Return whether a replica has lost its weights, by a restart after a trainer's update or by a sleep."""
         return bool(self._stale_replicas) or not self._weights_kept

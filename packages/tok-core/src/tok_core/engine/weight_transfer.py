@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
-from tok_core.errors import EngineDead, InvalidField, ModelError, TokError
+from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError
 from tok_core.messages import (
     TENSOR_DTYPES,
     CheckStaged,
@@ -50,6 +51,9 @@ class WeightControl(Protocol):
     def workers(self) -> tuple[int, int, int]: ...
 
     @property
+    def closed(self) -> bool: ...
+
+    @property
     def needs_all_tensors(self) -> bool: ...
 
 
@@ -84,6 +88,7 @@ class WeightTransfer:
         name: str = VLLM_GROUP,
         protocol: GroupProtocol = "torch",
         bucket_bytes: int = 0,
+        cancelled: threading.Event | None = None,
     ) -> None:
         """Join a group of a trainer, which is rank 0 and serves a TCPStore at `address` and `port`.
 
@@ -92,19 +97,29 @@ class WeightTransfer:
         protocol     "torch": a process group as made by SGLang's init_custom_process_group, with NCCL on GPUs and gloo
                      on CPUs. "vllm": NCCL's id in the store, and a one-element all-reduce; on CPUs the same as "torch"
         bucket_bytes default of `receive`
+        cancelled    ends the wait for the trainer's store when it is set
 
         Requests run until the trainer's store can be reached; then workers wait for the other members of the group.
 
-        Raises ModelError if the trainer is not reached within 5 minutes.
+        Raises ModelError if the trainer is not reached within 5 minutes, or if the wait is cancelled, and EngineClosed
+        if the engine is closed meanwhile.
         """
+        place = f"group {name!r} at {address}:{port}"
+
+        def check_wait() -> None:
+            if self._control.closed:
+                raise EngineClosed("the engine was closed")
+            if cancelled is not None and cancelled.is_set():
+                raise ModelError(f"{place}: the wait for the trainer was cancelled")
+
         with self._control.operation:
             self._replica_workers(rank_offset, world_size)
         try:
-            _wait_for_store(address, port)
+            _wait_for_store(address, port, check_wait)
         except OSError as failure:
-            message = f"group {name!r} at {address}:{port}: the trainer cannot be reached: {failure}"
-            raise ModelError(message) from failure
+            raise ModelError(f"{place}: the trainer cannot be reached: {failure}") from failure
         with self._control.operation:
+            check_wait()
             size = self._replica_workers(rank_offset, world_size)
 
             def task(replica: int) -> TransferTask:
@@ -264,10 +279,14 @@ def _require_lists(
             raise InvalidField("shapes", list(shape), "no negative sizes")
 
 
-def _wait_for_store(address: str, port: int) -> None:
-    """Wait until the trainer's store accepts connections. Raise OSError for an unknown host, or when time is up."""
+def _wait_for_store(address: str, port: int, check_wait: Callable[[], None]) -> None:
+    """Wait until the trainer's store accepts connections. Raise OSError for an unknown host, or when time is up.
+
+    `check_wait` raises an error that ends the wait.
+    """
     deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
     while True:
+        check_wait()
         try:
             socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_SECONDS).close()
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -72,6 +73,7 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
         raise invalid("group_name", "group_name is ''; allowed: at least one character")
     if not 0 < fields.master_port < 65536:
         raise invalid("master_port", f"master_port is {fields.master_port}; allowed: 1 to 65535")
+    cancelled = threading.Event()
     join = partial(
         context.engine.weight_transfer.join,
         fields.master_address,
@@ -79,8 +81,9 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
         rank_offset=fields.rank_offset,
         world_size=fields.world_size,
         name=fields.group_name,
+        cancelled=cancelled,
     )
-    return await _answer(join, "master_address", "the group is joined", headers)
+    return await _answer(join, "master_address", "the group is joined", headers, cancelled=cancelled)
 
 
 async def destroy_weights_update_group(request: web.Request) -> web.Response:
@@ -128,10 +131,11 @@ async def _answer(
     message: str,
     headers: Mapping[str, str],
     fields: Mapping[str, str] = SAME_NAMES,
+    cancelled: threading.Event | None = None,
 ) -> web.Response:
     """Call a method of `WeightTransfer`, and answer with a TransferResult."""
     try:
-        await transfer(call, field, fields)
+        await transfer(call, field, fields, cancelled)
     except ApiError as error:
         return json_response(TransferResult(False, error.message), error.status)
     return json_response(TransferResult(True, message), headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -12,14 +13,24 @@ from tok_server.wire import invalid, unavailable
 SAME_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
-async def transfer(call: Callable[[], None], field: str, fields: Mapping[str, str] = SAME_NAMES) -> None:
+async def transfer(
+    call: Callable[[], None],
+    field: str,
+    fields: Mapping[str, str] = SAME_NAMES,
+    cancelled: threading.Event | None = None,
+) -> None:
     """Run a method of `WeightTransfer` in a thread. Raise ApiError if it fails.
 
-    field   field of the body that errors about tensors and groups name
-    fields  argument of the method -> its field in the body, where the names differ
+    field      field of the body that errors about tensors and groups name
+    fields     argument of the method -> its field in the body, where the names differ
+    cancelled  set if the client disconnects
     """
     try:
         await asyncio.to_thread(call)
+    except asyncio.CancelledError:
+        if cancelled is not None:
+            cancelled.set()
+        raise
     except InvalidField as error:
         name = fields.get(error.field, error.field)
         raise invalid(name, str(error).replace(error.field, name, 1)) from error

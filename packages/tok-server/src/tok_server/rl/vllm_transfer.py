@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from types import MappingProxyType
 
@@ -75,6 +76,7 @@ async def init_weight_transfer_engine(request: web.Request) -> web.Response:
     if address is not None and port is not None and offset is not None and size is not None:
         if not 0 < port < 65536:
             raise invalid("init_info.master_port", f"init_info.master_port is {port}; allowed: 1 to 65535")
+        cancelled = threading.Event()
         join = partial(
             context.engine.weight_transfer.join,
             address,
@@ -83,8 +85,9 @@ async def init_weight_transfer_engine(request: web.Request) -> web.Response:
             world_size=size,
             protocol="vllm",
             bucket_bytes=_bucket_bytes(value_or_none(info.packed_buffer_size_bytes)) if info.packed else 0,
+            cancelled=cancelled,
         )
-        await transfer(join, "init_info", {name: f"init_info.{name}" for name in GROUP_FIELDS})
+        await transfer(join, "init_info", {name: f"init_info.{name}" for name in GROUP_FIELDS}, cancelled)
     else:
         missing = [name for name in GROUP_FIELDS if value_or_none(getattr(info, name)) is None]
         if len(missing) < len(GROUP_FIELDS):
