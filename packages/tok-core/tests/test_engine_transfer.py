@@ -6,9 +6,11 @@ import ctypes
 import os
 import pickle
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from support.tiny_models import change_weights, make_model, reference_greedy
 from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.engine import weight_transfer
+from tok_core.worker.transfer import trainer_group
 from tok_core.worker.transfer.trainer_group import read_unique_id
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -385,6 +388,14 @@ def test_waiting_for_a_trainer_ends_if_cancelled_or_with_the_engine(old: Path) -
             assert not other.done()
         with pytest.raises(EngineClosed):
             other.result(60)
+
+
+def test_a_port_at_which_no_store_answers_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_group, "HANDSHAKE_TIMEOUT", timedelta(seconds=1))
+    with cpu_engine(old) as engine, socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(ModelError, match=r"at 127\.0\.0\.1:\d+: no progress within 0:00:01"):
+            engine.weight_transfer.join(*silent.getsockname(), rank_offset=1, world_size=2)
+        assert tokens(engine) == expected(old)
 
 
 def test_only_nccls_id_is_unpickled() -> None:

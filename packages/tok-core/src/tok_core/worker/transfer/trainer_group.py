@@ -24,6 +24,7 @@ from tok_core.messages import JoinGroup
 from tok_core.runtime import HEARTBEAT
 
 TIMEOUT = timedelta(minutes=5)  # without progress, for the join and for each broadcast
+HANDSHAKE_TIMEOUT = timedelta(seconds=10)  # until the store answers; the engine has reached its port before
 TRAINER_CHECK_SECONDS = 1.0  # between checks whether the trainer lives
 POLL_SECONDS = 0.05  # between turns of the main loop while it waits
 UNIQUE_ID_KEY = "broadcast_from/0/0"  # key of vLLM's store that holds NCCL's id
@@ -42,6 +43,7 @@ class TrainerGroup:
     def __init__(self, task: JoinGroup, number: int, device: torch.device) -> None:
         self.device = device
         self.lost = threading.Event()
+        self._timeout = HANDSHAKE_TIMEOUT
         self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL, whose methods torch's stubs lack
         try:
             self.run(lambda: self._join(task, task.rank_offset + number))
@@ -72,10 +74,11 @@ class TrainerGroup:
         while thread.is_alive():
             thread.join(POLL_SECONDS)
             HEARTBEAT.turned()
-            stuck = time.monotonic() - self._progress > TIMEOUT.total_seconds()
+            stuck = time.monotonic() - self._progress > self._timeout.total_seconds()
             if thread.is_alive() and (stuck or self.lost.is_set()):
-                self.close()
-                raise ModelError("the trainer has ended" if self.lost.is_set() else f"no progress within {TIMEOUT}")
+                reason = "the trainer has ended" if self.lost.is_set() else f"no progress within {self._timeout}"
+                self.close()  # sets `lost`
+                raise ModelError(reason)
         if errors:
             self.close()
             if not isinstance(errors[0], RuntimeError | OSError | ValueError | pickle.UnpicklingError):
@@ -99,9 +102,11 @@ class TrainerGroup:
                 backend.abort()
 
     def _join(self, task: JoinGroup, rank: int) -> None:
-        store = TCPStore(task.address, task.port, task.world_size, False, TIMEOUT)
-        watched = TCPStore(task.address, task.port, None, False, TIMEOUT, wait_for_workers=False)
+        # First, since the other store waits for all members of the group.
+        watched = TCPStore(task.address, task.port, None, False, HANDSHAKE_TIMEOUT, wait_for_workers=False)
         threading.Thread(target=_watch, args=(watched, self.lost), name="trainer-watch", daemon=True).start()
+        self._timeout, self._progress = TIMEOUT, time.monotonic()
+        store = TCPStore(task.address, task.port, task.world_size, False, TIMEOUT)
         if self.device.type != "cuda":
             keys = PrefixStore("cpu/", PrefixStore(f"{task.name}/", PrefixStore(task.name, store)))
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
