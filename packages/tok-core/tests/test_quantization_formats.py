@@ -102,7 +102,9 @@ def with_config(path: Path, changes: dict[str, object]) -> Path:
         ("awq", {"bits": 3}, "bits is 3; allowed: 4"),
         ("awq", {"zero_point": False}, "zero_point is False; allowed: true"),
         ("awq", {"version": "gemv"}, 'version is \'gemv\'; allowed: "gemm" or "GEMM"'),
-        ("awq", {"rotation": 2}, "rotation is not known; allowed: bits, format"),
+        ("awq", {"method": "gptq"}, "method is 'gptq'; allowed: \"awq\""),
+        ("gptq", {"data_type": "nv_fp"}, "data_type is 'nv_fp'; allowed: \"int\""),
+        ("awq", {"rotation": 2}, "rotation is not known; allowed: bits, checkpoint_format"),
         ("gptq", {"bits": 3}, "bits is 3; allowed: 4, 8"),
         ("gptq", {"lm_head": True}, "lm_head is True; allowed: false"),
         ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic is {.*}; allowed: {}"),
@@ -158,6 +160,24 @@ def test_format_that_is_not_computed_is_refused_by_the_name_of_its_key(
     path = with_config(write_quantized("llama", tmp_path, scheme)[0], changes)
     with pytest.raises(ModelError, match=message):
         read_quantization(path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "keys"),
+    [
+        ("gptq", {"method": "gptq", "format": "gptq", "checkpoint_format": "gptq", "pack_dtype": "int32", "meta": {}}),
+        (
+            "awq",
+            {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "desc_act": False, "lm_head": False},
+        ),
+        ("gptq", {"provider": "auto-round", "autoround_version": "0.5.1", "iters": 200, "data_type": "int"}),
+    ],
+    ids=["GPTQModel", "AWQ by GPTQModel", "AutoRound"],
+)
+def test_keys_that_change_no_result_are_accepted(scheme: str, keys: dict[str, object], tmp_path: Path) -> None:
+    path, _ = write_quantized("llama", tmp_path, scheme)
+    without = read_quantization(path)
+    assert read_quantization(with_config(path, keys)) == without
 
 
 def fill(position: int | None, value: float) -> Callable[[Tensor], Tensor]:

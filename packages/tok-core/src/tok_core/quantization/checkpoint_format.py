@@ -46,6 +46,18 @@ IGNORED_KEYS = frozenset(
         *("max_input_length", "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block"),
         *("backend", "use_exllama", "exllama_config", "disable_exllama", "use_cuda_fp16", "do_fuse", "modules_to_fuse"),
         *("fuse_max_seq_len", "is_marlin_format", "pack_dtype", "scale_dtype", "zp_dtype"),
+        *(
+            "provider",
+            "autoround_version",
+            "iters",
+            "nsamples",
+            "seqlen",
+            "lr",
+            "minmax_lr",
+            "amp",
+            "low_gpu_mem_usage",
+        ),
+        *("enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gradient_accumulate_steps"),
     }
 )
 
@@ -115,7 +127,14 @@ def _read_awq(config: Fields) -> QuantizationConfig:
     _check_keys(
         config,
         ("bits", "w_bit", "group_size", "q_group_size", "zero_point", "modules_to_not_convert"),
-        {"version": ("gemm", "GEMM"), "format": ("gemm",)},
+        {
+            **dict.fromkeys(("version", "format", "checkpoint_format"), ("gemm", "GEMM")),
+            # GPTQModel writes these keys for AWQ, too.
+            "method": ("awq",),
+            "desc_act": (False,),
+            "lm_head": (False,),
+            "dynamic": ({},),
+        },
     )
     for key in ("bits", "w_bit"):
         if config.integer(key, 4) != 4:
@@ -130,7 +149,13 @@ def _read_gptq(config: Fields) -> QuantizationConfig:
     _check_keys(
         config,
         ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "lm_head"),
-        {"dynamic": ({},), "modules_in_block_to_quantize": (), "lm_head": (False,)},
+        {
+            "method": ("gptq",),
+            "dynamic": ({},),
+            "modules_in_block_to_quantize": (),
+            "lm_head": (False,),
+            "data_type": ("int",),
+        },
     )
     bits = config.integer("bits")
     if bits not in (4, 8):
