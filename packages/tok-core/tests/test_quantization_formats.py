@@ -304,6 +304,28 @@ def test_missing_scale_is_named_with_its_shape(tmp_path: Path) -> None:
         model_of(path, quantization=read_quantization(path))
 
 
+@pytest.mark.parametrize(
+    ("scheme", "value", "message"),
+    [
+        ("gptq", 0.0, None),
+        ("gptq", -0.5, r"o_proj.bias \[64\] has no place in the model, whose \S+o_proj is int4"),
+        ("int4", 0.0, r"o_proj.bias \[64\] has no place in the model, whose \S+o_proj is int4"),
+    ],
+)
+def test_only_gptqs_biases_of_zeros_may_lack_a_place(
+    scheme: str, value: float, message: str | None, tmp_path: Path
+) -> None:
+    path, dense = write_quantized("qwen2", tmp_path, scheme)
+    bias = torch.full((64,), value, dtype=torch.float16)
+    change_weights(path, lambda weights: weights.update({"model.layers.1.self_attn.o_proj.bias": bias}))
+    if message is not None:
+        with pytest.raises(ModelError, match=message):
+            model_of(path, quantization=read_quantization(path))
+        return
+    model = model_of(path, quantization=read_quantization(path))
+    assert all(map(np.array_equal, logits_of(model), logits_of(model_of(dense))))
+
+
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_integers_may_have_negative_scales_and_single_scales_may_be_zero(scheme: str, tmp_path: Path) -> None:
     path, dense = write_quantized("llama", tmp_path, scheme)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tok_core.quantization.checkpoint_format import read_quantization
 from tok_core.quantization.dense import DenseMethod
 from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
-from tok_core.quantization.packed_layouts import PackQuantizedMethod
+from tok_core.quantization.packed_layouts import GPTQMethod, PackQuantizedMethod
 from tok_core.quantization.packed_method import PackedMethod
 from tok_core.quantization.quantization_config import QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
@@ -28,6 +28,7 @@ __all__ = [
     "BadTensor",
     "DenseMethod",
     "FillTarget",
+    "GPTQMethod",
     "LinearLayer",
     "LinearMethod",
     "MakeParameter",

@@ -23,7 +23,15 @@ from tok_core.models.eagle3 import DraftVocabulary
 from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, stacked_targets, targets
-from tok_core.quantization import BadTensor, DenseMethod, LinearMethod, StackedTarget, StoredTensor, WeightTarget
+from tok_core.quantization import (
+    BadTensor,
+    DenseMethod,
+    GPTQMethod,
+    LinearMethod,
+    StackedTarget,
+    StoredTensor,
+    WeightTarget,
+)
 from tok_core.runtime import HEARTBEAT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -230,7 +238,7 @@ def _tensors_to_load(
             seen.add(own)
             if own in model_targets:
                 continue
-            if own not in skipped:
+            if own not in skipped and not _is_zero_bias(file, name, own, formats):
                 with _opened(file) as tensors:
                     shape = tensors.get_slice(name).get_shape()
                 layer = _module(own)
@@ -238,6 +246,14 @@ def _tensors_to_load(
                 raise ModelError(f"{file}: tensor {name} {shape} has no place in the model{format_known}")
             del file_names[name]
     return names
+
+
+def _is_zero_bias(file: Path, name: str, own: str, formats: Mapping[str, LinearMethod]) -> bool:
+    """Return whether a tensor is a bias of zeros, which AutoGPTQ writes for layers without a bias."""
+    if not isinstance(formats.get(own.removesuffix(".bias")), GPTQMethod):
+        return False
+    with _opened(file) as tensors:
+        return not tensors.get_tensor(name).any()
 
 
 def _load_file(
