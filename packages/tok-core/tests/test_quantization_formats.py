@@ -116,7 +116,9 @@ def with_config(path: Path, changes: dict[str, object]) -> Path:
             {"weight_block_size": [128]},
             r"weight_block_size is \[128\]; allowed: a list of two positive",
         ),
-        ("int4", {"sparsity_config": {"format": "2:4"}}, r"sparsity_config is {.*}; allowed: {}"),
+        ("int4", {"sparsity_config": {"format": "2:4"}}, "sparsity_config: format is '2:4'; allowed: dense"),
+        ("int4", {"sparsity_config": {"targets": []}}, "sparsity_config: format is None; allowed: dense"),
+        ("int4", {"sparsity_config": {"format": "dense", "mask": 1}}, "sparsity_config: mask is not known"),
         ("int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: type is None; allowed: float"),
         ("int4", {"kv_cache_scheme": {"type": "float", "num_bits": 4}}, "kv_cache_scheme: num_bits is 4; allowed: 8"),
         ("int4", {"kv_cache_scheme": {"type": "int"}}, "kv_cache_scheme: type is 'int'; allowed: \"float\""),
@@ -170,9 +172,10 @@ def test_format_that_is_not_computed_is_refused_by_the_name_of_its_key(
             "awq",
             {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "desc_act": False, "lm_head": False},
         ),
+        ("fp8-dynamic", {"sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": []}}),
         ("gptq", {"provider": "auto-round", "autoround_version": "0.5.1", "iters": 200, "data_type": "int"}),
     ],
-    ids=["GPTQModel", "AWQ by GPTQModel", "AutoRound"],
+    ids=["GPTQModel", "AWQ by GPTQModel", "llm-compressor", "AutoRound"],
 )
 def test_keys_that_change_no_result_are_accepted(scheme: str, keys: dict[str, object], tmp_path: Path) -> None:
     path, _ = write_quantized("llama", tmp_path, scheme)

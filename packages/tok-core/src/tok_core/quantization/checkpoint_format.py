@@ -176,9 +176,10 @@ def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
     """Read "compressed-tensors": groups of layers, each with a format."""
     _check_keys(
         config,
-        ("config_groups", "format", "ignore", "kv_cache_scheme"),
-        {"sparsity_config": ({},), "transform_config": ({},), "moe_sparsity_config": ()},
+        ("config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config"),
+        {"transform_config": ({},), "moe_sparsity_config": ()},
     )
+    _check_sparsity(config)
     groups, kv_scales = config.section("config_groups") or Fields(config.origin, {}), _kv_scales(config)
     if not groups.values and kv_scales is None:
         raise config.wrong("config_groups", None, "a JSON object with at least one group")
@@ -199,6 +200,16 @@ def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
     overrides.sort(key=lambda override: override[0].startswith("re:"))  # names take precedence over expressions
     ignored = tuple(_layer_patterns(config, "ignore"))
     return QuantizationConfig(default, ignored, tuple(overrides), kv_scales=kv_scales)
+
+
+def _check_sparsity(config: Fields) -> None:
+    """Raise ModelError unless all weights are stored: "dense" weights may have zeros, which are stored like others."""
+    sparsity = config.section("sparsity_config")
+    if sparsity is None or not sparsity.values:
+        return
+    if sparsity.text("format", "") != "dense":
+        raise sparsity.wrong("format", sparsity.values.get("format"), "dense")
+    _check_keys(sparsity, SPARSITY_NOTES, {"format": ("dense",)})
 
 
 def _kv_scales(config: Fields) -> KVScaleUnit | None:
@@ -303,6 +314,8 @@ def _block_shape(fields: Fields, key: str) -> tuple[int, int]:
 
 # Keys of compressed-tensors' QuantizationArgs, for weights and for inputs.
 SCHEME_ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder")
+# Keys of compressed-tensors' `sparsity_config` that describe dense weights.
+SPARSITY_NOTES = ("global_sparsity", "sparsity_structure", "registry_requires_subclass", "targets", "ignore")
 # Strategies of `kv_cache_scheme`.
 KV_SCALE_UNITS: Mapping[str, KVScaleUnit] = MappingProxyType({"tensor": "layer", "attn_head": "head"})
 # For each format of compressed-tensors: its types, numbers of bits and strategies.
