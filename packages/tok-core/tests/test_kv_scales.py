@@ -274,6 +274,17 @@ def test_scales_keep_keys_and_values_beyond_the_range_of_float8(tmp_path: Path) 
     assert unscaled > 5 * scaled
 
 
+def test_weights_that_replace_dummy_weights_have_scales_that_fit(tmp_path: Path) -> None:
+    path = make_model("qwen2", tmp_path / "qwen2", layers=LAYERS)
+    found = []
+    for options in ({}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8", "load_format": "dummy"}):
+        with cpu_engine(path, **options) as engine:
+            engine.update_weights(str(path))
+            found.append(logprobs(engine.generate(PROMPTS, SCORED)))
+    loaded, replaced = (np.abs(np.subtract(one, found[0])).mean() for one in found[1:])
+    assert replaced < 1.2 * loaded
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_preempted_forked_and_cached_sequences_keep_their_tokens(dtype: str, tmp_path: Path) -> None:
     path = make_model("qwen2", tmp_path / "qwen2", layers=LAYERS)

@@ -110,11 +110,13 @@ class CacheTrial:
         )
 
 
-def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, str]:
+def choose_kv_scales(requested: str, trial: CacheTrial, *, dummy: bool = False) -> tuple[Tensor | None, str]:
     """Return the scales of an 8-bit cache, float32 `[layers, 2, K]`, and a description of their origin.
 
     The scales are the checkpoint's, if it has any, else calibrated on the model. They are None if `requested` rules
     them out, and for int8, whose scales are computed for each token.
+
+    dummy  the weights are dummy weights: scales are 1, since a trainer's weights will have far larger keys and values
     """
     if requested == "int8":
         return None, "with a scale for each token and head"
@@ -125,6 +127,8 @@ def choose_kv_scales(requested: str, trial: CacheTrial) -> tuple[Tensor | None, 
         return stored, "with the checkpoint's scales"
     tokens = trial.random_tokens(MAX_CALIBRATION_TOKENS, seed=1)
     scales = calibrated_scales(trial.prefill(tokens, trial.model.dtype).kv)
+    if dummy:
+        return torch.ones_like(scales), "with scales of 1, as dummy weights calibrate none"
     return scales, f"with scales calibrated on {len(tokens)} random tokens"
 
 

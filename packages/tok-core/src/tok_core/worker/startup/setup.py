@@ -247,7 +247,7 @@ def _choose_kv_scales(
     """Return the scales of an 8-bit KV cache; the first replica logs the error that the cache causes."""
     config = settings.config
     trial = CacheTrial(model, backend, pipeline, config.page_size, settings.sizes.max_step_tokens)
-    scales, origin = choose_kv_scales(config.kv_cache_dtype, trial)
+    scales, origin = choose_kv_scales(config.kv_cache_dtype, trial, dummy=config.load_format == "dummy")
     if settings.replica == 0:
         log_cache_error(trial, settings.cache_dtype, scales, origin)
     return scales
