@@ -238,6 +238,7 @@ def test_server_reports_its_size_and_model(rl_server: Server) -> None:
         ("/update_weights", {"weight_dir": "/nowhere"}, "weight_dir", "a directory"),
         ("/update_weights", {"weight_dir": "a\0b"}, "weight_dir", "a directory"),
         ("/update_weights", {"weight_dir": ""}, "weight_dir", "a directory"),
+        ("/update_weights", {"weight_dir": "a" * 5000}, "weight_dir", "a directory"),
         ("/update_weights", {"weight_dir": "/", "weight_version": ""}, "weight_version", "at least one"),
         ("/update_weights", {"weight_dir": "/", "weight_version": 3}, "weight_version", "str"),
         ("/reset_prefix_cache?reset_running_requests=true", None, "reset_running_requests", "false"),

@@ -190,6 +190,12 @@ INFO = {"names": [DOWN], "dtype_names": ["float32"], "shapes": [[64, 128]]}
         ("/init_weight_transfer_engine", {"init_info": group(0)}, "init_info.master_port", "1 to 65535"),
         (
             "/init_weight_transfer_engine",
+            {"init_info": group(5, master_address="a..b")},
+            "init_info",
+            "the trainer cannot be reached",
+        ),
+        (
+            "/init_weight_transfer_engine",
             {"init_info": group(5, world_size=1)},
             "init_info.world_size",
             "at least",

@@ -116,7 +116,7 @@ class WeightTransfer:
             self._replica_workers(rank_offset, world_size)
         try:
             _wait_for_store(address, port, check_wait)
-        except OSError as failure:
+        except (OSError, UnicodeError) as failure:  # UnicodeError: the address cannot be a host's name
             raise ModelError(f"{place}: the trainer cannot be reached: {failure}") from failure
         with self._control.operation:
             check_wait()

@@ -44,7 +44,7 @@ def check_choice(field: str, value: str, allowed: Collection[str]) -> None:
 
 async def load_weights(context: Context, field: str, directory: str, version: str | None) -> None:
     """Load the weights in `directory`. Raise ApiError (400) naming `field` if they cannot be loaded."""
-    if not directory or not Path(directory).is_dir():
+    if not directory or not _is_directory(directory):
         raise invalid(field, f"{field} is {directory[:500]!r}; allowed: a directory that the server can read")
     if version == "":
         raise invalid("weight_version", "weight_version is ''; allowed: at least one character")
@@ -54,6 +54,13 @@ async def load_weights(context: Context, field: str, directory: str, version: st
         raise invalid_field(error, field) from error
     except ModelError as error:
         raise invalid(field, f"{field}: {error}", "weights_refused") from error
+
+
+def _is_directory(name: str) -> bool:
+    try:
+        return Path(name).is_dir()
+    except OSError:  # the name is too long, or a directory above may not be read
+        return False
 
 
 async def resume_engine(context: Context) -> None:
