@@ -173,6 +173,18 @@ def test_sglang_answers_an_aborted_request_with_its_tokens(rl_server: Server, bo
     assert len(found["meta_info"]["output_token_logprobs"]) == len(found["output_ids"])
 
 
+@pytest.mark.parametrize(("rid", "aborted"), [("b", [True, True]), ("b_1", [False, True])])
+def test_sglang_aborts_a_batch_or_one_of_its_prompts(rl_server: Server, rid: str, aborted: list[bool]) -> None:
+    before = output_tokens_when_idle(rl_server)
+    body = {"input_ids": [PROMPT, PROMPT[::-1]], "rid": "b", "sampling_params": {**SGLANG_GREEDY, "max_new_tokens": 60}}
+    with held(rl_server.engine):
+        batch = Later(lambda: rl_server.call("POST", "/generate", body))
+        wait_until_running(rl_server, before, sequences=2)
+        assert rl_server.call("POST", "/abort_request", {"rid": rid}).status == 200
+    found = json.loads(batch.answer().body)
+    assert [one["meta_info"]["finish_reason"]["type"] == "abort" for one in found] == aborted
+
+
 def test_vllm_answers_an_aborted_request_with_its_tokens(rl_server: Server) -> None:
     before = output_tokens_when_idle(rl_server)
     with held(rl_server.engine):

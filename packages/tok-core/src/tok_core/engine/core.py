@@ -315,6 +315,11 @@ class EngineCore:
         if request is not None:
             self._abort(request)
 
+    def abort_prefix(self, prefix: str) -> None:
+        """Abort all open requests whose ids begin with `prefix`."""
+        for request in self._open.with_prefix(prefix) if self._in_own_process() else ():
+            self._abort(request)
+
     def abort_all(self, rids: Iterable[int], reason: Ending = "abort") -> None:
         """Abort the requests that are still open; their samples finish with `reason`."""
         for request in self._open.some(rids) if self._in_own_process() else ():

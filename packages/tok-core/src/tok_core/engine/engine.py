@@ -391,6 +391,10 @@ class AsyncEngine(_Base):
         """Abort a request; its samples finish with reason "abort"."""
         self._core.abort(request_id)
 
+    async def abort_prefix(self, prefix: str) -> None:
+        """Abort all open requests whose ids begin with `prefix`."""
+        self._core.abort_prefix(prefix)
+
     async def abort_all(self) -> None:
         """Abort all open requests; their samples finish with reason "abort"."""
         self._core.abort_open()

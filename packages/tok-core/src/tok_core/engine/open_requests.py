@@ -343,6 +343,11 @@ class OpenRequests:
         with self._changed:
             return self._by_id.get(request_id)
 
+    def with_prefix(self, prefix: str) -> list[OpenRequest]:
+        """Return the open requests whose ids begin with `prefix`."""
+        with self._changed:
+            return [request for name, request in self._by_id.items() if name.startswith(prefix)]
+
     def some(self, rids: Iterable[int]) -> list[OpenRequest]:
         """Return the requests among `rids` that are still open, in the order of `rids`."""
         with self._changed:

@@ -74,7 +74,10 @@ class WeightsUpdate(msgspec.Struct, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /abort_request`. `rid`: id of a request to `/generate`; a batch has "RID_0", "RID_1", …"""
+    """Body of `POST /abort_request`.
+
+    rid  id of a request to `/generate`. The prompts of a batch have the ids "RID_0", "RID_1", …; RID aborts all of them
+    """
 
     rid: str = ""
     abort_all: bool = False
@@ -181,6 +184,7 @@ async def abort_request(request: web.Request) -> web.Response:
         await context.engine.abort_all()
     else:
         await context.engine.abort(f"{fields.rid}-0")
+        await context.engine.abort_prefix(f"{fields.rid}_")
     return web.Response(headers=headers)
 
 
