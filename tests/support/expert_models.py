@@ -55,7 +55,8 @@ def quantised(path: Path, scheme: str, out: Path) -> tuple[Path, Path]:
             parts, dequantised[name] = made.make(rows, columns, rng)
             tensors.update({f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()})
 
-    key = "ignore" if made.config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
-    config = {**made.config, key: ROUTERS}
+    method = made.config["quant_method"]
+    key = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
+    config = made.config if method in ("awq", "gptq") else {**made.config, key: ROUTERS}
     written = changed(path, out, quantise, quantization_config=config)
     return written, changed(path, out.with_name(f"{out.name}-dense"), lambda tensors: tensors.update(dequantised))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -70,20 +71,23 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
     """
     model = Fields.of_file(path / "config.json")
     config = model.section("quantization_config")
+    routers = DENSE_ROUTER if "num_experts_per_tok" in model else ()
     if config is None:
         if requested == "auto":
             return QuantizationConfig()
         if requested not in ONLINE:
             allowed = f"auto, {', '.join(ONLINE)}, since the checkpoint is not quantised"
             raise InvalidField("quantization", requested, allowed)
-        dense = (*DENSE_HEAD, *DENSE_ROUTER) if "num_experts_per_tok" in model else DENSE_HEAD
-        return QuantizationConfig(ONLINE[requested], dense, online=True)
+        return QuantizationConfig(ONLINE[requested], (*DENSE_HEAD, *routers), online=True)
     name = config.text("quant_method")
     if name not in READERS:
         raise config.wrong("quant_method", name, ", ".join(READERS))
     if requested not in ("auto", name):
         raise InvalidField("quantization", requested, f"auto, {name}, since the checkpoint is quantised so")
-    return READERS[name](config)
+    found = READERS[name](config)
+    if name in ("awq", "gptq"):  # leave routers dense, and may not list them
+        found = replace(found, ignored=(*found.ignored, *routers))
+    return found
 
 
 def _read_fp8(config: Fields) -> QuantizationConfig:
