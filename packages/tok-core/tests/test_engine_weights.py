@@ -273,6 +273,22 @@ def test_running_samples_continue_with_new_weights_and_record_the_token(old: Pat
         assert after.outputs[0].token_ids == expected(old, [prompt + sample.token_ids[:100]])[0]
 
 
+def test_sample_aborted_after_an_update_has_the_version_of_its_tokens(old: Path, new: Path) -> None:
+    with cpu_engine(old) as engine:
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS[1:2], LONG)))
+        thread.start()
+        wait_until(lambda: engine.stats()["output_tokens"] > 20)
+        engine.pause("keep")
+        engine.update_weights(str(new))
+        engine.pause("abort")
+        thread.join()
+        (sample,) = found[0].outputs
+        assert sample.finish_reason == "abort"
+        assert (sample.weight_version, sample.weight_spans) == ("default", None)
+        assert sample.token_ids == reference_greedy(old, PROMPTS[1:2], len(sample.token_ids))[0][0]
+
+
 def test_samples_that_start_after_an_update_compute_their_prompt_anew(old: Path, new: Path) -> None:
     prompts, params = PROMPTS[1:3], SamplingParams(n=8, temperature=0, max_tokens=100, ignore_eos=True)
     with cpu_engine(old, max_running=2) as engine:

@@ -149,7 +149,10 @@ class StreamedRequest(OpenRequest):
 
     def _completions(self) -> list[Completion]:
         self._note_changes()
-        return [_completion(index, sample, *self.weights_of(index)) for index, sample in enumerate(self._samples)]
+        return [
+            _completion(index, sample, *self.weights_of(index, len(sample.token_ids)))
+            for index, sample in enumerate(self._samples)
+        ]
 
 
 def _text(detokeniser: Detokeniser | None, ids: list[int], end: Finished | None, params: SamplingParams) -> str:
@@ -266,7 +269,7 @@ class UnstreamedRequest(OpenRequest):
 
     def _end(self, index: int, ids: list[int], text: str, reason: FinishReason, stop: int | str | None = None) -> None:
         logprobs = None if self._logprobs is None else self._logprobs[index]
-        self._done[index] = Completion(index, ids, text, logprobs, reason, stop, *self.weights_of(index))
+        self._done[index] = Completion(index, ids, text, logprobs, reason, stop, *self.weights_of(index, len(ids)))
         self.output_tokens += len(ids)
         self._deltas.append(Delta(index, ids, text, logprobs, reason, stop, self.prompt_logprobs()))
         self._count_end(len(ids))

@@ -206,13 +206,14 @@ class OpenRequest(ABC):
     def tokens_so_far(self, index: int) -> int | None:
         """Return the number of tokens of a sample that has not ended; None if it has."""
 
-    def weights_of(self, index: int) -> tuple[str, list[tuple[str, int]] | None]:
-        """Return `weight_version` and `weight_spans` of a sample, as if it ended now or when it has ended."""
+    def weights_of(self, index: int, tokens: int) -> tuple[str, list[tuple[str, int]] | None]:
+        """Return `weight_version` and `weight_spans` of the first `tokens` tokens of a sample."""
         with self.lock:
             spans = self._weight_spans.get(index)
             if spans is None:
                 return self.weight_version, None
-            return spans[-1][0], list(spans) if len(spans) > 1 else None
+            spans = [span for span in spans if span[1] < tokens] or spans[:1]
+            return spans[-1][0], spans if len(spans) > 1 else None
 
     def _forget_weights(self, samples: range) -> None:
         """Forget the weight versions of samples that are computed again."""

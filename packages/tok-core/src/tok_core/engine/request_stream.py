@@ -75,9 +75,9 @@ class RequestStream:
         """Return the prompt's log-probabilities, if the request asks for them; known with the first delta."""
         return self._request.prompt_logprobs()
 
-    def weights_of(self, index: int) -> tuple[str, list[tuple[str, int]] | None]:
-        """Return `weight_version` and `weight_spans`, as `Completion` has them, of a sample's tokens so far."""
-        return self._request.weights_of(index)
+    def weights_of(self, index: int, tokens: int) -> tuple[str, list[tuple[str, int]] | None]:
+        """Return `weight_version` and `weight_spans`, as `Completion` has them, of a sample's first `tokens` tokens."""
+        return self._request.weights_of(index, tokens)
 
     def abort(self, reason: Ending = "abort") -> None:
         """Abort the request, if it is open: unfinished samples finish with `reason`."""

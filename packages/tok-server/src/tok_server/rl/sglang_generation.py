@@ -341,7 +341,7 @@ class _Events:
             del self._samples[index]
         elif not (delta.text or delta.token_ids):
             return b""
-        info = _meta_info(prompt, request, reason, sample.tokens, request.weights_of(delta.index))
+        info = _meta_info(prompt, request, reason, sample.tokens, request.weights_of(delta.index, sample.tokens))
         if prompt.job.params.logprobs is not None:
             empty: Maybe[list[object]] = [] if prompt.top else UNSET
             info = msgspec.structs.replace(

@@ -125,7 +125,8 @@ class _Chunks:
             token_ids=delta.token_ids,
         )
         if delta.finish_reason is not None:
-            weights = weight_fields(self._stream.weights_of(delta.index), self._tokens[delta.index])
+            tokens = self._tokens[delta.index]
+            weights = weight_fields(self._stream.weights_of(delta.index, tokens), tokens)
             choice = msgspec.structs.replace(choice, **weights)
         usage = running_usage(self._job.prompts, sum(self._tokens)) if self._job.continuous_usage else UNSET
         return event(self._chunk([choice], usage))
