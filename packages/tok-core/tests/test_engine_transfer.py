@@ -347,6 +347,18 @@ def test_groups_and_sessions_are_refused_by_field(old: Path, new: Path) -> None:
             transfer.receive(**announce(new), handles=[{}] * len(announce(new)["names"]))
 
 
+def test_an_update_without_tensors_only_names_the_weights(old: Path) -> None:
+    with cpu_engine(old) as engine:
+        transfer = engine.weight_transfer
+        for version, named in (("a", "a"), (None, "a"), ("b", "b")):
+            transfer.start()
+            transfer.finish(version)
+            assert engine.weight_version == named
+            outputs = engine.generate(PROMPTS, GREEDY)
+            assert [output.outputs[0].weight_version for output in outputs] == [named] * len(PROMPTS)
+        assert tokens(engine) == expected(old)
+
+
 def test_a_trainer_at_an_unknown_host_is_refused_at_once(old: Path) -> None:
     with cpu_engine(old) as engine:
         with pytest.raises(ModelError, match=r"at no\.such\.host\.invalid:1: the trainer cannot be reached: .*[Nn]ame"):

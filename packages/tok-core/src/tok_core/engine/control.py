@@ -167,6 +167,11 @@ class EngineControl:
                     raise error
                 return version
 
+    def rename_weights(self, version: str) -> None:
+        """Give the weights in use another version."""
+        with self.operation, self._paused("keep"):
+            self._set_version(version)
+
     def execute(self, task: TaskOf) -> list[TokError]:
         """Let all workers of all replicas execute a task, and return the replicas' errors."""
         self._dispatcher.require_ready()

@@ -48,6 +48,8 @@ class WeightControl(Protocol):
 
     def apply_staged(self, version: str | None, deaths: int) -> str: ...
 
+    def rename_weights(self, version: str) -> None: ...
+
     def workers(self) -> tuple[int, int, int]: ...
 
     @property
@@ -204,16 +206,21 @@ class WeightTransfer:
                 self._apply()
 
     def finish(self, version: str | None = None) -> None:
-        """Apply the session's tensors, in all replicas or none. Raise ModelError if the session has failed."""
+        """Apply the session's tensors, in all replicas or none. Raise ModelError if the session has failed.
+
+        Without tensors, the weights stay, and get the version if one is given.
+        """
         with self._control.operation:
             session, self._session = self._session, None
             if session is None:
                 raise InvalidField("finish", "no open update", "a call after start")
             if session == "failed":
                 raise ModelError("the update has failed; the weights are the old ones")
-            self._version = version or self._version
             if self._received:
+                self._version = version or self._version
                 self._apply()
+            elif version is not None:
+                self._control.rename_weights(version)
 
     def finish_held(self) -> None:
         """Apply tensors that were held; the engine calls this when it resumes."""
