@@ -142,6 +142,33 @@ def test_groups_preemptions_and_cached_prefixes_happen_and_change_no_bit(alone: 
         assert stats["cached_tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0 + i / 2 for i in range(8)],
+            "factor": 4.0,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotations_that_depend_on_lengths_have_the_same_bits_in_every_step(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    positions = 64 if rope["rope_type"] == "dynamic" else 256
+    path = make_model("llama", tmp_path / "model", max_positions=positions, rope={"rope_theta": 1e4, **rope})
+    prompts, params = [*PROMPTS, [5, 9], [9, 5]], [*PARAMS, *[msgspec.structs.replace(PARAMS[0], max_tokens=150)] * 2]
+    with cpu_engine(path, batch_invariant=True) as engine:
+        expected = [answer(engine.generate([one], of)[0]) for one, of in zip(prompts, params, strict=True)]
+    with cpu_engine(path, batch_invariant=True, max_running=5, max_step_tokens=23, speculate=8, page_size=4) as engine:
+        for _ in range(2):
+            assert [answer(output) for output in engine.generate(prompts, params)] == expected
+
+
 def test_without_the_mode_some_bits_depend_on_the_schedule(alone: tuple[Path, list[Answer]]) -> None:
     path, _ = alone
     found = []

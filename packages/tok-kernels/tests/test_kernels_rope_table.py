@@ -114,6 +114,21 @@ def test_dynamic_rope_table_equals_transformers_at_growing_lengths(scaling: Rope
     assert not torch.equal(table[64:], rope_table(16, 300, 10000.0)[64:]) or scaling == DynamicScaling(1.0, 64)
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_rope_rows_have_the_same_bits_among_any_number_of_rows(head_dim: int) -> None:
+    scaling, position = (
+        DynamicScaling(4.0, 64),
+        torch.randint(0, 255, (40,), generator=torch.Generator().manual_seed(0)),
+    )
+    length = torch.maximum(position + 1, torch.tensor(150))
+    all_rows = rope_rows(head_dim, 10000.0, scaling, position, length)
+    for rows in range(1, 40):
+        some = slice(rows), slice(-rows, None)
+        for part in some:
+            found = rope_rows(head_dim, 10000.0, scaling, position[part], length[part])
+            assert torch.equal(found, all_rows[part]), rows
+
+
 @pytest.mark.parametrize("scaling", [DynamicScaling(4.0, 64), LONG])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_rope_rows_of_one_forward_pass_equal_those_of_transformers(length: int, scaling: RopeScaling) -> None:

@@ -206,7 +206,10 @@ class CausalLM(nn.Module):
         table, row_T = self.cos_sin_LD, position_T
         if pass_length_T is not None:
             config = self.config
-            table = rope_rows(config.head_dim, config.rope_base, config.rope_scaling, position_T, pass_length_T)
+            rows_TD = rope_rows(config.head_dim, config.rope_base, config.rope_scaling, position_T, pass_length_T)
+            # Tokens at the end of their pass have the bits that they have in steps without prefill chunks.
+            last_T1 = (pass_length_T == position_T + 1).unsqueeze(1)
+            table = torch.where(last_T1, table[position_T], rows_TD)
             row_T = torch.arange(len(table), device=table.device)
         x = self.model(x, caches, ForwardContext(row_T, kv_index_T, batch, table, layout, hidden_TN), reader)
         if not self.shard_plan.coordinates.last:

@@ -146,9 +146,10 @@ def rope_rows(head_dim: int, base: float, scaling: RopeScaling, position_T: Tens
 def _frequencies(exponent_F: Tensor, head_dim: int, base: float, scaling: RopeScaling, length_T: Tensor) -> Tensor:
     """Return the frequencies in radians per position: `[F]`, or `[T, F]` if they depend on `length_T`."""
     if isinstance(scaling, DynamicScaling):
-        growth_T = scaling.factor * length_T.clamp(min=scaling.max_positions) / scaling.max_positions
+        # In float32, the last bits of torch's powers on a CPU depend on the number of rows.
+        growth_T = scaling.factor * length_T.clamp(min=scaling.max_positions).double() / scaling.max_positions
         base_T = base * (growth_T - (scaling.factor - 1)) ** (head_dim / (head_dim - 2))
-        grown_TF = 1.0 / base_T.unsqueeze(1) ** exponent_F
+        grown_TF = (1.0 / base_T.unsqueeze(1) ** exponent_F).float()
         return torch.where((length_T > scaling.max_positions).unsqueeze(1), grown_TF, 1.0 / base**exponent_F)
     if isinstance(scaling, LongRopeScaling):
         short_F, long_F = (
