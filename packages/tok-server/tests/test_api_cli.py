@@ -291,6 +291,7 @@ def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str
         (["--max-running", "0"], "--max-running is 0; allowed: integers from 1"),
         (["--run-ahead", "0"], "--run-ahead is 0; allowed: integers from 1"),
         (["--step-timeout", "0"], "--step-timeout is 0.0; allowed: seconds above 0"),
+        (["--speculate", "AUTO"], "--speculate is 'AUTO'; allowed: off, auto, or integers from 1 to 16"),
         (["--speculate", "17"], "--speculate is 17; allowed: off, auto, or integers from 1 to 16"),
         (["--draft", "small"], "--draft is 'small'; allowed: only together with speculate"),
         (["--dp", "65"], "--dp is 65; allowed: integers from 1 to 64"),

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -142,10 +143,18 @@ def _parser_of(kind: object) -> Callable[[str], object]:
     words = {word for one in kinds if get_origin(one) is Literal for word in get_args(one)}
     if words:
         number = next(one for one in (int, float) if one in kinds)
-        return lambda text: text if text in words else number(text)
+        return partial(_word_or_number, number)
     if tuple[str, ...] in kinds:
         return lambda text: tuple(text.split(","))
     return next(one for one in (int, float, str) if one in kinds)
+
+
+def _word_or_number(number: Callable[[str], object], text: str) -> object:
+    """Return the number that the text states, or else the text, which the field's own check allows or refuses."""
+    try:
+        return number(text)
+    except ValueError:
+        return text
 
 
 def make_settings(options: argparse.Namespace, model_name: str) -> Settings:
