@@ -10,15 +10,17 @@ import math
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from support.parallel_models import CPU, model_of
+from support.engines import cpu_engine
+from support.parallel_models import CPU, model_of, tokens_of
 from support.quantized_models import write_quantized
 from support.tiny_models import change_weights, make_model
-from tok_core import InvalidField, ModelError
+from tok_core import InvalidField, ModelError, SamplingParams
 from tok_core.config import Quantization, RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, Linear, build, fill_dummy_weights
@@ -78,6 +80,18 @@ def test_projection_beyond_the_float16_range_is_rounded_again(tmp_path: Path) ->
     assert_same_parameters(found, expected)
     projections = [module for name, module in found.named_modules() if name.endswith("qkv_proj")]
     assert [one.dtype for one in projections] == [torch.float16, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2-moe"])
+def test_bfloat16_models_with_biases_answer_as_in_float32(kind: str, name: Quantization, tmp_path: Path) -> None:
+    path, params = make_model(kind, tmp_path / kind), SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        with cpu_engine(path, dtype=dtype, quantization=name) as engine:
+            logprobs = engine.generate([tokens_of(60)], params)[0].prompt_logprobs or []
+            found.append([one.logprob for one in logprobs if one is not None])
+    assert np.abs(np.subtract(found[0], found[1])).mean() < 0.5
 
 
 @pytest.mark.gpu

@@ -107,7 +107,7 @@ class Backend(Protocol):
         norm: tuple[Tensor, float] | None = None,
         residual_TN: Tensor | None = None,
     ) -> Tensor:
-        """Compute `linear` with an 8-bit weight (W8A8 or W8A16). The result has x's dtype.
+        """Compute `linear` with an 8-bit weight (W8A8 or W8A16). The result has x's dtype; bias may have another.
 
         A backend may quantise x, or the normalised x, to the weight's dtype. Each token, or each token and group of
         columns if the weight has groups, then has a float32 scale that maps its largest absolute value to the largest

@@ -188,6 +188,15 @@ def test_shapes_that_no_kernel_multiplies_are_dequantised(dtype: torch.dtype, de
     assert torch.equal(scaled_linear(x, weight), reference.scaled_linear(x, weight))
 
 
+def test_bias_of_another_dtype_is_added(dtype: torch.dtype, device: torch.device) -> None:
+    """QKV projections of bfloat16 models have a float16 bias."""
+    x, weight = noise(100, 24, device=device).to(SHORT), scaled_weight(7, 24, dtype, device)
+    bias = noise(7, device=device).to(torch.bfloat16 if INTERPRETING else torch.float16)
+    expected = functional.linear(x.double(), weight.dense(SHORT).double(), bias.double())
+    for multiply in (reference.scaled_linear, scaled_linear):
+        assert_near(multiply(x, weight, bias), expected)
+
+
 def test_float32_activations_are_not_rounded(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = noise(3, 32, device=device), scaled_weight(16, 32, dtype, device)
     torch.testing.assert_close(scaled_linear(x, weight), reference.scaled_linear(x, weight))

@@ -63,6 +63,7 @@ class ReferenceLinear:
     ) -> Tensor:
         """Compute `Backend.scaled_linear` without quantising x."""
         assert isinstance(x_TK, Tensor), "only other backends quantise activations"
+        bias_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         return self.linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
 
     def scaled_gated_linear(

@@ -45,6 +45,7 @@ def scaled_linear(
         return _cublas(x_TK, weight, bias_N, residual_TN)
     check_linear(x_TK, weight.values_NK.shape, bias_N, norm, dtype=None)
     if not _is_supported(x_TK, weight):
+        bias_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
     if use_gemv(*x_TK.shape, bits=8):
         launch = scaled_gemv_launch(x_TK.shape[1])
