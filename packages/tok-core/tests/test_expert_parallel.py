@@ -76,7 +76,7 @@ def test_engines_equal_transformers_also_after_a_sleep_and_updates(kind: str, tm
 def test_quantised_experts_of_ranks_equal_their_dequantised_weights(tmp_path: Path) -> None:
     path, prompt = make_model("qwen3-moe", tmp_path / "model"), tokens_of(37)
     one_by_one = single(path, tmp_path / "single")
-    schemes = [name for name, one in SCHEMES.items() if one.config["quant_method"] != "gptq"]
+    schemes = list(SCHEMES)
     models, expected = [], []
     for number, scheme in enumerate(schemes):
         written, equal = quantised(one_by_one, scheme, tmp_path / f"{number}")
