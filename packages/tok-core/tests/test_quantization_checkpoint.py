@@ -125,6 +125,16 @@ def test_config_and_tensors_are_written_as_other_engines_read_them(
     assert {name: (tensor.dtype, *tensor.shape) for name, tensor in found.items()} == tensors
 
 
+def test_other_files_are_copied_but_no_dense_weights(tmp_path: Path) -> None:
+    path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
+    for name in ("tokenizer.json", "merges.txt", "pytorch_model.bin", "pytorch_model.bin.index.json", "model.gguf"):
+        (path / name).write_text("{}")
+    assert list(quantize_checkpoint(path, out, "fp8-dynamic"))
+    written = {file.name for file in out.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"} <= written
+    assert not written & {"pytorch_model.bin", "pytorch_model.bin.index.json", "model.gguf"}
+
+
 def test_model_that_cannot_be_quantised_is_refused_before_writing(tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "out"
     with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128, int4-g64"):

@@ -34,6 +34,8 @@ from tok_kernels import choose
 
 # Tensor names: linear layers of all supported families but the LM head and routers; the stacked matrices of all
 # experts; any matrix of a layer.
+# Files of weights, which are not copied: other libraries might read those of the dense model.
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"})
 LINEAR = re.compile(r"layers\.\d+\..*(_proj|\.experts\.\d+\.w[123])\.weight$")
 STACKED = re.compile(r"(.*layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj$")
 IN_LAYER = re.compile(r".*layers\.\d+\.(.+)\.weight$")
@@ -157,7 +159,8 @@ def _write(source: Path, out: Path, chosen: QuantizationScheme, files: list[Path
         total = sum((out / file.name).stat().st_size for file in files)
         _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
     for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
+        has_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not has_weights and path.name != "config.json":
             shutil.copy(path, out)
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
     _write_json(out / "config.json", values | {"quantization_config": _config(chosen, sorted(dense_ends))})
