@@ -14,7 +14,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from tok_core import EngineConfig
+from tok_core import EngineConfig, InvalidField
 from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat, Quantization
 from tok_core.sampling_params import MAX_N
 from tok_server.cli import main, make_parser
@@ -218,8 +218,8 @@ def test_speculate_is_a_word_or_a_number() -> None:
     for text, value in (("off", "off"), ("auto", "auto"), ("4", 4)):
         assert engine_config(parse(["serve", "m", "--speculate", text])).speculate == value
     assert engine_config(parse(["serve", "m", "--speculate", "auto", "--draft", "small"])).draft == "small"
-    with pytest.raises(SystemExit):
-        parse(["serve", "m", "--speculate", "on"])
+    with pytest.raises(InvalidField, match="speculate is 'on'; allowed: off, auto, or integers"):
+        engine_config(parse(["serve", "m", "--speculate", "on"]))
 
 
 def test_batch_invariant_is_a_flag_without_a_value() -> None:
