@@ -125,10 +125,11 @@ def choose_kv_scales(requested: str, trial: CacheTrial, *, dummy: bool = False) 
     stored = trial.model.kv_scales()
     if stored is not None:
         return stored, "with the checkpoint's scales"
+    if dummy:
+        shape = trial.model.local.num_layers, 2, trial.model.local.num_kv_heads
+        return torch.ones(shape, device=trial.pipeline.peers.device), "with scales of 1, for dummy weights"
     tokens = trial.random_tokens(MAX_CALIBRATION_TOKENS, seed=1)
     scales = calibrated_scales(trial.prefill(tokens, trial.model.dtype).kv)
-    if dummy:
-        return torch.ones_like(scales), "with scales of 1, as dummy weights calibrate none"
     return scales, f"with scales calibrated on {len(tokens)} random tokens"
 
 
