@@ -47,18 +47,9 @@ IGNORED_KEYS = frozenset(
         *("max_input_length", "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block"),
         *("backend", "use_exllama", "exllama_config", "disable_exllama", "use_cuda_fp16", "do_fuse", "modules_to_fuse"),
         *("fuse_max_seq_len", "is_marlin_format", "pack_dtype", "scale_dtype", "zp_dtype"),
-        *(
-            "provider",
-            "autoround_version",
-            "iters",
-            "nsamples",
-            "seqlen",
-            "lr",
-            "minmax_lr",
-            "amp",
-            "low_gpu_mem_usage",
-        ),
+        *("provider", "autoround_version", "iters", "nsamples", "seqlen", "lr", "minmax_lr", "amp"),
         *("enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gradient_accumulate_steps"),
+        "low_gpu_mem_usage",
     }
 )
 
