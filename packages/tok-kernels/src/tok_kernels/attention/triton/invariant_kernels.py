@@ -69,15 +69,30 @@ def attend_blocks(
             if WINDOWED:
                 seen &= position[None, :] >= window_start[:, None]
             score = tl.where(seen, score, float("-inf"))
-        peak = tl.maximum(row_max, tl.max(score, 1) * scale)
+        block_max = tl.max(score, 1) * scale
+        peak = tl.maximum(row_max, block_max)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         # Explicit FMAs: whether the compiler fuses a product and a sum depends on the kernel.
         weight = tl.exp2(tl.fma(score, scale, -shift[:, None]))
         rescale = tl.exp2(row_max - shift)
-        row_sum = tl.fma(row_sum, rescale, tl.sum(weight, 1))
+        row_sum = tl.fma(row_sum, rescale, _sum_weights(weight, shift - block_max, KEYS))
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
         row_max = peak
     return row_max, row_sum, acc
+
+
+@triton.jit
+def _sum_weights(weight: tl.tensor, gap: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    """Sum the weights of each row of a block; the bits do not depend on how warps divide the block.
+
+    `gap` is the base-2 logarithm of the reciprocal of a row's largest weight. Weights are divided by the largest one,
+    rounded to multiples of 2⁻²³, which the bits of 1 + weight count, and added as integers modulo 2³².
+    """
+    gap = tl.minimum(gap, 126.0)
+    one_bits: tl.constexpr = 0x3F800000
+    sums = tl.sum(tl.fma(weight, tl.exp2(gap)[:, None], 1.0).to(tl.int32, bitcast=True), 1)
+    count = (sums.to(tl.int64) - KEYS * one_bits) & 0xFFFFFFFF
+    return count.to(tl.float32) * (tl.exp2(-gap) * 2.0**-23)
 
 
 @triton.jit
