@@ -6,6 +6,7 @@ A replay computes a part of the step again, as it was captured, and writes its r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,17 +43,20 @@ def replay_decode_steps(patch: pytest.MonkeyPatch) -> list[GraphKey]:
         captured.append(key)
         staged, q_start = self._padding_inputs(key)
         draft_kn = self._draft(staged)
-        hidden = self._forward(key, staged, q_start)
-        sampled, advanced = self._sample(staged, hidden), self._advance(staged, draft_kn)
+        hidden, rows = self._forward(key, staged, q_start)
+        sampled, advanced = self._sample(staged, hidden, rows), self._advance(staged, draft_kn)
 
         def forward() -> None:
             drafted = self._draft(staged)
             if draft_kn is not None and drafted is not None:
                 draft_kn.copy_(drafted)
-            hidden.copy_(self._forward(key, staged, q_start))
+            new_hidden, new_rows = self._forward(key, staged, q_start)
+            hidden.copy_(new_hidden)
+            for field in fields(rows):
+                getattr(rows, field.name).copy_(getattr(new_rows, field.name))
 
         def sample() -> None:
-            sampled.copy_(self._sample(staged, hidden))
+            sampled.copy_(self._sample(staged, hidden, rows))
 
         def advance() -> None:
             advanced.copy_(self._advance(staged, draft_kn))
@@ -69,7 +73,7 @@ def replay_decode_steps(patch: pytest.MonkeyPatch) -> list[GraphKey]:
             sampled_tokens=sampled,
             advance_graph=None if self._drafter is None else replaying(advance),
             advanced=advanced,
-            inputs=(),
+            inputs=(q_start, rows, draft_kn),
         )
         return 0.0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,9 @@ def draftings(
         page_table=pages.view(SLOTS, pages_each),
         token_of=whole(tokens, len(pages) * PAGE + 1),
         end_ids=torch.tensor([END]),
+        seed=torch.zeros(SLOTS, dtype=torch.int64),
+        sample=torch.zeros(SLOTS, dtype=torch.int64),
+        temperature=torch.zeros(SLOTS),
         page_size=PAGE,
         scratch=len(pages) * PAGE,
     )
@@ -115,8 +119,9 @@ def draftings(
 
 
 def on(device: torch.device, slots: SlotColumns) -> SlotColumns:
-    names = ("last_token", "length", "ended", "eos_from_position", "page_table", "token_of", "end_ids")
-    return replace(slots, **{name: getattr(slots, name).clone().to(device) for name in names})
+    values = ((one.name, getattr(slots, one.name)) for one in fields(slots))
+    tensors: dict[str, Any] = {name: x.clone().to(device) for name, x in values if isinstance(x, Tensor)}
+    return replace(slots, **tensors)
 
 
 def running(device: torch.device) -> tuple[Drafting, Drafting]:

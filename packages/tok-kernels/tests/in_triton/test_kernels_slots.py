@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -44,6 +45,9 @@ def columns(seed: int, device: torch.device) -> SlotColumns:
             page_table=pages.view(SLOTS + 1, PAGES_EACH),
             token_of=torch.full((len(pages) * PAGE + 1,), -1),
             end_ids=torch.tensor(ENDS),
+            seed=whole(1 << 40, SLOTS + 1),
+            sample=whole(50, SLOTS + 1),
+            temperature=torch.rand(SLOTS + 1, generator=source),
             page_size=PAGE,
             scratch=len(pages) * PAGE,
         ),
@@ -51,8 +55,9 @@ def columns(seed: int, device: torch.device) -> SlotColumns:
 
 
 def on(device: torch.device, slots: SlotColumns) -> SlotColumns:
-    names = ("last_token", "length", "ended", "eos_from_position", "page_table", "token_of", "end_ids")
-    return replace(slots, **{name: getattr(slots, name).clone().to(device) for name in names})
+    values = ((one.name, getattr(slots, one.name)) for one in fields(slots))
+    tensors: dict[str, Any] = {name: x.clone().to(device) for name, x in values if isinstance(x, torch.Tensor)}
+    return replace(slots, **tensors)
 
 
 def copies(slots: SlotColumns, device: torch.device) -> list[tuple[Backend, SlotColumns]]:
@@ -74,6 +79,7 @@ def test_triton_decode_rows_and_sampled_tokens_equal_the_reference(
         drawn = backend.record_sampled_tokens(slot, token, logprob.to(here), slots)
         live = slots.scratch  # the scratch row may hold anything
         tensors = [made.token, made.position, made.kv_index, made.kv_len, drawn, slots.length]
+        tensors += [made.next_position, made.seed, made.sample, made.temperature]
         tensors += [slots.ended, slots.token_of[:live], slots.last_token[:SLOTS]]
         results.append([x.cpu() for x in tensors])
     for expected, got in zip(*results, strict=True):
@@ -93,6 +99,7 @@ def test_a_decode_row_appends_its_last_token_and_stops_at_an_eos_id(device: torc
         assert made.token.tolist() == [18, 17]
         assert made.position.tolist() == [3, 5]
         assert made.kv_len.tolist() == [4, 6]
+        assert made.next_position.tolist() == [4, 6]
         pages = int(slots.page_table[1, 0]), int(slots.page_table[0, 1])
         assert made.kv_index.tolist() == [pages[0] * PAGE + 3, pages[1] * PAGE + 1]
         assert slots.token_of[made.kv_index].tolist() == [18, 17]

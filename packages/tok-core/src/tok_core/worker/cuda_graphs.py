@@ -21,7 +21,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +34,10 @@ from tok_core.models import CausalLM, StreamReader
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.ngram_drafts import NgramDrafter, padded_draft_rows
-from tok_core.worker.sampling import sampling_batch
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
 from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays, has_draft_rows, pack_arrays
-from tok_kernels import AttentionBatch, Backend, DraftRows
+from tok_kernels import AttentionBatch, Backend, DecodeRows, DraftRows, SamplingBatch
 
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
 # fixes it.
@@ -134,7 +133,7 @@ class DecodeGraph:
     sampled_tokens    int32 `[2, rows]`: sampled tokens, and the bits of their log-probabilities
     advance_graph     accepts drafts and learns, after sampling; None: the worker does not predict drafts
     advanced          result of `NgramDrafter.advance`, int32 `[max_sequences + rows]`
-    inputs            tensors that the graphs read, kept alive
+    inputs            tensors that the graphs read, kept alive: `q_start`, decode rows, and drafted tokens
     """
 
     key: GraphKey
@@ -148,7 +147,7 @@ class DecodeGraph:
     sampled_tokens: Tensor
     advance_graph: torch.cuda.CUDAGraph | None
     advanced: Tensor
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, DecodeRows, Tensor | None]
 
     def arrays(self, step: StepInput) -> dict[str, np.ndarray]:
         """Return the step's host arrays, padded to this graph; staged first, they get the addresses the graph reads."""
@@ -251,9 +250,9 @@ class DecodeGraphs:
             HEARTBEAT.turned()
             staged, q_start = self._padding_inputs(key)
             draft_kn = self._draft(staged)
-            hidden = self._forward(key, staged, q_start)
+            hidden, rows = self._forward(key, staged, q_start)
             if self._coordinates.last:
-                self._sample(staged, hidden)
+                self._sample(staged, hidden, rows)
             self._advance(staged, draft_kn)
 
     def capture(self, graph_sizes: Iterable[int]) -> None:
@@ -320,10 +319,10 @@ class DecodeGraphs:
         advance_graph, advanced = None, NO_DRAFTS
         with self._recorder.recording() as forward:
             draft_kn = self._draft(staged)
-            hidden = self._forward(key, staged, q_start)
+            hidden, rows = self._forward(key, staged, q_start)
         if self._coordinates.last:
             with self._recorder.recording() as sample_graph:
-                sampled_tokens = self._sample(staged, hidden)
+                sampled_tokens = self._sample(staged, hidden, rows)
         if self._drafter is not None:
             with self._recorder.recording() as advance_graph:
                 advanced = self._advance(staged, draft_kn)
@@ -339,7 +338,7 @@ class DecodeGraphs:
             sampled_tokens=sampled_tokens,
             advance_graph=advance_graph,
             advanced=advanced,
-            inputs=(q_start,) if draft_kn is None else (q_start, draft_kn),
+            inputs=(q_start, rows, draft_kn),
         )
         del self._uncaptured[key]
         return time.monotonic() - began
@@ -384,15 +383,15 @@ class DecodeGraphs:
         drafts = DraftRows(*staged["drafts"]) if "drafts" in staged else None
         return self._drafter.advance(staged["slots"], drafts, draft_kn)
 
-    def _forward(self, key: GraphKey, staged: dict[str, Tensor], q_start: Tensor) -> Tensor:
-        """Run this stage's layers on a decode step; return `DecodeGraph.hidden`."""
+    def _forward(self, key: GraphKey, staged: dict[str, Tensor], q_start: Tensor) -> tuple[Tensor, DecodeRows]:
+        """Run this stage's layers on a decode step; return `DecodeGraph.hidden`, and the decode rows."""
         state, max_kv = self._state, self._state.max_len if key.long else SHORT_KV_TOKENS
-        inputs = self._backend.decode_rows(staged["slots"], state.columns)
+        rows = self._backend.decode_rows(staged["slots"], state.columns)
         batch = AttentionBatch(
             page_table=state.columns.page_table,
             slots=staged["slots"],
             q_start=q_start,
-            kv_len=inputs.kv_len,
+            kv_len=rows.kv_len,
             kv_start=staged["kv_start"],
             num_decode=key.rows,
             max_q=1,
@@ -401,16 +400,20 @@ class DecodeGraphs:
             packs=staged.get("packs"),
         )
         stage_input = self._stage_input_of(key.rows)
-        x_T = inputs.token if stage_input is None else stage_input
+        x_T = rows.token if stage_input is None else stage_input
         hidden: Tensor = self._model(
-            *(x_T, inputs.position, inputs.kv_index, state.caches, batch, None), reader=self._reader
+            *(x_T, rows.position, rows.kv_index, state.caches, batch, None), reader=self._reader
         )
-        return hidden
+        return hidden, rows
 
-    def _sample(self, staged: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    def _sample(self, staged: dict[str, Tensor], hidden: Tensor, rows: DecodeRows) -> Tensor:
         """Sample every row without options; return `DecodeGraph.sampled_tokens`."""
         state = self._state
-        batch = replace(sampling_batch(state, staged["slots"]), shards=self._model.shards)
+        batch = SamplingBatch(
+            *(rows.temperature, rows.seed, rows.sample, rows.next_position),
+            shards=self._model.shards,
+            processed=state.processed_logprobs,
+        )
         sampled = self._backend.sample(self._model.logits(hidden), batch)
         return self._backend.record_sampled_tokens(staged["slots"], sampled.token, sampled.logprob, state.columns)
 

@@ -122,6 +122,9 @@ class WorkerState:
             page_table=torch.zeros((slots + 1, pages_per_slot), dtype=torch.int32, device=device),
             token_of=torch.zeros((num_pages + 1) * page_size, dtype=torch.int64, device=device),
             end_ids=torch.tensor(model.eos_token_ids, dtype=torch.int64, device=device),
+            seed=columns["seed"],
+            sample=columns["sample"],
+            temperature=columns["temperature"],
             page_size=page_size,
             scratch=num_pages * page_size,
         )

@@ -22,6 +22,8 @@ class SlotColumns:
     page_table         int32 [S, P]  page ids of every slot
     token_of           int64 [C]     the token whose key and value each cache row holds
     end_ids            int64 [E]     the model's EOS token ids
+    seed, sample       int64 [S]     random key of the slot's sequence, as in `SamplingBatch`
+    temperature        float32 [S]   its temperature
     page_size                        positions per page
     scratch                          cache row to which rows of ended slots write, and which no sequence reads
 
@@ -35,6 +37,9 @@ class SlotColumns:
     page_table: Tensor
     token_of: Tensor
     end_ids: Tensor
+    seed: Tensor
+    sample: Tensor
+    temperature: Tensor
     page_size: int
     scratch: int
 
@@ -43,16 +48,23 @@ class SlotColumns:
 class DecodeRows:
     """Inputs of B decode rows, one token each.
 
-    token     int64 [B]  input token
-    position  int64 [B]  position of the token in its sequence
-    kv_index  int64 [B]  cache row for the token's key and value
-    kv_len    int32 [B]  positions that the row attends to, its own included; 0 for a slot that has ended
+    token          int64 [B]    input token
+    position       int64 [B]    position of the token in its sequence
+    kv_index       int64 [B]    cache row for the token's key and value
+    kv_len         int32 [B]    positions that the row attends to, its own included; 0 for a slot that has ended
+    next_position  int64 [B]    position of the token that the row samples
+    seed, sample   int64 [B]    as in `SlotColumns`
+    temperature    float32 [B]  as in `SlotColumns`
     """
 
     token: Tensor
     position: Tensor
     kv_index: Tensor
     kv_len: Tensor
+    next_position: Tensor
+    seed: Tensor
+    sample: Tensor
+    temperature: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
     kv_index = torch.where(live, page * slots.page_size + position % slots.page_size, slots.scratch)
     slots.token_of[kv_index] = token
     slots.length[slot] += live
-    return DecodeRows(token, position, kv_index, torch.where(live, position + 1, 0).int())
+    kv_len = torch.where(live, position + 1, 0).int()
+    keys = slots.seed[slot], slots.sample[slot], slots.temperature[slot]
+    return DecodeRows(token, position, kv_index, kv_len, position + 1, *keys)
 
 
 def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:

@@ -21,18 +21,20 @@ _PAGE_BLOCK = 256  # page ids that a program copies at once
 def decode_rows(slot_B: Tensor, slots: SlotColumns) -> DecodeRows:
     """Compute `Backend.decode_rows`."""
     row_count = slot_B.shape[0]
-    token, position, kv_index = torch.empty((3, row_count), dtype=torch.int64, device=slot_B.device)
+    rows = torch.empty((6, row_count), dtype=torch.int64, device=slot_B.device)
     kv_len = torch.empty(row_count, dtype=torch.int32, device=slot_B.device)
+    temperature = torch.empty(row_count, dtype=torch.float32, device=slot_B.device)
     if row_count:
         _decode_rows_kernel[(triton.cdiv(row_count, _BLOCK),)](
-            *(slot_B, token, position, kv_index, kv_len, row_count),
+            *(slot_B, rows, rows.stride(0), kv_len, temperature, row_count),
             *(slots.last_token, slots.length, slots.ended, slots.page_table, slots.page_table.stride(0)),
-            *(slots.token_of, slots.scratch),
+            *(slots.token_of, slots.scratch, slots.seed, slots.sample, slots.temperature),
             PAGE=slots.page_size,
             BLOCK=_BLOCK,
             num_warps=_BLOCK // 32,
         )
-    return DecodeRows(token, position, kv_index, kv_len)
+    token, position, kv_index, next_position, seed, sample = rows
+    return DecodeRows(token, position, kv_index, kv_len, next_position, seed, sample, temperature)
 
 
 def record_sampled_tokens(slot_R: Tensor, token_R: Tensor, logprob_R: Tensor, slots: SlotColumns) -> Tensor:
@@ -79,15 +81,15 @@ def _row_of(column: Tensor, columns: Tensor) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["row_count", "page_table_stride", "scratch_row"],
-    do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "position_ptr", "kv_index_ptr", "kv_len_ptr"],
+    do_not_specialize=["column_stride", "row_count", "page_table_stride", "scratch_row"],
+    do_not_specialize_on_alignment=["slot_ptr"],
 )
 def _decode_rows_kernel(
     slot_ptr: tl.tensor,
-    token_ptr: tl.tensor,
-    position_ptr: tl.tensor,
-    kv_index_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    column_stride: tl.tensor,
     kv_len_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
     row_count: tl.tensor,
     last_token_ptr: tl.tensor,
     length_ptr: tl.tensor,
@@ -96,14 +98,19 @@ def _decode_rows_kernel(
     page_table_stride: tl.tensor,
     token_of_ptr: tl.tensor,
     scratch_row: tl.tensor,
+    slot_seed_ptr: tl.tensor,
+    slot_sample_ptr: tl.tensor,
+    slot_temperature_ptr: tl.tensor,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Make BLOCK decode rows, one per thread. Grid: `(⌈row_count / BLOCK⌉,)`.
 
-    slot_ptr                       int32 [row_count], slot of each row
-    token_ptr to kv_len_ptr        [row_count], results: the columns of `DecodeRows`
-    last_token_ptr to scratch_row  fields of `SlotColumns`
+    slot_ptr                                int32 [row_count], slot of each row
+    columns_ptr                             int64 [6, row_count], results: `column_stride` lies between token, position,
+                                            kv_index, next_position, seed and sample of `DecodeRows`
+    kv_len_ptr, temperature_ptr             [row_count], results: the other columns of `DecodeRows`
+    last_token_ptr to slot_temperature_ptr  fields of `SlotColumns`
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = rows < row_count
@@ -115,9 +122,17 @@ def _decode_rows_kernel(
     kv_index = tl.where(live, page * PAGE + position % PAGE, scratch_row)
     tl.store(token_of_ptr + kv_index, token, mask=live)
     tl.store(length_ptr + slot, position + 1, mask=live)
-    tl.store(token_ptr + rows, token, mask=in_range)
-    tl.store(position_ptr + rows, position, mask=in_range)
-    tl.store(kv_index_ptr + rows, kv_index, mask=in_range)
+    seed = tl.load(slot_seed_ptr + slot, mask=in_range)
+    sample = tl.load(slot_sample_ptr + slot, mask=in_range)
+    temperature = tl.load(slot_temperature_ptr + slot, mask=in_range)
+    columns_ptr += rows
+    tl.store(columns_ptr, token, mask=in_range)
+    tl.store(columns_ptr + column_stride, position, mask=in_range)
+    tl.store(columns_ptr + 2 * column_stride, kv_index, mask=in_range)
+    tl.store(columns_ptr + 3 * column_stride, position + 1, mask=in_range)
+    tl.store(columns_ptr + 4 * column_stride, seed, mask=in_range)
+    tl.store(columns_ptr + 5 * column_stride, sample, mask=in_range)
+    tl.store(temperature_ptr + rows, temperature, mask=in_range)
     tl.store(kv_len_ptr + rows, tl.where(live, position + 1, 0).to(tl.int32), mask=in_range)
 
 
