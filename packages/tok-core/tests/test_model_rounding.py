@@ -77,7 +77,9 @@ def test_cached_keys_and_values_are_fp16_gemms_rounded_after_rope(kind: str, tmp
         torch.bfloat16,
     )
     qkv = torch.nn.functional.linear(x_TN, weight.float(), None if bias is None else bias.float()).half()
-    _, k, v = (part.view(len(tokens), -1, attention.head_dim) for part in torch.split(qkv, attention.sizes, dim=-1))
+    heads = qkv.view(len(tokens), -1, attention.head_dim)
+    kv_heads = sequences.caches[0].k.shape[2]
+    k, v = heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
     k = k.float()
     if attention.k_norm is not None:
         k = reference.rms_norm(k, attention.k_norm.weight, attention.k_norm.eps)

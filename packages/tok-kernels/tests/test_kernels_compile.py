@@ -230,7 +230,8 @@ def sample_with_edits() -> None:
 def advance_slots() -> None:
     columns = meta(4, SLOTS, dtype=INT64), meta(2, SLOTS), meta(5, SLOTS, dtype=FLOAT)
     column, token_of, end_ids = columns[0][1], meta(SLOTS * PAGE, dtype=INT64), meta(2, dtype=INT64)
-    slots = SlotColumns(column, column, columns[1][0], column, meta(SLOTS, PAGES), token_of, end_ids, PAGE, 0)
+    keys = column, column, columns[2][0]
+    slots = SlotColumns(column, column, columns[1][0], column, meta(SLOTS, PAGES), token_of, end_ids, *keys, PAGE, 0)
     BACKEND.decode_rows(meta(32), slots)
     BACKEND.record_sampled_tokens(meta(32), meta(32, dtype=INT64), meta(32, dtype=FLOAT), slots)
     drafts, ngrams = DraftRows(*(meta(5, 32) for _ in range(3))), NgramTable.empty(column)

@@ -47,6 +47,7 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "Filters",
         "HostLengths",
         "HostLevel",
+        "KVWrite",
         "LayerCache",
         "LinearScaling",
         "Llama3Scaling",
@@ -76,5 +77,6 @@ def test_tok_kernels_exports_exactly_its_public_names() -> None:
         "rope_rows",
         "rope_table",
         "top_values",
+        "write_qkv",
     }
     assert all(hasattr(tok_kernels, name) for name in tok_kernels.__all__)

@@ -65,7 +65,7 @@ def test_gemv_needs_two_tokens_at_most_and_inputs_in_multiples_of_8() -> None:
         (2, 3072, 2048, FewRowsLaunch(64, 128, 4, 6, 16, splits=2, prefetch=256)),  # Llama-3.2-1B: qkv, o, down
         (16, 2048, 2048, FewRowsLaunch(64, 128, 4, 6, 16, splits=4, prefetch=256)),
         (17, 2048, 8192, FewRowsLaunch(64, 128, 4, 5, 32, splits=4, prefetch=256)),
-        (4, 28672, 4096, FewRowsLaunch(64, 128, 4, 6, 16, prefetch=256)),  # Llama-3.1-8B: gate and up, LM head
+        (4, 28672, 4096, FewRowsLaunch(128, 128, 8, 5, 16, prefetch=256)),  # Llama-3.1-8B: gate and up, LM head
         (64, 128256, 4096, FewRowsLaunch(128, 128, 8, 3, 64, prefetch=256)),
         (8, 64, 80, FewRowsLaunch(64, 128, 4, 6, 16, prefetch=256)),
     ],

@@ -13,6 +13,7 @@ from tok_kernels.batch import (
     Filters,
     HostLengths,
     HostLevel,
+    KVWrite,
     LayerCache,
     LogitBias,
     Masks,
@@ -44,6 +45,7 @@ from tok_kernels.norm_rope_kv.rope_table import (
     rope_rows,
     rope_table,
 )
+from tok_kernels.norm_rope_kv.separate import write_qkv
 from tok_kernels.sampling.top_logprobs import log_sum_exp, top_values
 from tok_kernels.slots.columns import DecodeRows, DraftRows, SlotColumns
 
@@ -66,6 +68,7 @@ __all__ = [
     "Filters",
     "HostLengths",
     "HostLevel",
+    "KVWrite",
     "LayerCache",
     "LinearScaling",
     "Llama3Scaling",
@@ -93,4 +96,5 @@ __all__ = [
     "rope_rows",
     "rope_table",
     "top_values",
+    "write_qkv",
 ]

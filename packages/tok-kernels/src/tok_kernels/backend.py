@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels.attention.interface import Phase
-from tok_kernels.batch import AttentionBatch, LayerCache, QKNorm, Sampled, SamplingBatch
+from tok_kernels.batch import AttentionBatch, KVWrite, LayerCache, QKNorm, Sampled, SamplingBatch
 from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
 from tok_kernels.moe.interface import ExpertCopies, ExpertWeights, Routing
 from tok_kernels.ngrams.table import NgramTable
@@ -223,6 +223,22 @@ class Backend(Protocol):
 
         If the cache has scales, k and v are divided by theirs, and the rotated q is multiplied by the k_scale of its
         key/value head, as `attention` expects.
+        """
+        ...
+
+    def project_and_write_kv(
+        self,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        write: KVWrite,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        """Compute `linear` with a QKV weight, then `rope_and_write_kv`; return the rotated q, `[T, H, D]`.
+
+        W has the rows of H query heads, K key heads and K value heads, D rows each; K and D are the cache's. q, k and v
+        may be rounded to W's dtype before the rotation, or not.
         """
         ...
 

@@ -94,6 +94,21 @@ class QKNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class KVWrite:
+    """To where a step's tokens are rotated, and where one layer stores their keys and values.
+
+    The fields are the arguments of `Backend.rope_and_write_kv` after q, k and v.
+    """
+
+    position_T: Tensor
+    cos_sin_LD: Tensor
+    cache: LayerCache
+    index_T: Tensor
+    norm: QKNorm | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CascadeLevel:
     """One cascade level: groups of decode rows whose sequences share pages, which are read once per group.
 

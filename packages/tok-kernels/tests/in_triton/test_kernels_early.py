@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tok_kernels import AttentionBatch, CascadeLevel, Exchange, LayerCache, rope_table
+from tok_kernels import AttentionBatch, CascadeLevel, Exchange, KVWrite, LayerCache, rope_table
 from tok_kernels.backends.triton import InvariantTritonBackend, TritonBackend
 from tok_kernels.collectives.triton_all_reduce import one_shot_all_reduce
 from tok_kernels.launch_config import pdl_options, supports_pdl
@@ -71,13 +71,8 @@ class Layers:
         """Return the output of the layers and leave `x_TN` unchanged; call `between` after each operation."""
         x_TN = x_TN.clone()
         for cache in self.caches:
-            qkv = self.backend.linear(x_TN, self.qkv, norm=self.norm)
-            between()
-            heads = qkv.view(len(qkv), -1, HEAD)
-            q, k, v = heads[:, :HEADS], heads[:, HEADS:-KV_HEADS], heads[:, -KV_HEADS:]
-            q = self.backend.rope_and_write_kv(
-                q, k, v, self.position, self.table, cache, self.index, dtype=torch.bfloat16
-            )
+            write = KVWrite(self.position, self.table, cache, self.index, dtype=torch.bfloat16)
+            q = self.backend.project_and_write_kv(x_TN, self.qkv, None, write, norm=self.norm)
             between()
             attended = self.backend.attention(q, cache, self.batch, HEAD**-0.5).flatten(1)
             between()

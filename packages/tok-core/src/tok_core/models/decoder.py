@@ -76,8 +76,9 @@ class DecoderLayer(nn.Module, ABC):
 
     def run_gemms(self, x_TN: Tensor, layout: TPLayout | None) -> Tensor:
         """Run the layer with its queries in place of the attention's result, to time and warm up its GEMMs."""
-        query_TF, *_ = self.self_attn.project(x_TN, self.input_layernorm, layout)
-        x_TN = self.self_attn.add_output(query_TF.contiguous().to(x_TN.dtype), x_TN, layout)
+        attention = self.self_attn
+        query_TF = attention.project(x_TN, self.input_layernorm, layout)[:, : attention.o_proj.inputs.count]
+        x_TN = attention.add_output(query_TF.contiguous().to(x_TN.dtype), x_TN, layout)
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, layout)
         return out_TN
 

@@ -24,7 +24,7 @@ from tok_core.models.layers import Attention, ForwardContext, Linear, Placement,
 from tok_core.models.llama import LlamaLayer
 from tok_core.parallel import Slice
 from tok_core.quantization import AllowedRange, WeightTarget
-from tok_kernels import LayerCache
+from tok_kernels import LayerCache, write_qkv
 
 
 class Eagle3Layer(LlamaLayer):
@@ -54,7 +54,9 @@ class Eagle3Layer(LlamaLayer):
         both_TM = torch.cat((self.input_layernorm(x_TN, dtype), normed_TN), 1)
         if layout is not None:
             both_TM = layout.rows(both_TM, None)
-        out_TF = attention.attend(attention.split(attention.qkv_proj(both_TM)), cache, step, x_TN.dtype)
+        write = attention.kv_write(cache, step, x_TN.dtype)
+        q_THD = write_qkv(attention.backend.rope_and_write_kv, attention.qkv_proj(both_TM), write)
+        out_TF = attention.attend(q_THD, cache, step)
         residual_TN = normed_TN.to(x_TN.dtype) if self.norm_before_residual else hidden_TN
         x_TN = attention.add_output(out_TF, residual_TN, layout)
         out_TN: Tensor = self.mlp(x_TN, self.post_attention_layernorm, layout, step.batch)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from tok_core.model_config import ModelConfig
 from tok_core.parallel import ShardPlan, Slice
 from tok_core.quantization import KV_SCALES, FillTarget, QuantizationConfig, WeightTarget
-from tok_kernels import AttentionBatch, Backend, LayerCache, QKNorm
+from tok_kernels import AttentionBatch, Backend, KVWrite, LayerCache, QKNorm, write_qkv
 
 if TYPE_CHECKING:
     from tok_core.parallel import TensorParallel, TPLayout
@@ -241,36 +241,33 @@ class Attention(nn.Module):
         columns = hidden if inputs is None else Slice.whole(inputs)
         self.qkv_proj = Linear(columns, parts, placement, bias=qkv_bias, fp16=True)
         self.o_proj = Linear(q, {"o_proj": hidden}, placement, bias=o_bias)
-        self.sizes = [q.count, kv.count, kv.count]
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
         self.kv_scales = KVScales(placement) if placement.quantization.kv_scales else None
 
     def forward(self, x_TN: Tensor, norm: RMSNorm, cache: LayerCache, step: ForwardContext) -> Tensor:
         """Return the residual stream `x` plus the attention of `norm(x)`; may change `x` in place."""
-        out_TF = self.attend(self.project(x_TN, norm, step.layout), cache, step, x_TN.dtype)
-        return self.add_output(out_TF, x_TN, step.layout)
+        write, qkv = self.kv_write(cache, step, x_TN.dtype), self.qkv_proj
+        if step.layout is None or step.layout.replicated:
+            q_THD = qkv.method.project_and_write_kv(qkv, x_TN, _weight(norm), write)
+        else:
+            q_THD = write_qkv(self.backend.rope_and_write_kv, self.project(x_TN, norm, step.layout), write)
+        return self.add_output(self.attend(q_THD, cache, step), x_TN, step.layout)
 
-    def attend(self, qkv_TF: tuple[Tensor, ...], cache: LayerCache, step: ForwardContext, dtype: torch.dtype) -> Tensor:
-        """Rotate queries and keys, write keys and values to the cache, and return the attention, `[T, heads × D]`."""
-        q_THD, k_TKD, v_TKD = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in qkv_TF)
-        q_THD = self.backend.rope_and_write_kv(
-            *(q_THD, k_TKD, v_TKD, step.rope_row_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm()),
-            dtype=dtype,
-        )
+    def kv_write(self, cache: LayerCache, step: ForwardContext, dtype: torch.dtype) -> KVWrite:
+        """Return to where the step's tokens are rotated and stored; the rotated queries have `dtype`."""
+        return KVWrite(step.rope_row_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm(), dtype)
+
+    def attend(self, q_THD: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:
+        """Return the attention of rotated queries, `[T, heads × D]`."""
         return self.backend.attention(q_THD, cache, step.batch, self.head_dim**-0.5, self.window).flatten(1)
 
-    def project(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of `norm(x)`, `[T, heads × D]` each."""
+    def project(self, x_TN: Tensor, norm: RMSNorm, layout: TPLayout | None) -> Tensor:
+        """Return queries, keys and values of `norm(x)` side by side, `[T, heads × D]`."""
         if layout is None:
-            qkv_TF = self.qkv_proj(x_TN, norm=norm)
-        else:
-            qkv_TF = layout.enter(x_TN, norm, self.qkv_proj)[: layout.tokens]
-        return self.split(qkv_TF)
-
-    def split(self, qkv_TF: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values in the result of the QKV projection."""
-        return torch.split(qkv_TF, self.sizes, dim=-1)
+            qkv_TF: Tensor = self.qkv_proj(x_TN, norm=norm)
+            return qkv_TF
+        return layout.enter(x_TN, norm, self.qkv_proj)[: layout.tokens]
 
     def add_output(self, out_TF: Tensor, x_TN: Tensor, layout: TPLayout | None) -> Tensor:
         """Return the residual stream `x` plus the output projection of `out`; may change `x` in place."""

@@ -25,7 +25,9 @@ _MULTICAST_TOKENS = 2048  # torch gathers smaller steps by multicast, without ov
 
 
 class TPLayout(ABC):
-    """Layout of one step of `tokens` among the ranks."""
+    """Layout of one step of `tokens` among the ranks; `replicated`: every rank holds the whole residual stream."""
+
+    replicated = False
 
     def __init__(self, tensor: TensorParallel, tokens: int) -> None:
         self.tensor = tensor
@@ -66,6 +68,8 @@ class TPLayout(ABC):
 
 class AllReduceLayout(TPLayout):
     """All-reduce layout: whole residual stream on every rank; one all-reduce, and so one wait, per half."""
+
+    replicated = True
 
     def pad(self, token_T: Tensor) -> Tensor:
         return token_T

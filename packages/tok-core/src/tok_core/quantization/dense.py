@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.weight_target import WeightTarget
+from tok_kernels import KVWrite
 
 
 class DenseMethod(LinearMethod):
@@ -29,6 +30,11 @@ class DenseMethod(LinearMethod):
 
     def dense_weight(self, layer: LinearLayer) -> Tensor:
         return layer.weight
+
+    def project_and_write_kv(
+        self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, write: KVWrite
+    ) -> Tensor:
+        return layer.backend.project_and_write_kv(x_TK, layer.weight, layer.bias, write, norm=norm)
 
     def quantize(self, weight_FK: Tensor) -> dict[str, Tensor]:
         return {"weight": weight_FK}

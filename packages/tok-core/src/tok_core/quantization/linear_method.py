@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tok_core.parallel import Slice
 from tok_core.quantization.weight_target import OnlineQuantizationTarget, WeightTarget
-from tok_kernels import Backend, PackedWeight, ScaledWeight
+from tok_kernels import Backend, KVWrite, PackedWeight, ScaledWeight, write_qkv
 
 MakeParameter = Callable[..., nn.Parameter]
 """Makes an uninitialised parameter of a shape; the keyword `dtype` replaces the model's dtype."""
@@ -126,6 +126,12 @@ class LinearMethod(ABC):
     ) -> Tensor:
         """Apply `gate_up`, a layer of this method, then `down`; a method may round what `down` reads in one pass."""
         return down.method.apply(down, self.apply(gate_up, x_TK, norm, None), None, residual_TF)
+
+    def project_and_write_kv(
+        self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, write: KVWrite
+    ) -> Tensor:
+        """Apply a QKV projection, then `Backend.rope_and_write_kv`; return the rotated queries, `[T, H, D]`."""
+        return write_qkv(layer.backend.rope_and_write_kv, self.apply(layer, x_TK, norm, None), write)
 
     def operand(self, layer: LinearLayer) -> Tensor | ScaledWeight | PackedWeight:
         """Return the weight as an operand of `Backend.fused_experts`; by default dequantised."""

@@ -13,11 +13,12 @@ from tok_kernels.linear.reference import ReferenceLinear
 from tok_kernels.moe.reference import fused_experts, invariant_fused_experts, select_experts
 from tok_kernels.ngrams.reference import accept_drafts, draft_tokens, learn_tokens, predict_tokens
 from tok_kernels.norm_rope_kv.reference import rms_norm, rope_and_write_kv, silu_and_mul
+from tok_kernels.norm_rope_kv.separate import SeparateProjection
 from tok_kernels.sampling.reference.sampling import sample
 from tok_kernels.slots.reference import decode_rows, record_sampled_tokens, set_draft_slots
 
 
-class ReferenceBackend(ReferenceLinear):
+class ReferenceBackend(ReferenceLinear, SeparateProjection):
     """A `tok_kernels.Backend` in plain torch, for any device."""
 
     name = "reference"

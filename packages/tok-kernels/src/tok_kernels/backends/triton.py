@@ -7,12 +7,13 @@ from tok_kernels.attention.triton import invariant as invariant_attention
 from tok_kernels.attention.triton.attention import attention
 from tok_kernels.attention.triton.decode import max_pack_rows
 from tok_kernels.linear import triton_invariant as invariant_linear
-from tok_kernels.linear.triton import gated_linear, linear
+from tok_kernels.linear.triton import gated_linear, linear, project_and_write_kv
 from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 from tok_kernels.moe import triton_invariant as invariant_moe
 from tok_kernels.moe.triton import fused_experts, select_experts
 from tok_kernels.ngrams.triton import accept_drafts, draft_tokens, learn_tokens, predict_tokens
+from tok_kernels.norm_rope_kv.separate import SeparateProjection
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
 from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
@@ -39,6 +40,7 @@ class TritonBackend:
     select_experts = staticmethod(select_experts)
     fused_experts = staticmethod(fused_experts)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
+    project_and_write_kv = staticmethod(project_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)
     attention = staticmethod(attention)
     sample = staticmethod(sample)
@@ -51,7 +53,7 @@ class TritonBackend:
     accept_drafts = staticmethod(accept_drafts)
 
 
-class InvariantTritonBackend(TritonBackend):
+class InvariantTritonBackend(SeparateProjection, TritonBackend):
     """The Triton backend with batch-invariant GEMMs, experts and attention, for dense weights only.
 
     The bits of a row depend on no other row of the step. The constructor changes torch's GEMMs in this process

@@ -1,25 +1,31 @@
 """Compute linear layers: a GEMV kernel for up to two tokens, the few-row GEMM for up to 64, and cuBLAS for more.
 
-Both kernels are fused with bias, gated activation and residual addition; the GEMV kernel also with the norm.
+Both kernels are fused with bias, gated activation and residual addition, or with rotary embedding and KV cache write;
+the GEMV kernel also with the norm.
 """
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
+from tok_kernels.batch import KVWrite
 from tok_kernels.launch_config import pdl_options, supports_pdl
 from tok_kernels.linear.quantized_weights import ScaledWeight
 from tok_kernels.linear.reference import matmul
 from tok_kernels.linear.triton_config import GemvLaunch, few_rows_launch, gemv_launch, use_few_row_gemm, use_gemv
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_gemv import gemv_kernel
+from tok_kernels.linear.triton_qkv import RopeArguments, can_fuse, new_queries, rope_arguments
+from tok_kernels.norm_rope_kv.separate import write_qkv
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
+from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 
 def linear(
@@ -70,6 +76,36 @@ def gated_linear(
     return silu_and_mul(matmul(x_TK, gate_up_FK, bias_F, None))
 
 
+def project_and_write_kv(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    write: KVWrite,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """Compute `Backend.project_and_write_kv`; in one launch, after that of the norm, for few tokens.
+
+    Raises ValueError as `linear`.
+    """
+    is_gemv = _use_gemv(x_TK, weight_NK)
+    if not can_fuse(write) or not (is_gemv or _use_few_row_gemm(x_TK, weight_NK)):
+        return write_qkv(rope_and_write_kv, linear(x_TK, weight_NK, bias_N, norm=norm), write)
+    check_linear(x_TK, weight_NK.shape, bias_N, norm, weight_NK.dtype)
+    (tokens, inputs), rows = x_TK.shape, len(weight_NK)
+    out_TN = new_queries(write, tokens, rows, weight_NK.dtype)
+    rope = out_TN, rope_arguments(write, rows)
+    if is_gemv:
+        launch = gemv_launch(tokens, rows, inputs, gated=False)
+        launch = replace(launch, block_n=launch.block_n // 2)
+        launch_gemv(launch, x_TK, weight_NK, bias_N, norm, None, gated=False, rope=rope)
+    else:
+        x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
+        few_rows = few_rows_launch(tokens, rows, inputs)
+        launch_few_rows(few_rows, x_TK, weight_NK, bias_N, None, gated=False, rope=rope)
+    return out_TN.view(tokens, -1, write.cache.k.shape[3])
+
+
 def launch_gemv(
     launch: GemvLaunch,
     x_TK: Tensor,
@@ -79,10 +115,12 @@ def launch_gemv(
     residual_TN: Tensor | None,
     *,
     gated: bool,
+    rope: tuple[Tensor, RopeArguments] | None = None,
 ) -> Tensor:
     """Launch the GEMV kernel; the arguments after `launch` are those of `linear`, already checked.
 
-    The result has the dtype of the weight, or of x if the weight has 8 bits.
+    The result has the dtype of the weight, or of x if the weight has 8 bits. `rope` contains the tensor for the rotated
+    queries and the other arguments of a QKV projection; `block_n` then counts pairs.
     """
     if isinstance(weight, Tensor):
         values_NK, scale_NG, group, dtype = weight, weight, 0, weight.dtype
@@ -90,8 +128,8 @@ def launch_gemv(
         values_NK, scale_NG, group, dtype = weight.values_NK, weight.scale_NG, weight.group or x_TK.shape[1], x_TK.dtype
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     tokens, inputs = x_TK.shape
-    outputs = len(values_NK) // 2 if gated else len(values_NK)
-    out_TN = residual_TN
+    outputs = len(values_NK) // 2 if gated or rope is not None else len(values_NK)
+    out_TN = residual_TN if rope is None else rope[0]
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
     norm_weight, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
@@ -105,7 +143,7 @@ def launch_gemv(
             scale_NG,
             values_NK if bias is None else bias.contiguous(),
         ),
-        *(out_TN, out_TN.stride(0), outputs),
+        *(out_TN, out_TN.stride(0), outputs, None if rope is None else rope[1]),
         TOKENS=tokens,
         K=inputs,
         BLOCK_N=launch.block_n,
@@ -113,6 +151,7 @@ def launch_gemv(
         VECTOR=launch.vector,
         GROUP_SIZE=group,
         GATED=gated,
+        HALF=0 if rope is None else rope[1].cos_sin.shape[1] // 2,
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         ADD_RESIDUAL=residual_TN is not None,

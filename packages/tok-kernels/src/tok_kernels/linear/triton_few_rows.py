@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton_config import MAX_SPLIT_PROGRAMS, FewRowsLaunch
+from tok_kernels.linear.triton_qkv import RopeArguments, load_angles, rotated_rows, store_rotated
 from tok_kernels.zeroed_counters import ZeroedCounters
 
 _CACHE_LINE_BYTES = tl.constexpr(128)  # of the L2 cache
@@ -51,19 +52,36 @@ def _prefetch(row_ptrs: tl.tensor, first: tl.tensor, end: tl.tensor, PREFETCH: t
 def gated_rows(outputs: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
     """Return the BLOCK_N weight rows of a tile of gated outputs: gates, and their up projections `outputs` rows below.
 
-    Of 16 rows, 8 are gates and 8 their up projections, since a thread's accumulator has rows i and i + 8. Outputs past
-    the last one read its weights again, so that no load needs a mask.
+    The rows have the order of `_paired_outputs`.
+    """
+    n, second = _paired_outputs(outputs, BLOCK_N)
+    return n + second * outputs
+
+
+@triton.jit
+def _paired_outputs(outputs: tl.tensor, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the output of each of a tile's BLOCK_N rows, two rows to an output, and whether it is the second one.
+
+    Of 16 rows, 8 are first and 8 second ones, since a thread's accumulator has rows i and i + 8. Outputs past the last
+    one read its weights again, so that no load needs a mask.
     """
     lane = tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
-    return tl.minimum(n, outputs - 1) + lane // 8 % 2 * outputs
+    return tl.minimum(n, outputs - 1), lane // 8 % 2
+
+
+@triton.jit
+def _split_pairs(y: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first and second rows of y, in the order of `_paired_outputs`, `[BLOCK_N / 2, BLOCK_M]` each."""
+    first, second = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+    return tl.reshape(first, (BLOCK_N // 2, BLOCK_M)), tl.reshape(second, (BLOCK_N // 2, BLOCK_M))
 
 
 @triton.jit
 def silu_and_mul_rows(y: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
     """Return silu(gate) * up, `[BLOCK_N / 2, BLOCK_M]`, for rows of y in the order of `gated_rows`."""
-    gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
-    return tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (BLOCK_N // 2, BLOCK_M))
+    gate, up = _split_pairs(y, BLOCK_N, BLOCK_M)
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -81,7 +99,7 @@ def partial_sum_ptrs(
     return partial_ptr + split * tiles * tile_size + offset
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["rope"])
 def few_rows_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -94,6 +112,7 @@ def few_rows_kernel(
     out_column_stride: tl.tensor,
     partial_ptr: tl.tensor,
     counters_ptr: tl.tensor,
+    rope: tl.tuple | None,
     tokens: tl.tensor,
     outputs: tl.tensor,
     K: tl.tensor,
@@ -107,6 +126,7 @@ def few_rows_kernel(
     SCALED: tl.constexpr,
     ROUNDED: tl.constexpr,
     GATED: tl.constexpr,
+    HALF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -118,7 +138,7 @@ def few_rows_kernel(
     1. Prefetch the first PREFETCH columns of the weight rows into the L2 cache, while the predecessor still runs.
     2. Accumulate `W xᵀ` over the split's blocks of BLOCK_K columns.
     3. With several splits, store the partial sums; the last program of a tile to arrive adds them in order.
-    4. Apply scales, bias, activation and residual, and store.
+    4. Apply scales, bias, activation or rotation, and residual, and store.
 
     x_ptr              [tokens, K], with `x_stride` between tokens
     weight_ptr         [rows, K]; GATED: row n is a gate and row n + outputs its up projection, and the result is
@@ -129,6 +149,8 @@ def few_rows_kernel(
     out_ptr            [tokens, outputs], with two strides; ADD_RESIDUAL adds to its values
     partial_ptr        float32 [SPLIT_K, tiles, BLOCK_N, BLOCK_M], partial sums
     counters_ptr       int32 [tiles], number of programs that have finished a tile, 0 before and after the kernel
+    rope               `RopeArguments` of a QKV projection, of which an output is a pair (i, i + HALF) of a head. `out`
+                       receives the rotated queries, and the cache keys and values; None, with HALF 0: another layer
     EVEN_K             K is a multiple of BLOCK_K
     ROUNDED            round the sums to the weight's dtype before bias, activation and residual
     PDL                this kernel may start before its predecessor ends
@@ -137,11 +159,18 @@ def few_rows_kernel(
         gdc_launch_dependents()
 
     # Find the weight rows, and prefetch them.
-    tile_outputs: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tile_outputs: tl.constexpr = BLOCK_N // 2 if GATED or HALF > 0 else BLOCK_N
     tile = tl.program_id(0)
     split = tl.program_id(1)
+    n = tile * tile_outputs + tl.arange(0, tile_outputs)
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    present = token < tokens
+    is_output = present[:, None] & (n < outputs)[None, :]
     if GATED:
         weight_row = gated_rows(outputs, BLOCK_N)
+    elif HALF > 0:
+        pair, second_row = _paired_outputs(outputs, BLOCK_N)
+        weight_row = rotated_rows(pair, second_row, HALF)
     else:
         # Outputs past the last one read its weights again, so that no load needs a mask.
         weight_row = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), outputs - 1)
@@ -154,9 +183,9 @@ def few_rows_kernel(
             _prefetch(row_ptrs, first_block * BLOCK_K, tl.minimum(blocks_end * BLOCK_K, K), PREFETCH)
         gdc_wait()
 
-    # Multiply.
-    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    present = token < tokens
+    # Multiply. Positions are loaded before, and the angles that depend on them after the weights.
+    if HALF > 0:
+        position = tl.load(rope.position + token, mask=present, other=0)
     column = tl.arange(0, BLOCK_K)
     weight_ptrs = row_ptrs[:, None] + column[None, :]
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + column[None, :]
@@ -170,6 +199,9 @@ def few_rows_kernel(
         weights = _load_weights(weight_ptrs, block, K, BLOCK_K, EVEN_K)
         acc = tl.dot(weights, tl.trans(x), acc, out_dtype=acc.dtype)
 
+    if HALF > 0:
+        cos, sin = load_angles(rope, position[:, None], n[None, :], is_output, HALF)
+
     # Add the partial sums of all splits.
     if SPLIT_K > 1:
         tl.store(partial_sum_ptrs(partial_ptr, split, BLOCK_N, BLOCK_M), acc)
@@ -182,7 +214,7 @@ def few_rows_kernel(
             acc += tl.load(partial_sum_ptrs(partial_ptr, other_split, BLOCK_N, BLOCK_M), cache_modifier=".cg")
         tl.store(counters_ptr + tile_index, 0)
 
-    # Apply scales, bias, activation and residual.
+    # Apply scales, bias, activation or rotation, and residual.
     y = acc.to(tl.float32)
     if SCALED:
         x_scale = tl.load(x_scale_ptr + token, mask=present, other=0.0)
@@ -194,15 +226,20 @@ def few_rows_kernel(
         y += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
         if ROUNDED:
             y = y.to(dtype).to(tl.float32)
-    n = tile * tile_outputs + tl.arange(0, tile_outputs)
-    if GATED:
-        y = silu_and_mul_rows(y, BLOCK_N, BLOCK_M)
-    out_ptrs = out_ptr + token.to(tl.int64)[:, None] * out_token_stride + n[None, :] * out_column_stride
-    is_output = present[:, None] & (n < outputs)[None, :]
-    y = tl.trans(y)
-    if ADD_RESIDUAL:
-        y += tl.load(out_ptrs, mask=is_output, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_output)
+    if HALF > 0:
+        first, second = _split_pairs(y, BLOCK_N, BLOCK_M)
+        store_rotated(
+            *(tl.trans(first), tl.trans(second), cos, sin, rope, out_ptr, out_token_stride),
+            *(token.to(tl.int64)[:, None], n[None, :], is_output, HALF),
+        )
+    else:
+        if GATED:
+            y = silu_and_mul_rows(y, BLOCK_N, BLOCK_M)
+        out_ptrs = out_ptr + token.to(tl.int64)[:, None] * out_token_stride + n[None, :] * out_column_stride
+        y = tl.trans(y)
+        if ADD_RESIDUAL:
+            y += tl.load(out_ptrs, mask=is_output, other=0.0).to(tl.float32)
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_output)
 
 
 _counters = ZeroedCounters(MAX_SPLIT_PROGRAMS)
@@ -217,10 +254,12 @@ def launch_few_rows(
     *,
     gated: bool,
     rounded: bool = False,
+    rope: tuple[Tensor, RopeArguments] | None = None,
 ) -> Tensor:
     """Launch the few-row GEMM; the arguments after `launch` are those of `linear`, already checked.
 
     x is quantised if the weight is. With `rounded`, the GEMM's result is rounded before bias, activation and residual.
+    `rope` contains the tensor for the rotated queries and the other arguments of a QKV projection.
     """
     if isinstance(x, QuantizedRows):
         x_TK, x_scale_T, tokens, dtype = x.values_TK, x.scale_TG, x.tokens, x.dtype
@@ -229,11 +268,12 @@ def launch_few_rows(
         x_scale_T, tokens, dtype = x_TK, len(x), x.dtype
     values_NK, scale_N = (weight, weight) if isinstance(weight, Tensor) else (weight.values_NK, weight.scale_NG)
     weight_rows, inputs = values_NK.shape
-    outputs = weight_rows // 2 if gated else weight_rows
-    out_TN = residual_TN
+    paired = gated or rope is not None
+    outputs = weight_rows // 2 if paired else weight_rows
+    out_TN = residual_TN if rope is None else rope[0]
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    tile_outputs = launch.block_n // 2 if gated else launch.block_n
+    tile_outputs = launch.block_n // 2 if paired else launch.block_n
     tiles = triton.cdiv(outputs, tile_outputs), triton.cdiv(tokens, launch.block_m)
     partial = counters = values_NK
     if launch.splits > 1:
@@ -242,7 +282,7 @@ def launch_few_rows(
         counters = _counters.of(x_TK.device)
     few_rows_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), x_scale_T, values_NK, scale_N, values_NK if bias is None else bias.contiguous()),
-        *(out_TN, *out_TN.stride(), partial, counters, tokens, outputs, inputs),
+        *(out_TN, *out_TN.stride(), partial, counters, None if rope is None else rope[1], tokens, outputs, inputs),
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
@@ -253,6 +293,7 @@ def launch_few_rows(
         SCALED=not isinstance(weight, Tensor),
         ROUNDED=rounded,
         GATED=gated,
+        HALF=0 if rope is None else rope[1].cos_sin.shape[1] // 2,
         HAS_BIAS=bias is not None,
         ADD_RESIDUAL=residual_TN is not None,
         num_warps=launch.warps,

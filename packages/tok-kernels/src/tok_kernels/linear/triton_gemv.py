@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tok_kernels.linear.triton_qkv import load_angles, rotated_rows, store_rotated
+
 
 @triton.jit
 def _load_columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
@@ -74,7 +76,7 @@ def _accumulate(
     return new_sums, new_squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rope"])
 def gemv_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -86,6 +88,7 @@ def gemv_kernel(
     out_ptr: tl.tensor,
     out_stride: tl.tensor,
     outputs: tl.tensor,
+    rope: tl.tuple | None,
     TOKENS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -93,6 +96,7 @@ def gemv_kernel(
     VECTOR: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GATED: tl.constexpr,
+    HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD_RESIDUAL: tl.constexpr,
@@ -102,7 +106,7 @@ def gemv_kernel(
 
     1. Read the first block of weights while the predecessor still runs: it writes x, but not the weights.
     2. For each block of BLOCK_K columns, add the products of weights and x to the sums, and x² to the sum of squares.
-    3. For each token, add up the sums; then apply norm, scale, bias, activation and residual.
+    3. For each token, add up the sums; then apply norm, scale, bias, activation or rotation, and residual.
 
     x_ptr       [TOKENS, K], with `x_stride` between tokens
     norm_ptr    [K], weight of the RMS norm of x. Its division follows the matmul, because it is one factor per token
@@ -110,6 +114,8 @@ def gemv_kernel(
     scale_ptr   float32 [rows, K / GROUP_SIZE], if GROUP_SIZE columns share a scale; GROUP_SIZE 0: no scales
     bias_ptr    [rows]
     out_ptr     [TOKENS, outputs], with `out_stride` between tokens; ADD_RESIDUAL adds to its values
+    rope        `RopeArguments` of a QKV projection, of which an output is a pair (i, i + HALF) of a head. `out`
+                receives the rotated queries, and the cache keys and values; None, with HALF 0: another layer
     VECTOR      weights that a thread loads at once
     PDL         this kernel may start before its predecessor ends
     """
@@ -117,11 +123,12 @@ def gemv_kernel(
         gdc_launch_dependents()
 
     # Read the first block of weights.
-    ROWS: tl.constexpr = BLOCK_N * 2 if GATED else BLOCK_N
+    ROWS: tl.constexpr = BLOCK_N * 2 if GATED or HALF > 0 else BLOCK_N
     lane = tl.arange(0, ROWS)
-    n = tl.program_id(0) * BLOCK_N + lane % BLOCK_N
     # Outputs past the last one read its weights again, so that no load needs a mask.
-    weight_row = tl.minimum(n, outputs - 1) + lane // BLOCK_N * outputs
+    n = tl.minimum(tl.program_id(0) * BLOCK_N + lane % BLOCK_N, outputs - 1)
+    weight_row = rotated_rows(n, lane // BLOCK_N, HALF) if HALF > 0 else n + lane // BLOCK_N * outputs
+    out_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = ()
     squares = ()
     for _ in tl.static_range(TOKENS):
@@ -131,6 +138,10 @@ def gemv_kernel(
     weights = _load_weights(weight_ptrs, 0, K, BLOCK_K)
     if PDL:
         gdc_wait()
+    positions = ()
+    if HALF > 0:
+        for t in tl.static_range(TOKENS):
+            positions += (tl.load(rope.position + t),)
 
     # Multiply.
     row_scale_ptr = scale_ptr
@@ -147,8 +158,11 @@ def gemv_kernel(
             *(TOKENS, K, ROWS, BLOCK_K, VECTOR, GROUP_SIZE, HAS_NORM),
         )
 
-    # Apply norm, scale, bias, activation and residual.
-    out_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Apply norm, scale, bias, activation or rotation, and residual.
+    angles = ()
+    if HALF > 0:
+        for t in tl.static_range(TOKENS):
+            angles += (load_angles(rope, positions[t], out_n, out_n < outputs, HALF),)
     for t in tl.static_range(TOKENS):
         y = tl.sum(sums[t], 1)
         if HAS_NORM:
@@ -160,6 +174,13 @@ def gemv_kernel(
         if GATED:
             gate, up = tl.split(tl.trans(tl.reshape(y, (2, BLOCK_N))))
             y = gate / (1.0 + tl.exp(-gate)) * up
-        if ADD_RESIDUAL:
-            y += tl.load(out_ptr + t * out_stride + out_n, mask=out_n < outputs, other=0.0).to(tl.float32)
-        tl.store(out_ptr + t * out_stride + out_n, y.to(out_ptr.dtype.element_ty), mask=out_n < outputs)
+        if HALF > 0:
+            first, second = tl.split(tl.trans(tl.reshape(y, (2, BLOCK_N))))
+            store_rotated(
+                *(first, second, angles[t][0], angles[t][1], rope, out_ptr, out_stride, out_n * 0 + t),
+                *(out_n, out_n < outputs, HALF),
+            )
+        else:
+            if ADD_RESIDUAL:
+                y += tl.load(out_ptr + t * out_stride + out_n, mask=out_n < outputs, other=0.0).to(tl.float32)
+            tl.store(out_ptr + t * out_stride + out_n, y.to(out_ptr.dtype.element_ty), mask=out_n < outputs)

@@ -1,0 +1,143 @@
+"""Tests of QKV projections of few tokens, fused with rotary embedding and KV cache write, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.interpreted import INTERPRETING, outside, rerun
+from support.noise import noise
+from tok_kernels import KVWrite, LayerCache, QKNorm, rope_table
+from tok_kernels.backends.reference import ReferenceBackend
+from tok_kernels.backends.triton import InvariantTritonBackend
+from tok_kernels.linear.triton import project_and_write_kv
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_GEMV_TOKENS
+
+TOKENS = (1, MAX_GEMV_TOKENS, MAX_GEMV_TOKENS + 1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)
+HEADS = [(4, 2, 16), (2, 2, 8), (3, 1, 40), (8, 1, 64), (2, 1, 6)]  # query heads, key heads, head size
+HIDDEN, PAGE, POSITIONS = 88, 4, 300
+reference = ReferenceBackend()
+
+
+@outside
+def test_the_tests_of_this_file_pass_under_the_interpreter() -> None:
+    rerun(__file__)
+
+
+def write_of(
+    tokens: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float16
+) -> KVWrite:
+    pages = tokens // PAGE + 2
+    shape = (pages, PAGE, kv_heads, head_dim)
+    cache = LayerCache(torch.full(shape, 7.0, device=device).to(dtype), torch.full(shape, 7.0, device=device).to(dtype))
+    index = torch.randperm(pages * PAGE, generator=torch.Generator().manual_seed(0))[:tokens].to(device)
+    position = torch.arange(tokens, device=device) * 37 % POSITIONS
+    return KVWrite(position, rope_table(head_dim, POSITIONS, 1e4).to(device), cache, index)
+
+
+def copied(write: KVWrite) -> KVWrite:
+    return replace(write, cache=replace(write.cache, k=write.cache.k.clone(), v=write.cache.v.clone()))
+
+
+def assert_written_alike(ours: KVWrite, theirs: KVWrite, tolerance: float) -> None:
+    for mine, other in ((ours.cache.k, theirs.cache.k), (ours.cache.v, theirs.cache.v)):
+        torch.testing.assert_close(mine.float(), other.float(), rtol=tolerance, atol=tolerance)
+
+
+def weights(
+    heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, tuple[Tensor, float]]:
+    rows = (heads[0] + 2 * heads[1]) * heads[2]
+    weight = noise(rows, HIDDEN, dtype=dtype, device=device) / HIDDEN**0.5
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # with PDL a GEMM may read its weights before earlier kernels have ended
+    return weight, noise(rows, dtype=dtype, device=device), (noise(HIDDEN, dtype=dtype, device=device), 1e-5)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_projection_rope_and_cache_write_equal_the_reference(
+    tokens: int, heads: tuple[int, int, int], device: torch.device
+) -> None:
+    weight, bias, norm = weights(heads, device)
+    x = noise(tokens, HIDDEN, dtype=torch.float16, device=device)
+    for part in ("", "bias", "norm", "bias norm"):
+        ours = write_of(tokens, *heads[1:], device)
+        theirs = copied(ours)
+        parts = (bias if "bias" in part else None), (norm if "norm" in part else None)
+        q = project_and_write_kv(x, weight, parts[0], ours, norm=parts[1])
+        expected = reference.project_and_write_kv(x, weight, parts[0], theirs, norm=parts[1])
+        assert q.shape == (tokens, heads[0], heads[2])
+        torch.testing.assert_close(q, expected, rtol=4e-3, atol=8e-3)
+        assert_written_alike(ours, theirs, 8e-3)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_queries_are_rounded_to_their_dtype_and_keys_to_that_of_the_cache(tokens: int, device: torch.device) -> None:
+    dtypes = [torch.float32] if INTERPRETING else [torch.bfloat16, torch.float8_e4m3fn]
+    for cache_dtype in dtypes:
+        weight, _, norm = weights((4, 2, 16), device)
+        x = noise(tokens, HIDDEN, dtype=torch.float16, device=device)
+        ours = replace(write_of(tokens, 2, 16, device, cache_dtype), dtype=torch.float32)
+        theirs = copied(ours)
+        q = project_and_write_kv(x, weight, None, ours, norm=norm)
+        assert q.dtype == torch.float32
+        torch.testing.assert_close(
+            q, reference.project_and_write_kv(x, weight, None, theirs, norm=norm), rtol=4e-3, atol=8e-3
+        )
+        assert_written_alike(ours, theirs, 0.13 if cache_dtype == torch.float8_e4m3fn else 8e-3)
+
+
+def test_an_infinite_value_leaves_its_neighbours_in_the_cache_as_they_are(device: torch.device) -> None:
+    heads = (2, 1, 8)
+    for tokens in (1, 3):
+        weight, bias, _ = weights(heads, device)
+        bias[-1] = float("inf")  # the last entry of the value
+        write = write_of(tokens, *heads[1:], device)
+        project_and_write_kv(noise(tokens, HIDDEN, dtype=torch.float16, device=device), weight, bias, write)
+        rows = write.cache.v.flatten(0, 1)[write.index_T]
+        assert rows[..., -1].isinf().all()
+        assert rows[..., :-1].isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_qk_norms_and_scaled_caches_take_separate_kernels(tokens: int, device: torch.device) -> None:
+    heads = (4, 2, 16)
+    weight, bias, norm = weights(heads, device)
+    x = noise(tokens, HIDDEN, dtype=torch.float16, device=device)
+    plain = write_of(tokens, *heads[1:], device)
+    scale = torch.tensor([0.5, 2.0], device=device)
+    qk_norm = QKNorm(noise(16, device=device), noise(16, device=device), 1e-6)
+    for ours in (
+        replace(plain, norm=qk_norm),
+        replace(plain, cache=replace(plain.cache, k_scale=scale, v_scale=scale)),
+    ):
+        theirs = copied(ours)
+        q = project_and_write_kv(x, weight, bias, ours, norm=norm)
+        expected = reference.project_and_write_kv(x, weight, bias, theirs, norm=norm)
+        torch.testing.assert_close(q, expected, rtol=2e-2, atol=2e-2)
+        assert_written_alike(ours, theirs, 2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_batch_invariant_backend_projects_and_writes_separately(tokens: int, device: torch.device) -> None:
+    backend = InvariantTritonBackend.__new__(InvariantTritonBackend)  # leaves the process's GEMMs as they are
+    weight, bias, norm = weights((4, 2, 16), device)
+    x = noise(tokens, HIDDEN, dtype=torch.float16, device=device)
+    ours = write_of(tokens, 2, 16, device)
+    theirs = copied(ours)
+    q = backend.project_and_write_kv(x, weight, bias, ours, norm=norm)
+    expected = reference.project_and_write_kv(x, weight, bias, theirs, norm=norm)
+    torch.testing.assert_close(q, expected, rtol=2e-2, atol=2e-2)
+    assert_written_alike(ours, theirs, 2e-2)
+
+
+def test_a_projection_of_no_tokens_writes_nothing(device: torch.device) -> None:
+    weight, bias, norm = weights((4, 2, 16), device)
+    write = write_of(0, 2, 16, device)
+    x = noise(0, HIDDEN, dtype=torch.float16, device=device)
+    assert project_and_write_kv(x, weight, bias, write, norm=norm).shape == (0, 4, 16)
+    assert (write.cache.k == 7.0).all()
