@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tok_core import EngineConfig, SamplingParams
-from tok_core.config import RankCoordinates
+from tok_core.config import RankCoordinates, Speculate
 from tok_core.manager.loop import Manager
 from tok_core.messages import EngineInfo, Progress, StepInput, StepOutput, Submit, ToEngine
 from tok_core.model_config.model_config import read_config
@@ -68,24 +68,33 @@ class RecordingPorts(LocalPorts):
 
 
 def record(
-    path: Path, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, pp: int, run_ahead: int
+    path: Path,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    pp: int,
+    run_ahead: int,
+    speculate: Speculate = "off",
 ) -> RecordingPorts:
     """Record what a manager for `pp` stages sends and what one worker with the whole model returns."""
-    config = read_config(path)
+    model = read_config(path)
     ports = RecordingPorts(stage_runner(path, ProcessGroups(RankCoordinates(), CPU)), run_ahead)
+    draft_slots = 0 if speculate == "off" else SLOTS // 2
     info = EngineInfo(
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
         max_model_len=LENGTH,
         num_pages=PAGES,
         page_size=PAGE_SIZE,
-        max_running=SLOTS,
+        max_running=SLOTS - draft_slots,
+        draft_slots=draft_slots,
         max_step_tokens=STEP_TOKENS,
         device="cpu",
         dtype="float32",
         backend="reference",
     )
-    manager = Manager(EngineConfig(model=str(path), pp=pp, run_ahead=run_ahead), info, ports, None)
+    config = EngineConfig(model=str(path), pp=pp, run_ahead=run_ahead, speculate=speculate)
+    manager = Manager(config, info, ports, None)
     manager.scheduler.microbatches.fewest = 1
     for rid, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         ports.submit(Submit(rid, np.array(prompt, np.int32), one))

@@ -337,8 +337,8 @@ def test_draft_rows_without_finite_logits_are_computed_again(path: Path) -> None
         take = processor.take
 
         def take_broken(output: StepOutput) -> Reported:
-            drafts, (_, slots, _) = speculator._drafts, processor.in_flight[0]
-            if drafts is not None and drafts.step == output.step and drafts.models:
+            (_, slots, _), drafted = processor.in_flight[0], speculator._in_flight
+            if drafted and (drafts := drafted[0]).step == output.step and drafts.models:
                 output.logprob[slots == drafts.slot[0, len(broken) % 2]] = np.nan
                 broken.append(output.step)
             return take(output)

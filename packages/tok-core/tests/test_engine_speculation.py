@@ -20,6 +20,7 @@ from support.grouping import group_eagerly
 from support.replayed_graphs import replay_decode_steps
 from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
+from tok_core.config import Speculate
 from tok_core.manager.speculation import DeviceSpeculator, HostSpeculator
 from tok_core.manager.speculation.acceptance import Float64
 from tok_core.sampling_params import Grammar
@@ -300,15 +301,66 @@ def test_speculate_is_off_or_a_number_of_tokens(wrong: object) -> None:
         EngineConfig(model="m", speculate=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("speculate", ["auto", 4])
-def test_speculation_in_a_pipeline_is_refused_by_name(speculate: Any) -> None:
-    with pytest.raises(InvalidField, match=rf"speculate is .*{speculate}.*off if pp is above 1"):
-        EngineConfig(model="m", speculate=speculate, pp=2)
+def test_draft_model_in_a_pipeline_is_refused_by_name() -> None:
+    with pytest.raises(InvalidField, match="draft is 'small'; allowed: only if pp is 1"):
+        EngineConfig(model="m", speculate="auto", draft="small", pp=2)
 
 
-def test_tensor_parallel_ranks_verify_drafts(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("speculate", "options"),
+    [
+        (4, {"page_size": 4, "kv_cache_tokens": 640, "max_running": 32}),  # preempts
+        (16, {"page_size": 1, "max_step_tokens": 96, "max_running": 48, "run_ahead": 4}),
+        ("auto", {"max_running": 256}),
+    ],
+)
+def test_pipeline_with_drafts_gives_every_bit_of_one_worker(
+    path: Path, expected: list[Answer], speculate: Speculate, options: dict[str, Any]
+) -> None:
+    with pipeline(path, speculate, **options) as engine:
+        for _ in range(3):
+            assert answers(engine, MANY) == expected
+        stats = engine.stats()
+    assert stats["accepted_tokens"] > 10 or speculate == "auto"
+    assert stats["preemptions"] > 0 or "kv_cache_tokens" not in options
+
+
+def test_pipeline_drafts_for_guided_sequences_and_changes_no_bit(path: Path) -> None:
+    asked = [(prompt, params) for params in GUIDED.values() for prompt in PROMPTS[:3]]
+    prompts, params = map(list, zip(*asked, strict=True))
+    with cpu_engine(path, batch_invariant=True, max_model_len=128) as engine:
+        wanted = [answer(output) for output in engine.generate(prompts, params)]
+    with pipeline(path, 8) as engine:
+        for _ in range(3):
+            assert [answer(output) for output in engine.generate(prompts, params)] == wanted
+        before = engine.stats()["accepted_tokens"]
+        assert [answer(output) for output in engine.generate(prompts[:12], params[:12])] == wanted[:12]
+        assert engine.stats()["accepted_tokens"] - before > 10, "of guided sequences alone"
+
+
+def test_sample_of_a_pipeline_ends_at_a_stop_string_within_a_draft(path: Path) -> None:
+    with pipeline(path, 8) as engine:
+        for _ in range(2):
+            (whole,) = engine.generate([STEM], PLAIN)[0].outputs
+        text, half = whole.text, len(whole.text) // 2
+        stop = next(text[i : i + 2] for i in range(half, len(text)) if text.find(text[i : i + 2]) == i)
+        steps = engine.stats()["steps"]
+        (cut,) = engine.generate([STEM], msgspec.structs.replace(PLAIN, stop=(stop,)))[0].outputs
+        assert engine.stats()["steps"] - steps < NEW / 4
+    assert cut.text == text[: text.index(stop)]
+    assert cut.stop_reason == stop
+
+
+def pipeline(path: Path, speculate: Speculate, **options: Any) -> Engine:
+    """Return an engine with a pipeline of two stages on CPUs."""
+    settings = {"kv_cache_tokens": 8192, "max_model_len": 128, "batch_invariant": True, **options}
+    return Engine(EngineConfig(model=str(path), device="cpu", dtype="float32", pp=2, speculate=speculate, **settings))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tensor_parallel_ranks_verify_drafts(path: Path, pp: int) -> None:
     config = EngineConfig(
-        model=str(path), device="cpu", dtype="float32", tp=2, batch_invariant=True, kv_cache_tokens=8192
+        model=str(path), device="cpu", dtype="float32", tp=2, pp=pp, batch_invariant=True, kv_cache_tokens=8192
     )
     params, found = [PARAMS["samples"], PARAMS["penalties"], GUIDED["free"], PARAMS["plain"]], []
     for speculate in ("off", 4):

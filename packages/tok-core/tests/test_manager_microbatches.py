@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from support.schedules import drive, engine_info, make_manager, submit
+from support.schedules import drive, engine_info, expected, make_manager, propose_expected, submit
+from support.simulated_worker import SimulatedPorts, collect
 from tok_core import SamplingParams
 from tok_core.config import MAX_STEPS_AHEAD
+from tok_core.manager.loop import Manager
 from tok_core.manager.scheduling.steps_in_flight import (
     MAX_EXCESS_SHARE,
     MIN_QUEUED_STEPS,
@@ -21,6 +24,9 @@ from tok_core.manager.scheduling.steps_in_flight import (
     TokenBudget,
 )
 from tok_core.manager.sequences import SequenceTable, State
+from tok_core.manager.speculation.ngram_index import NO_TOKEN
+from tok_core.messages import Int32, Int64
+from tok_core.worker.step_tensors import has_draft_rows
 
 FOR_EVER = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
@@ -63,6 +69,19 @@ def test_overfull_microbatch_moves_its_youngest_sequences_by_one_turn() -> None:
     assert set(microbatches.rows()) == set(range(100)) - set(stay)
 
 
+def test_next_step_decodes_the_next_microbatch_that_has_sequences() -> None:
+    microbatches = decoding(6, 3, 0)
+    table = microbatches._table
+    table.microbatch[:6] = [1, 1, 3, 1, 3, 3]
+    table.held[3] = True
+    for turn, upcoming in enumerate(([0, 1, 3], [0, 1, 3], [2, 4, 5], [2, 4, 5])):
+        assert microbatches.turn == turn
+        assert microbatches.upcoming().tolist() == upcoming
+        microbatches.next_turn()
+    table.state[:] = State.FREE
+    assert not len(microbatches.upcoming())
+
+
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_lone_sequence_runs_a_step_per_token_with_few_queued(pp: int) -> None:
     manager, ports = make_manager(engine_info(max_model_len=256, num_pages=256), MIN_QUEUED_STEPS, pp=pp)
@@ -84,6 +103,64 @@ def test_microbatch_decodes_again_once_its_tokens_passed_all_stages(pp: int) -> 
     assert {step.step - step.sampled_upto for step in steady} == {pp + 1}
     even = rows / (pp + 1)
     assert all(abs(len(step.decode_slot) - even) <= even * MAX_EXCESS_SHARE + 2 for step in steady)
+
+
+def drafting(pp: int, requests: int, params: SamplingParams) -> tuple[Manager, SimulatedPorts, int]:
+    """Run requests of one sample with right drafts; return the most steps with drafts that were in flight together."""
+    manager, ports = make_manager(engine_info(max_running=64, num_pages=512), pp + 2, pp=pp, groups=False, speculate=3)
+    propose_expected(manager, accuracy=1)
+    most, prompts = 0, [[1, 2, 3 + rid] for rid in range(requests)]
+
+    def look() -> bool:
+        nonlocal most
+        queued = {output.step for output in ports.queued}
+        most = max(most, sum(step.step in queued and has_draft_rows(step) for step in ports.steps))
+        return False
+
+    drive(manager, ports, {0: [submit(rid, prompt, params) for rid, prompt in enumerate(prompts)]}, look)
+    tokens, _ = collect(ports.reports)
+    assert [tokens[rid, 0] for rid in range(requests)] == [expected(prompt, 0, params) for prompt in prompts]
+    return manager, ports, most
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_drafts_of_several_microbatches_are_in_flight_together(pp: int) -> None:
+    manager, ports, most = drafting(pp, 4 * pp, SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
+    assert most == pp
+    assert manager.stats().accepted_tokens > 60 * pp
+    waits = [step.sampled_upto > step.step - pp for step in ports.steps[5 * pp :] if has_draft_rows(step)]
+    assert np.mean(waits) < 0.2, "the first stage waits for tokens of another microbatch"
+
+
+def test_drafts_of_a_lone_sequence_in_a_pipeline_save_steps() -> None:
+    manager, ports, most = drafting(2, 1, SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
+    assert most == 1
+    assert len(ports.steps) == 60 - manager.stats().accepted_tokens < 50
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 6])
+def test_every_microbatch_considers_drafts_while_none_pay(pp: int) -> None:
+    rows = MIN_SPARE_ROWS * (pp + 1)
+    sizes = {"max_running": rows + 8, "num_pages": rows * 60, "max_model_len": 256, "max_step_tokens": rows}
+    manager, ports = make_manager(engine_info(**sizes), pp + 2, pp=pp, groups=False, speculate=3)
+    considered = set[int]()
+
+    def propose(slots: Int64, count: int) -> tuple[Int32, NDArray[np.float64]]:
+        if manager.scheduler.steps > 20:
+            considered.update(manager.table.microbatch[slots].tolist())
+        return np.full((len(slots), count), NO_TOKEN, np.int32), np.zeros((len(slots), count))
+
+    setattr(manager.speculator, "propose", propose)  # noqa: B010
+    requests = [submit(rid, [1 + rid % 7, rid // 7 % 11, rid % 5], FOR_EVER) for rid in range(rows)]
+    drive(manager, ports, {0: requests}, lambda: manager.scheduler.steps == 40 * (pp + 1))
+    assert considered == set(range(manager.scheduler.microbatches.count))
+
+
+def test_run_ahead_queues_no_step_behind_one_whose_values_it_needs() -> None:
+    for fixed, stages, steps in ((None, 1, 1), (3, 1, 1), (None, 4, 5), (3, 4, 3)):
+        ahead = RunAhead(fixed, stages)
+        ahead.waits = True
+        assert (ahead.depth, ahead.steps) == (1, steps)
 
 
 def test_run_ahead_queues_one_more_step_per_pipeline_stage() -> None:

@@ -131,6 +131,6 @@ def test_step_of_very_many_rows_is_learned_in_part() -> None:
     for rows in (0, 1, 1024, 1025, 3000, 1, 2, 0):  # nothing is drafted: the last four are learned together
         table.known[:rows] = 2
         speculator.note(np.arange(rows), table.known[:rows])
-        speculator.learn(in_flight=0)
+        speculator.learn(np.arange(0), in_flight=0)
         speculator.add_to_index()
     assert learnt == [0, 1, 1024, 513, 1003]

@@ -92,7 +92,7 @@ def scenarios(draw: st.DrawFn, *, drafts_on_device: bool = False) -> Scenario:
     )
     pp = 1 if drafts_on_device else draw(st.sampled_from([1, 1, 2, 3, 4]))
     run_ahead = draw(st.integers(1, 4 if pp == 1 else 2 * pp))
-    drafts: list[Speculate] = ["off", 1, 3, 8, "auto"] if pp == 1 else ["off"]
+    drafts: list[Speculate] = ["off", 1, 3, 8, "auto"]
     speculate = draw(st.sampled_from(drafts[drafts_on_device:]))
     accuracies = [0.0, 0.7, 0.95, 1.0]
     accuracy = draw(st.sampled_from(accuracies))

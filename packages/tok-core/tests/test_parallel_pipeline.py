@@ -9,7 +9,7 @@ import numpy as np
 
 from support.engines import random_prompts
 from support.ranks import run_ranks
-from support.stages import carry_out, record
+from support.stages import RecordingPorts, carry_out, record
 from support.tiny_models import make_model
 from tok_core import SamplingParams
 from tok_core.config import all_coordinates
@@ -48,6 +48,35 @@ def test_pipeline_stages_sample_the_tokens_of_one_worker(tmp_path: Path) -> None
     late = [step for step in steps if len(step.decode_slot) and step.sampled_upto < step.step - 2]
     assert len(late) > len(steps) / 4
     assert given_away_early(steps)
+    check_stages(path, recorded)
+
+
+def test_pipeline_stages_verify_drafts_as_one_worker(tmp_path: Path) -> None:
+    """Slots are lent again, and given to new sequences, while the tokens of draft rows are still pending."""
+    path = make_model("llama", tmp_path / "model", layers=3)
+    prompt, other = random_prompts((9, 5))
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, seed=i % 3, top_k=20, logprobs=0) for i in range(12)]
+    recorded = record(path, [prompt, other] * 6, params, pp=STAGES, run_ahead=6, speculate=3)
+    drafting = [step for step in recorded.steps if step.moves is not None]
+    assert len(drafting) > 10
+    assert lent_early(recorded.steps)
+    check_stages(path, recorded)
+
+
+def lent_early(steps: Sequence[StepInput]) -> int:
+    """Count slots that stand for a draft while sampled tokens of another use of them are still pending."""
+    count = 0
+    for number, step in enumerate(steps):
+        pending = [one.sample_slot for one in steps[:number] if one.step > step.sampled_upto]
+        if step.moves is not None and pending:
+            lent = step.moves.slot[step.moves.slot != step.moves.source]
+            count += len(np.intersect1d(lent, np.concatenate(pending)))
+    return count
+
+
+def check_stages(path: Path, recorded: RecordingPorts) -> None:
+    """Check that stages return for the recorded steps what one worker has returned."""
+    steps = recorded.steps
     outputs = run_ranks(all_coordinates(STAGES, 1), carry_out, path, steps, 6)
     for stage in range(STAGES - 1):
         assert [len(one.token) for one in outputs[stage]] == [0] * len(steps)

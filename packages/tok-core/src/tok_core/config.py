@@ -96,8 +96,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                          step verifies the drafts, so that samples stay as they are without them. auto: as many as
                          measured step times make worth it; a number: at most so many, by assumed step times; off: none
     draft                directory or hub id of a small model with the same tokens, or of an EAGLE-3 head for the model,
-                         which drafts for samples that the texts so far do not predict; only together with `speculate`.
-                         None: no model drafts
+                         which drafts for samples that the texts so far do not predict; only together with `speculate`,
+                         and not in a pipeline. None: no model drafts
     step_timeout         seconds without a returned step, or without a turn of a process's main loop, after which the
                          replica counts as hung: it is killed and restarted
     start_timeout        seconds without progress (no tensor loaded, no kernel measured, no graph captured, by any
@@ -275,8 +275,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             type(self.speculate) is not int or not 1 <= self.speculate <= MAX_DRAFT_TOKENS
         ):
             raise InvalidField("speculate", self.speculate, f"off, auto, or integers from 1 to {MAX_DRAFT_TOKENS}")
-        if self.pp > 1:
-            raise InvalidField("speculate", self.speculate, "off if pp is above 1")
+        if self.draft is not None and self.pp > 1:
+            raise InvalidField("draft", self.draft, "only if pp is 1")
 
     @property
     def max_draft_tokens(self) -> int:

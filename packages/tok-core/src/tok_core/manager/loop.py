@@ -83,7 +83,7 @@ class Manager:
         if config.speculate != "off" and info.drafts_on_device:
             self.speculator = DeviceSpeculator(self.paging, config.speculate)
         elif config.speculate != "off":
-            self.speculator = HostSpeculator(self.paging, config.speculate, info)
+            self.speculator = HostSpeculator(self.paging, config.speculate, info, stages=config.pp)
         self.grammars.draft = None if self.speculator is None else self.speculator.draft_guided
         self.scheduler = Scheduler(
             *(info, self.paging, self.lengths, self.stops, self.grammars, self.faults),
@@ -132,7 +132,8 @@ class Manager:
             self._take_output(output)
         advanced = [] if outputs else self.output_processor.jump_forward()
         if self.speculator is not None and (outputs or advanced):
-            self.speculator.learn(len(self.output_processor.in_flight))
+            upcoming, in_flight = self.scheduler.microbatches.upcoming(), self.output_processor.in_flight
+            self.speculator.learn(upcoming, len(in_flight))
             self.run_ahead.few, self.run_ahead.drafts = self.speculator.active, self.speculator.drafts_ahead
         self.intake.submit_compiled()
         if advanced or self.faults:
@@ -167,8 +168,8 @@ class Manager:
             self.commands.take(REBALANCE)
 
     def _send_step(self) -> StepInput | None:
-        waits = self.speculator is not None and self.speculator.waits
-        if self.commands.holds or waits or len(self.output_processor.in_flight) >= self.run_ahead.steps:
+        self.run_ahead.waits = self.speculator is not None and self.speculator.waits
+        if self.commands.holds or len(self.output_processor.in_flight) >= self.run_ahead.steps:
             self.reclaimer.settle()
             return None
         began = time.thread_time()

@@ -237,8 +237,7 @@ class SequenceTable:
     def lend(self, sources: Int64) -> Int64:
         """Return a unused slot for each of `sources`, filled for a decode row with the parameters of its sequence.
 
-        The slots remain unused. They may be claimed once the step is sent if the worker accepts the drafts, or once it
-        is back if the manager does. Their limit is never reached.
+        The slots remain unused. They may be claimed once the step is sent. Their limit is never reached.
         """
         slots = np.array(self._free[-len(sources) :])
         for column in (
@@ -256,6 +255,7 @@ class SequenceTable:
         ):
             column[slots] = column[sources]
         self.limit[slots] = NEVER
+        self.last_sampled_step[slots] = 0
         return slots
 
     def end(self, slots: Int64) -> None:
@@ -283,6 +283,11 @@ class SequenceTable:
 
 NEVER: Final = 2**31 - 1
 DRAFT_MARGIN: Final = 3  # tokens: a step and its drafts leave a sequence at least two below its limit, in any case
+
+
+def microbatch_count(stages: int) -> int:
+    """Return the number of microbatches of a pipeline, one of which is spare; 1 without a pipeline."""
+    return stages + 1 if stages > 1 else 1
 
 
 def _bias_until(request: Request) -> int:

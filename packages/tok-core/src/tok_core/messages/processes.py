@@ -29,7 +29,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     draft_len                                  positions that the draft model reads at most; 0: there is none
     draft_head                                 the draft model is a head, whose row of position p reads the hidden state
                                                of p and the token of p + 1; else it reads the token of p
-    drafts_on_device                           the worker predicts drafted tokens, and accepts them
+    drafts_on_device                           the worker predicts drafted tokens, and accepts them; not in a pipeline
     draft_share                                bytes of weights that a pass of the draft model reads, as a share of the
                                                model's
     """

@@ -109,8 +109,8 @@ ENGINE_TEXTS = {
     ),
     "draft": (
         "MODEL",
-        "with --speculate: directory or hub id of a small model with the same tokens, or of an EAGLE-3 head for the "
-        "model, which drafts what texts so far do not predict (default: none)",
+        "with --speculate, without --pp: directory or hub id of a small model with the same tokens, or of an EAGLE-3 "
+        "head for the model, which drafts what texts so far do not predict (default: none)",
     ),
     "seed": ("N", "seed of the random weights of --load-format dummy"),
     "eos_probability": (

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 
 from tok_core.config import MAX_STEPS_AHEAD
-from tok_core.manager.sequences import DRAFT_MARGIN, SequenceTable, State
+from tok_core.manager.sequences import DRAFT_MARGIN, SequenceTable, State, microbatch_count
 from tok_core.messages import Int64
 
 QUEUED_SECONDS = 3e-3  # seconds of queued device time in which the manager processes an output and builds a step
@@ -28,11 +28,14 @@ class RunAhead:
     In a pipeline, `stages` more steps are in flight: each stage computes another one, and one more is spare. The number
     above then bounds how many of them may wait for each other.
 
+    waits   whether the next step needs the values of all steps that it continues, for drafts: it is not queued behind
+            them. Without a pipeline, it continues all steps in flight
     few     whether to queue two steps only, however short they are, since a draft waits for the values of all
     drafts  whether steps have drafts that wait for no values: DRAFT_QUEUED_SECONDS are queued
     """
 
     def __init__(self, fixed: int | None, stages: int = 1) -> None:
+        self.waits = False
         self.few = False
         self.drafts = False
         self._fixed = fixed
@@ -50,11 +53,15 @@ class RunAhead:
     @property
     def steps(self) -> int:
         """Return how many steps may be in flight now, those in progress included."""
-        return self.depth if self._fixed is not None else min(self.depth + self._others, MAX_STEPS_AHEAD)
+        if self._fixed is not None and self._others:
+            return self._fixed
+        return min(self.depth + self._others, MAX_STEPS_AHEAD)
 
     @property
     def depth(self) -> int:
         """Return how many of these steps may form a chain in which each waits for the one before it."""
+        if self.waits:
+            return 1
         if self._fixed is not None:
             return self._fixed
         if self._mean is None or self.few:
@@ -87,7 +94,7 @@ class Microbatches:
     """
 
     def __init__(self, table: SequenceTable, stages: int) -> None:
-        self.count = stages + 1 if stages > 1 else 1
+        self.count = microbatch_count(stages)
         self.fewest = MIN_MICROBATCH_ROWS
         self.returned = 0
         self.cycles = 0.0
@@ -96,6 +103,15 @@ class Microbatches:
         self._stages = stages
         self._sampled_upto = 0
         self._chains: deque[tuple[int, int]] = deque()  # steps in flight, each with the length of its chain of waiting
+
+    def upcoming(self) -> Int64:
+        """Return the slots whose sequences decode in the next step, held ones included, ascending."""
+        slots = self._table.in_state(State.DECODE)
+        if self.count == 1 or not len(slots):
+            return slots
+        turns = (self._table.microbatch[slots] - self.turn) % self.count
+        next_slots: Int64 = slots[turns == turns.min()]
+        return next_slots
 
     def rows(self) -> Int64:
         """Return the slots that decode in this turn, ascending, without held ones.

@@ -201,7 +201,7 @@ class DeviceSpeculator:
         accepted, self._accepted_before = self.accepted_tokens - self._accepted_before, self.accepted_tokens
         self.costs.returned(now, accepted, output.device_seconds, 0.0, output.capture_seconds)
 
-    def learn(self, in_flight: int) -> None:
+    def learn(self, decode: Int64, in_flight: int) -> None:
         """Do nothing: no step waits."""
 
     def add_to_index(self) -> None:

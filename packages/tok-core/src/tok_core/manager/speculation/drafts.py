@@ -70,7 +70,7 @@ class Drafts(NamedTuple):
 class Speculation(Protocol):
     """Speculative decoding, as the manager uses it.
 
-    waits             whether no step may be sent now
+    waits             whether the next step of a sequence waits for the values of its steps in flight
     predicted_tokens  tokens that the worker predicts for each guided sequence that samples
     accepts_on_device the worker advances sequences past accepted drafts
     """
@@ -132,8 +132,8 @@ class Speculation(Protocol):
         """Learn how long the oldest step in flight took, once its drafts are accepted or rejected."""
         ...
 
-    def learn(self, in_flight: int) -> None:
-        """Update `waits` after outputs have come back."""
+    def learn(self, decode: Int64, in_flight: int) -> None:
+        """Update `waits` after outputs have come back; `decode`: slots that decode in the next step."""
         ...
 
     def add_to_index(self) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tok_core.config import MAX_DRAFT_TOKENS, MAX_DRAFTING
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
-from tok_core.manager.sequences import State
+from tok_core.manager.sequences import State, microbatch_count
 from tok_core.manager.speculation.acceptance import Acceptance, Float64
 from tok_core.manager.speculation.draft_model import DraftModel
 from tok_core.manager.speculation.drafts import (
@@ -59,8 +59,9 @@ class HostSpeculator:
     So a drafted token is accepted with its probability, as in rejection sampling from a deterministic draft (Leviathan
     et al. 2023). Tokens are those of plain decoding at every temperature, up to the rounding of steps of other sizes.
 
-    A draft begins after a sequence's last known token. So no step is launched while one with drafts is in flight, nor
-    while drafts will pay once the steps in flight have returned (`waits`). The lent slots are free again by then.
+    A draft begins after a sequence's last known token. So no step of a sequence is launched while one with its drafts
+    is in flight, nor while drafts will pay once the steps in flight have returned (`waits`). Without a pipeline, that
+    means no step at all; in a pipeline, microbatches take turns, and each waits for its own values.
 
     `Acceptance` estimates the share of right predictions of a family. The product of the shares up to a drafted token
     is the probability that it is accepted. `StepCosts` chooses how many of all sequences' drafted tokens a step
@@ -76,6 +77,7 @@ class HostSpeculator:
 
     tokens  maximum tokens to draft for a sequence, by assumed step times; auto: by measured ones
     info    sizes of the engine, and whether it has a draft model
+    stages  pipeline stages
 
     draft_steps      steps that verified drafts
     drafted_tokens   tokens drafted
@@ -86,7 +88,7 @@ class HostSpeculator:
     drafts_ahead = False
     accepts_on_device = False
 
-    def __init__(self, paging: Paging, tokens: int | Literal["auto"], info: EngineInfo) -> None:
+    def __init__(self, paging: Paging, tokens: int | Literal["auto"], info: EngineInfo, *, stages: int = 1) -> None:
         self.draft_steps = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
@@ -98,7 +100,8 @@ class HostSpeculator:
         self._table = paging.table
         self._paging = paging
         self._max_draft = MAX_DRAFT_TOKENS if tokens == "auto" else tokens
-        self._drafts: Drafts | None = None  # of the step in flight
+        self._in_flight = deque[Drafts]()
+        self._microbatches = microbatch_count(stages)
         self._appended: list[tuple[Int64, Int64]] = []  # slots and positions of tokens since the last `learn`
         self._unlearned: list[tuple[UInt64, Int32, Int32]] = []  # families, windows and tokens, not yet in the index
         self._prompts = deque[tuple[int, Int32]](maxlen=MAX_PROMPT_PARTS)  # salts and parts of prompts, to be learned
@@ -117,7 +120,7 @@ class HostSpeculator:
     @property
     def active(self) -> bool:
         """Return whether one of the latest steps had drafts."""
-        return self._idle_turns <= LAZY_STEPS
+        return self._idle_turns <= LAZY_STEPS * self._microbatches
 
     def open(self, request: Request) -> None:
         """Take note of the prompt of a new request, which `learn` will learn in parts."""
@@ -132,8 +135,13 @@ class HostSpeculator:
         self._appended.append((slots[::every], known[::every].astype(np.int64) - 1))
 
     def sent(self, step: StepInput) -> None:
-        """Record the rows of a step that was sent."""
-        drafted = len(self._drafts.lent) if self._drafts is not None and self._drafts.step == step.step else 0
+        """Record the rows of a step that was sent, and forget the masks of its rows."""
+        drafted = 0
+        if self._in_flight and self._in_flight[-1].step == step.step:
+            lent = self._in_flight[-1].lent
+            self._table.held[lent] = False
+            self._table.draft_masks.clear()
+            drafted = len(lent)
         again = 0.0 if self.model is None or step.drafts is None else self.model.share_read_again(step.drafts)
         self.costs.sent(step, drafted, waited=self._waited, read_again=again)
         self._waited = self.waits
@@ -144,10 +152,12 @@ class HostSpeculator:
         seconds = output.device_seconds, output.draft_seconds, output.capture_seconds
         self.costs.returned(now, accepted, *seconds)
 
-    def learn(self, in_flight: int) -> None:
+    def learn(self, decode: Int64, in_flight: int) -> None:
         """Gather the noted tokens; decide whether the next step waits for the steps in flight, to verify drafts.
 
         Call this before slots of ended sequences are assigned again.
+
+        decode  slots that decode in the next step
         """
         table = self._table
         if self._appended:
@@ -157,12 +167,12 @@ class HostSpeculator:
         self._idle_turns += 1
         lazy = LAZY_STEPS * min(1 + self._unpredicted // LAZY_STEPS, MAX_LAZINESS)
         many = sum(len(token) for _, _, token in self._unlearned) >= MAX_LEARNT
-        self._considers = self.active or self.waits or many or self._idle_turns % lazy == 0
-        self.waits = self._drafts is not None
+        # Each microbatch has a turn that considers drafts.
+        self._considers = self.active or self.waits or many or self._idle_turns // self._microbatches % lazy == 0
+        self.waits = bool(self._in_flight)
         if not self._considers:
             return
         self._unpredicted += 1
-        decode = table.in_state(State.DECODE)
         if in_flight and not self.waits and not len(table.in_state(State.PREFILL)):
             # The tokens in flight are unknown: what can be drafted now stands for what can be drafted after them.
             drafts = self._draft(decode[~table.guided[decode]], table.lendable_slots, len(decode))
@@ -238,20 +248,17 @@ class HostSpeculator:
         table.tokens[lent, table.length[lent]] = np.maximum(token, 0)
         for i in table.guided[parents].nonzero()[0].tolist():
             table.draft_masks[int(lent[i])] = table.matchers[int(parents[i])].ahead[column[i]]
-        self._drafts = drafts
+        self._in_flight.append(drafts)
         self.waits = True
         self._idle_turns = 0
         self.draft_steps += 1
         self.drafted_tokens += len(lent)
 
     def returned(self, output: StepOutput) -> Drafts | None:
-        """Return the drafts that this step has verified, if any, and take back the slots lent for it."""
-        drafts = self._drafts
-        if drafts is None or drafts.step != output.step:
+        """Return the drafts that this step has verified, if any."""
+        if not self._in_flight or self._in_flight[0].step != output.step:
             return None
-        self._drafts = None
-        self._table.held[drafts.lent] = False
-        self._table.draft_masks.clear()
+        drafts = self._in_flight.popleft()
         if not drafts.models:
             return drafts
         token = drafts.token.copy()

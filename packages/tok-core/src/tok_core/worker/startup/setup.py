@@ -286,10 +286,13 @@ def _measure_steps(
 
 
 def _predicts_drafts(settings: WorkerSettings, backend: Backend) -> bool:
-    """Return whether this worker can predict drafts, and nothing else does: its kernels read lengths on the device."""
+    """Return whether this worker can predict drafts, and nothing else does.
+
+    It has all layers of the model, and its kernels read lengths on the device.
+    """
     planned = backend.needs_host_lengths & {"decode", "cascade"}
-    config, vocab_size = settings.config, settings.model.vocab_size
-    return config.speculate != "off" and settings.draft is None and not planned and vocab_size <= NgramTable.MAX_VOCAB
+    config, alone = settings.config, settings.draft is None and settings.config.pp == 1
+    return config.speculate != "off" and alone and not planned and settings.model.vocab_size <= NgramTable.MAX_VOCAB
 
 
 def _agree_on_predictions(settings: WorkerSettings, backend: Backend) -> bool:
