@@ -41,7 +41,7 @@ class SimulatedGpu:
 
     states       tokens of the language
     end          probability that a token ends its sample
-    seconds      device time of a step, by its rows
+    seconds      device time of a step, by its rows; `stages` devices of a pipeline take even shares of it
     delay        seconds by which the first step of each number of rows takes longer
     capture      seconds of the host to capture a CUDA graph, before the first step of its size
     draft        the draft model; None: there is none
@@ -57,6 +57,7 @@ class SimulatedGpu:
         delay: float = 0.0,
         capture: float = 0.0,
         draft: SimulatedDraft | None = None,
+        stages: int = 1,
     ) -> None:
         self.draft = draft
         self.capture = capture
@@ -64,8 +65,10 @@ class SimulatedGpu:
         self._chance = np.random.default_rng(1)
         self.states, self.probability, self.end, self.seconds, self.delay = states, probability, end, seconds, delay
         self.sizes: set[int] = set()  # numbers of rows, as powers of two
-        # Seconds; `launched` and `free`: when the worker has launched, and the device has computed, all steps sent.
-        self.now = self.launched = self.free = 0.0
+        # Seconds; `launched` and `free`: when the worker has launched, and each device has computed, all steps sent.
+        self.now = self.launched = 0.0
+        self.free = [0.0] * stages
+        self.sampled = [0.0]  # when the tokens of each step are sampled, by its number
         self.inbox: list[ToManager] = []
         self.queued: deque[tuple[float, StepOutput]] = deque()
         self.reports: list[tuple[float, int, int]] = []  # time, tokens, samples that ended
@@ -116,18 +119,22 @@ class SimulatedGpu:
         seconds = self.seconds(size) + self.delay * (size.bit_length() not in self.sizes) + draft_seconds
         self.sizes.add(size.bit_length())
         self.launched = max(self.launched, self.now) + LAUNCH + capture_seconds
-        self.free = max(self.free, self.launched) + seconds
+        ready = max(self.launched, self.sampled[step.sampled_upto])
+        share = seconds / len(self.free)
+        for stage, free in enumerate(self.free):
+            self.free[stage] = ready = max(free, ready) + share
+        self.sampled.append(ready)
         none = np.empty((len(token), 0))
         logprob = np.zeros(len(token), np.float32)
         output = StepOutput(
-            *(step.step, token, logprob, none.astype(np.int32), none, LAUNCH, seconds),
+            *(step.step, token, logprob, none.astype(np.int32), none, LAUNCH, share),
             draft_token=draft_token,
             accepted=accepted,
             predictable=predictable,
             draft_seconds=draft_seconds,
             capture_seconds=capture_seconds,
         )
-        self.queued.append((self.free, output))
+        self.queued.append((ready, output))
 
     def _predict(self, token: Int64) -> Int64:
         """Return the token that has followed each token most often; -1 if none has."""
@@ -214,16 +221,18 @@ def run(
     delay: float = 0.0,
     capture: float = 0.0,
     draft: SimulatedDraft | None = None,
+    stages: int = 1,
 ) -> Run:
     """Run samples of random prompts of 64 tokens, all submitted at once, to their end."""
     info = engine_info(
         page_size=16, num_pages=1 << 17, max_running=8192, max_step_tokens=8192, max_model_len=4096, vocab_size=1 << 17
     )
-    info = structs.replace(info, device="cuda", drafts_on_device=draft is None)
+    info = structs.replace(info, device="cuda", drafts_on_device=draft is None and stages == 1)
     if draft is not None:
         info = structs.replace(info, draft_len=info.max_model_len, draft_share=0.15)
-    gpu = SimulatedGpu(info, states, probability, end, seconds, delay, capture, draft)
-    manager = Manager(EngineConfig(model="simulated", speculate=speculate), info, gpu, None, lambda: gpu.now)
+    gpu = SimulatedGpu(info, states, probability, end, seconds, delay, capture, draft, stages)
+    config = EngineConfig(model="simulated", speculate=speculate, pp=stages)
+    manager = Manager(config, info, gpu, None, lambda: gpu.now)
     random = np.random.default_rng(7)
     for rid in range(prompts):
         params = SamplingParams(n=samples, max_tokens=max_tokens, seed=rid, ignore_eos=not end)

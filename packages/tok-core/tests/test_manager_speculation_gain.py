@@ -37,6 +37,29 @@ def test_samples_without_predictable_tokens_lose_nothing() -> None:
     assert drafted.seconds < 1.01 * plain.seconds
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_one_predictable_stream_is_much_faster_in_a_pipeline(stages: int) -> None:
+    plain, drafted = (run(one, 1, 1, weights_of_8b, max_tokens=2048, stages=stages) for one in ("off", "auto"))
+    assert drafted.seconds < plain.seconds / 1.8
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_predictable_samples_keep_all_stages_of_a_pipeline_busy(stages: int) -> None:
+    alone = run("auto", 16, 8, weights_of_8b, max_tokens=512)
+    plain, drafted = (run(one, 16, 8, weights_of_8b, max_tokens=512, stages=stages) for one in ("off", "auto"))
+    assert drafted.seconds < plain.seconds / 1.3
+    assert drafted.seconds < alone.seconds / 1.4
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipeline_loses_nothing_where_nothing_can_be_predicted(stages: int) -> None:
+    plain, drafted = (
+        run(one, 16, 64, weights_of_1b, max_tokens=1024, end=1 / 128, probability=0.01, stages=stages)
+        for one in ("off", "auto")
+    )
+    assert drafted.seconds < 1.01 * plain.seconds
+
+
 def test_full_engine_does_not_wait_for_drafts() -> None:
     plain, drafted = (run(one, 4096, 1, lambda rows: 2.5e-6 * rows, max_tokens=30) for one in ("off", "auto"))
     assert drafted.seconds < 1.01 * plain.seconds

@@ -95,7 +95,7 @@ class HostSpeculator:
         self.waits = False
         self.index = NgramIndex()
         self.acceptance = Acceptance()
-        self.costs = StepCosts(measured=tokens == "auto", pass_share=info.draft_share)
+        self.costs = StepCosts(measured=tokens == "auto", pass_share=info.draft_share, stages=stages)
         self.model = DraftModel(paging, info) if info.draft_len else None
         self._table = paging.table
         self._paging = paging

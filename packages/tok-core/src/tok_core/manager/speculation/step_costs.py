@@ -44,7 +44,9 @@ class StepCosts:
     device(rows) is the time on the device: measured, for sizes that are half an octave apart, and interpolated. The
     overhead is the rest of the time from the return of one step to the return of the next. It is small for a step that
     was queued while another ran. Before a step with drafts, the manager waits for values, and the device for the host,
-    whose time grows with the rows: wait(rows) = w · (1 + rows / HOST_ROWS), with a measured w.
+    whose time grows with the rows: wait(rows) = w · (1 + rows / HOST_ROWS), with a measured w. In a pipeline,
+    device(rows) is the time of the last stage. The time at the other stages counts as overhead, as far as no other step
+    returns meanwhile: for a lone sequence, all of it.
 
     A step of n sequences yields n tokens; a prompt's tokens count as sequences, too. Drafted tokens, accepted with
     probabilities p1 ≥ p2 ≥ …, each add a row:
@@ -72,12 +74,16 @@ class StepCosts:
                  more if it has drafts
     assumed_wait time lost by waiting for a draft, as a share of a step's fixed time, if nothing is measured
     pass_share   share of the model's weights that a pass of the draft model reads
+    stages       pipeline stages
     """
 
-    def __init__(self, *, measured: bool, assumed_wait: float = ASSUMED_WAIT, pass_share: float = 0.0) -> None:
+    def __init__(
+        self, *, measured: bool, assumed_wait: float = ASSUMED_WAIT, pass_share: float = 0.0, stages: int = 1
+    ) -> None:
         self._measured = measured
         self._assumed_wait = assumed_wait
         self._pass_share = pass_share
+        self._max_overhead = MAX_OVERRUN + stages - 1  # device times of a step
         self._passes = Recent()  # measured seconds of a pass, as a share of device(n)
         self._sizes: dict[int, Recent] = {}  # device seconds, by half octave of the rows
         self._queued = Recent()  # overhead of steps without drafts
@@ -143,7 +149,7 @@ class StepCosts:
         elif waited:
             gain -= max(wait - self._queued.seconds, 0.0)
         else:
-            self._queued.add(self._step, min(max(interval - seconds, 0.0), MAX_OVERRUN * seconds))
+            self._queued.add(self._step, min(max(interval - seconds, 0.0), self._max_overhead * seconds))
         self._credit = min(self._credit + gain, MAX_CREDIT_STEPS * plain)
 
     def allows(self, sequences: int) -> bool:
