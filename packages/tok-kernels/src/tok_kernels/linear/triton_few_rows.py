@@ -112,7 +112,7 @@ def few_rows_kernel(
     out_column_stride: tl.tensor,
     partial_ptr: tl.tensor,
     counters_ptr: tl.tensor,
-    rope: tl.tuple | None,
+    rope: tl.tuple,
     tokens: tl.tensor,
     outputs: tl.tensor,
     K: tl.tensor,

@@ -88,7 +88,7 @@ def gemv_kernel(
     out_ptr: tl.tensor,
     out_stride: tl.tensor,
     outputs: tl.tensor,
-    rope: tl.tuple | None,
+    rope: tl.tuple,
     TOKENS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
