@@ -73,9 +73,9 @@ class Process:
 
 
 @contextmanager
-def tok_serve(model: Path) -> Iterator[Process]:
+def tok_serve(model: Path, *flags: str) -> Iterator[Process]:
     arguments = ["serve", str(model), "--port", "0", "--device", "cpu", "--kv-cache-tokens", str(ENDLESS_POSITIONS)]
-    arguments += ["--drain-timeout", str(PATIENCE)]
+    arguments += ["--drain-timeout", str(PATIENCE), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*TOK, *arguments], stdout=subprocess.PIPE, text=True, env=environment) as popen:
         try:
@@ -152,6 +152,19 @@ def test_second_signal_ends_a_draining_server_at_once(endless_model: Path) -> No
         wait_until(lambda: ended(process.popen, signal.SIGINT))
         assert process.popen.returncode == 128 + signal.SIGINT
         wait_until(lambda: not any(child.is_running() for child in children))
+
+
+def test_a_paused_server_is_not_drained(endless_model: Path) -> None:
+    """Its requests cannot end while the engine is paused."""
+    with tok_serve(endless_model, "--enable-rl") as process, process.post(LONG) as stream:
+        assert stream.readline().startswith(b"data: ")
+        pause = urllib.request.Request(f"http://127.0.0.1:{process.port}/pause?mode=keep", b"", method="POST")
+        with urllib.request.urlopen(pause, timeout=PATIENCE) as answer:
+            assert json.load(answer) == {"status": "paused"}
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(PATIENCE / 2) == 0
+        *_, last = events(stream)
+        assert json.loads(last)["error"]["type"] == "server_error"
 
 
 def ended(popen: subprocess.Popen[str], number: signal.Signals) -> bool:

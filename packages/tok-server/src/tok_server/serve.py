@@ -92,10 +92,12 @@ async def _wait_until_drained(context: Context) -> None:
 
 
 def _has_open_work(context: Context) -> bool:
-    """Return whether requests are open or batch lines have started.
+    """Return whether requests are open or batch lines have started, which the engine can finish.
 
-    Batch lines do not count while the engine has failed: it cannot finish them.
+    A paused or sleeping engine finishes none. Batch lines do not count while the engine has failed.
     """
+    if context.engine.is_paused or context.engine.is_sleeping:
+        return False
     if context.open_requests:
         return True
     return context.background_requests() > 0 and context.engine.health().state != "failed"
