@@ -315,7 +315,7 @@ def test_sizes_change_few_kernels_of_a_start(small: EngineConfig) -> None:
             {"max_running": 900, "max_step_tokens": 5000},
         )
     )
-    assert len(first ^ second) <= 4
+    assert len(first ^ second) <= 5
 
 
 def test_process_that_cannot_compile_is_logged_and_the_start_goes_on(

@@ -21,7 +21,7 @@ from tok_kernels.linear.reference import matmul
 from tok_kernels.linear.triton_config import GemvLaunch, few_rows_launch, gemv_launch, use_few_row_gemm, use_gemv
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_gemv import gemv_kernel
-from tok_kernels.linear.triton_qkv import RopeArguments, can_fuse, new_queries, rope_arguments
+from tok_kernels.linear.triton_qkv import Rotation, can_fuse, make_rotation
 from tok_kernels.norm_rope_kv.separate import write_qkv
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
 from tok_kernels.norm_rope_kv.triton_norm import rms_norm
@@ -93,17 +93,16 @@ def project_and_write_kv(
         return write_qkv(rope_and_write_kv, linear(x_TK, weight_NK, bias_N, norm=norm), write)
     check_linear(x_TK, weight_NK.shape, bias_N, norm, weight_NK.dtype)
     (tokens, inputs), rows = x_TK.shape, len(weight_NK)
-    out_TN = new_queries(write, tokens, rows, weight_NK.dtype)
-    rope = out_TN, rope_arguments(write, rows)
+    rotation = make_rotation(write, rows, weight_NK.dtype)
     if is_gemv:
         launch = gemv_launch(tokens, rows, inputs, gated=False)
         launch = replace(launch, block_n=launch.block_n // 2)
-        launch_gemv(launch, x_TK, weight_NK, bias_N, norm, None, gated=False, rope=rope)
+        launch_gemv(launch, x_TK, weight_NK, bias_N, norm, None, gated=False, rotation=rotation)
     else:
         x_TK = x_TK if norm is None else rms_norm(x_TK, *norm, weight_NK.dtype)
         few_rows = few_rows_launch(tokens, rows, inputs)
-        launch_few_rows(few_rows, x_TK, weight_NK, bias_N, None, gated=False, rope=rope)
-    return out_TN.view(tokens, -1, write.cache.k.shape[3])
+        launch_few_rows(few_rows, x_TK, weight_NK, bias_N, None, gated=False, rotation=rotation)
+    return rotation.out.view(tokens, -1, write.cache.k.shape[3])
 
 
 def launch_gemv(
@@ -115,12 +114,12 @@ def launch_gemv(
     residual_TN: Tensor | None,
     *,
     gated: bool,
-    rope: tuple[Tensor, RopeArguments] | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Launch the GEMV kernel; the arguments after `launch` are those of `linear`, already checked.
 
-    The result has the dtype of the weight, or of x if the weight has 8 bits. `rope` contains the tensor for the rotated
-    queries and the other arguments of a QKV projection; `block_n` then counts pairs.
+    The result has the dtype of the weight, or of x if the weight has 8 bits. A QKV projection has a `rotation`, and
+    `block_n` then counts pairs.
     """
     if isinstance(weight, Tensor):
         values_NK, scale_NG, group, dtype = weight, weight, 0, weight.dtype
@@ -128,8 +127,8 @@ def launch_gemv(
         values_NK, scale_NG, group, dtype = weight.values_NK, weight.scale_NG, weight.group or x_TK.shape[1], x_TK.dtype
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     tokens, inputs = x_TK.shape
-    outputs = len(values_NK) // 2 if gated or rope is not None else len(values_NK)
-    out_TN = residual_TN if rope is None else rope[0]
+    outputs = len(values_NK) // 2 if gated or rotation is not None else len(values_NK)
+    out_TN = residual_TN if rotation is None else rotation.out
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
     norm_weight, eps = (x_TK, 0.0) if norm is None else (norm[0].contiguous(), norm[1])
@@ -143,7 +142,8 @@ def launch_gemv(
             scale_NG,
             values_NK if bias is None else bias.contiguous(),
         ),
-        *(out_TN, out_TN.stride(0), outputs, None if rope is None else rope[1]),
+        *(out_TN, out_TN.stride(0), outputs),
+        *((None, x_TK, x_TK) if rotation is None else (rotation.arguments, rotation.position, rotation.cache_row)),
         TOKENS=tokens,
         K=inputs,
         BLOCK_N=launch.block_n,
@@ -151,7 +151,7 @@ def launch_gemv(
         VECTOR=launch.vector,
         GROUP_SIZE=group,
         GATED=gated,
-        HALF=0 if rope is None else rope[1].cos_sin.shape[1] // 2,
+        HALF=0 if rotation is None else rotation.half,
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         ADD_RESIDUAL=residual_TN is not None,

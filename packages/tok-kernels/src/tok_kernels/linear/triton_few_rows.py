@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tok_kernels.launch_config import pdl_options
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton_config import MAX_SPLIT_PROGRAMS, FewRowsLaunch
-from tok_kernels.linear.triton_qkv import RopeArguments, load_angles, rotated_rows, store_rotated
+from tok_kernels.linear.triton_qkv import Rotation, load_angles, rotated_rows, store_rotated
 from tok_kernels.zeroed_counters import ZeroedCounters
 
 _CACHE_LINE_BYTES = tl.constexpr(128)  # of the L2 cache
@@ -99,7 +99,7 @@ def partial_sum_ptrs(
     return partial_ptr + split * tiles * tile_size + offset
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["rope"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["position_ptr", "cache_row_ptr"])
 def few_rows_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -113,6 +113,8 @@ def few_rows_kernel(
     partial_ptr: tl.tensor,
     counters_ptr: tl.tensor,
     rope: tl.tuple,
+    position_ptr: tl.tensor,
+    cache_row_ptr: tl.tensor,
     tokens: tl.tensor,
     outputs: tl.tensor,
     K: tl.tensor,
@@ -150,7 +152,8 @@ def few_rows_kernel(
     partial_ptr        float32 [SPLIT_K, tiles, BLOCK_N, BLOCK_M], partial sums
     counters_ptr       int32 [tiles], number of programs that have finished a tile, 0 before and after the kernel
     rope               `RopeArguments` of a QKV projection, of which an output is a pair (i, i + HALF) of a head. `out`
-                       receives the rotated queries, and the cache keys and values; None, with HALF 0: another layer
+                       receives the rotated queries, and the cache keys and values; `Rotation` describes position_ptr
+                       and cache_row_ptr. None, with HALF 0: another layer
     EVEN_K             K is a multiple of BLOCK_K
     ROUNDED            round the sums to the weight's dtype before bias, activation and residual
     PDL                this kernel may start before its predecessor ends
@@ -185,7 +188,7 @@ def few_rows_kernel(
 
     # Multiply. Positions are loaded before, and the angles that depend on them after the weights.
     if HALF > 0:
-        position = tl.load(rope.position + token, mask=present, other=0)
+        position = tl.load(position_ptr + token, mask=present, other=0)
     column = tl.arange(0, BLOCK_K)
     weight_ptrs = row_ptrs[:, None] + column[None, :]
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + column[None, :]
@@ -229,7 +232,7 @@ def few_rows_kernel(
     if HALF > 0:
         first, second = _split_pairs(y, BLOCK_N, BLOCK_M)
         store_rotated(
-            *(tl.trans(first), tl.trans(second), cos, sin, rope, out_ptr, out_token_stride),
+            *(tl.trans(first), tl.trans(second), cos, sin, rope, cache_row_ptr, out_ptr, out_token_stride),
             *(token.to(tl.int64)[:, None], n[None, :], is_output, HALF),
         )
     else:
@@ -254,12 +257,12 @@ def launch_few_rows(
     *,
     gated: bool,
     rounded: bool = False,
-    rope: tuple[Tensor, RopeArguments] | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Launch the few-row GEMM; the arguments after `launch` are those of `linear`, already checked.
 
     x is quantised if the weight is. With `rounded`, the GEMM's result is rounded before bias, activation and residual.
-    `rope` contains the tensor for the rotated queries and the other arguments of a QKV projection.
+    A QKV projection has a `rotation`.
     """
     if isinstance(x, QuantizedRows):
         x_TK, x_scale_T, tokens, dtype = x.values_TK, x.scale_TG, x.tokens, x.dtype
@@ -268,9 +271,9 @@ def launch_few_rows(
         x_scale_T, tokens, dtype = x_TK, len(x), x.dtype
     values_NK, scale_N = (weight, weight) if isinstance(weight, Tensor) else (weight.values_NK, weight.scale_NG)
     weight_rows, inputs = values_NK.shape
-    paired = gated or rope is not None
+    paired = gated or rotation is not None
     outputs = weight_rows // 2 if paired else weight_rows
-    out_TN = residual_TN if rope is None else rope[0]
+    out_TN = residual_TN if rotation is None else rotation.out
     if out_TN is None:
         out_TN = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
     tile_outputs = launch.block_n // 2 if paired else launch.block_n
@@ -282,7 +285,9 @@ def launch_few_rows(
         counters = _counters.of(x_TK.device)
     few_rows_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), x_scale_T, values_NK, scale_N, values_NK if bias is None else bias.contiguous()),
-        *(out_TN, *out_TN.stride(), partial, counters, None if rope is None else rope[1], tokens, outputs, inputs),
+        *(out_TN, *out_TN.stride(), partial, counters),
+        *((None, x_TK, x_TK) if rotation is None else (rotation.arguments, rotation.position, rotation.cache_row)),
+        *(tokens, outputs, inputs),
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
@@ -293,7 +298,7 @@ def launch_few_rows(
         SCALED=not isinstance(weight, Tensor),
         ROUNDED=rounded,
         GATED=gated,
-        HALF=0 if rope is None else rope[1].cos_sin.shape[1] // 2,
+        HALF=0 if rotation is None else rotation.half,
         HAS_BIAS=bias is not None,
         ADD_RESIDUAL=residual_TN is not None,
         num_warps=launch.warps,

@@ -76,7 +76,7 @@ def _accumulate(
     return new_sums, new_squares
 
 
-@triton.jit(do_not_specialize_on_alignment=["rope"])
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "cache_row_ptr"])
 def gemv_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -89,6 +89,8 @@ def gemv_kernel(
     out_stride: tl.tensor,
     outputs: tl.tensor,
     rope: tl.tuple,
+    position_ptr: tl.tensor,
+    cache_row_ptr: tl.tensor,
     TOKENS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,7 +117,8 @@ def gemv_kernel(
     bias_ptr    [rows]
     out_ptr     [TOKENS, outputs], with `out_stride` between tokens; ADD_RESIDUAL adds to its values
     rope        `RopeArguments` of a QKV projection, of which an output is a pair (i, i + HALF) of a head. `out`
-                receives the rotated queries, and the cache keys and values; None, with HALF 0: another layer
+                receives the rotated queries, and the cache keys and values; `Rotation` describes position_ptr and
+                cache_row_ptr. None, with HALF 0: another layer
     VECTOR      weights that a thread loads at once
     PDL         this kernel may start before its predecessor ends
     """
@@ -141,7 +144,7 @@ def gemv_kernel(
     positions = ()
     if HALF > 0:
         for t in tl.static_range(TOKENS):
-            positions += (tl.load(rope.position + t),)
+            positions += (tl.load(position_ptr + t),)
 
     # Multiply.
     row_scale_ptr = scale_ptr
@@ -177,8 +180,8 @@ def gemv_kernel(
         if HALF > 0:
             first, second = tl.split(tl.trans(tl.reshape(y, (2, BLOCK_N))))
             store_rotated(
-                *(first, second, angles[t][0], angles[t][1], rope, out_ptr, out_stride, out_n * 0 + t),
-                *(out_n, out_n < outputs, HALF),
+                *(first, second, angles[t][0], angles[t][1], rope, cache_row_ptr, out_ptr, out_stride),
+                *(out_n * 0 + t, out_n, out_n < outputs, HALF),
             )
         else:
             if ADD_RESIDUAL:

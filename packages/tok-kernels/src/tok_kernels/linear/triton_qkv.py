@@ -18,17 +18,33 @@ from tok_kernels.batch import KVWrite
 from tok_kernels.norm_rope_kv.triton_kv import cache_rows, cast_to_target
 
 
+class Rotation(NamedTuple):
+    """What a kernel that projects queries, keys and values needs to rotate and store them.
+
+    out                  [tokens, H × D], uninitialised: the rotated queries
+    position, cache_row  [tokens], position of each token, and its cache row. They are no part of `arguments`, since
+                         Triton specialises kernels on the alignment of a tuple's tensors, and theirs varies
+    """
+
+    out: Tensor
+    position: Tensor
+    cache_row: Tensor
+    arguments: RopeArguments
+
+    @property
+    def half(self) -> int:
+        """Half of the head size."""
+        return self.arguments.cos_sin.shape[1] // 2
+
+
 class RopeArguments(NamedTuple):
     """Arguments of a kernel that rotates pairs of results and writes keys and values to the cache.
 
-    position, cache_row  [tokens], position of each token, and its cache row
-    cos_sin              float32 [positions, head size], cosines and then sines
-    k_rows, v_rows       [cache rows, kv_heads, head size], with strides between rows and heads
+    cos_sin         float32 [positions, head size], cosines and then sines
+    k_rows, v_rows  [cache rows, kv_heads, head size], with strides between rows and heads
     """
 
-    position: Tensor
     cos_sin: Tensor
-    cache_row: Tensor
     k_rows: Tensor
     k_row_stride: int
     k_head_stride: int
@@ -45,22 +61,26 @@ def can_fuse(write: KVWrite) -> bool:
     return write.norm is None and cache.k_scale is None and cache.k_token_scale is None and cache.k.shape[3] % 2 == 0
 
 
-def rope_arguments(write: KVWrite, weight_rows: int) -> RopeArguments:
-    """Return the kernel's arguments for a QKV weight of `weight_rows` rows."""
+def make_rotation(write: KVWrite, weight_rows: int, dtype: torch.dtype) -> Rotation:
+    """Return the rotation for a QKV weight of `weight_rows` rows; queries have `write.dtype`, or else `dtype`."""
     k_rows, v_rows = cache_rows(write.cache)
     kv_heads, head_dim = k_rows.shape[1:]
-    return RopeArguments(
-        *(write.position_T.contiguous(), write.cos_sin_LD.contiguous(), write.index_T.contiguous()),
-        *(k_rows, k_rows.stride(0), k_rows.stride(1), v_rows, v_rows.stride(0), v_rows.stride(1)),
-        *(weight_rows // head_dim - 2 * kv_heads, kv_heads),
+    heads = weight_rows // head_dim - 2 * kv_heads
+    size = len(write.position_T), heads * head_dim
+    (k_row_stride, k_head_stride, _), (v_row_stride, v_head_stride, _) = k_rows.stride(), v_rows.stride()
+    arguments = RopeArguments(
+        cos_sin=write.cos_sin_LD.contiguous(),
+        k_rows=k_rows,
+        k_row_stride=k_row_stride,
+        k_head_stride=k_head_stride,
+        v_rows=v_rows,
+        v_row_stride=v_row_stride,
+        v_head_stride=v_head_stride,
+        q_heads=heads,
+        kv_heads=kv_heads,
     )
-
-
-def new_queries(write: KVWrite, tokens: int, weight_rows: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised `[tokens, H × D]` for the rotated queries, of `write.dtype` or else of `dtype`."""
-    kv_heads, head_dim = write.cache.k.shape[2:]
-    size = tokens, weight_rows - 2 * kv_heads * head_dim
-    return torch.empty(size, dtype=write.dtype or dtype, device=write.cache.k.device)
+    out = torch.empty(size, dtype=write.dtype or dtype, device=k_rows.device)
+    return Rotation(out, write.position_T.contiguous(), write.index_T.contiguous(), arguments)
 
 
 @triton.jit
@@ -86,6 +106,7 @@ def store_rotated(
     cos: tl.tensor,
     sin: tl.tensor,
     rope: tl.tuple,
+    cache_row_ptr: tl.tensor,
     out_ptr: tl.tensor,
     out_token_stride: tl.tensor,
     token: tl.tensor,
@@ -107,7 +128,7 @@ def store_rotated(
     q_ptrs = out_ptr + token * out_token_stride + head * (2 * HALF) + i
     tl.store(q_ptrs, cast_to_target(rotated_first, out_ptr), mask=is_query)
     tl.store(q_ptrs + HALF, cast_to_target(rotated_second, out_ptr), mask=is_query)
-    row = tl.load(rope.cache_row + token, mask=inside, other=0).to(tl.int64)
+    row = tl.load(cache_row_ptr + token, mask=inside, other=0).to(tl.int64)
     is_key = inside & (head >= rope.q_heads) & (head < rope.q_heads + rope.kv_heads)
     k_ptrs = rope.k_rows + row * rope.k_row_stride + (head - rope.q_heads) * rope.k_head_stride + i
     tl.store(k_ptrs, cast_to_target(rotated_first, rope.k_rows), mask=is_key)
