@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from support.quantized_models import SCHEMES
+from support.quantized_models import SCHEMES, Make
 
 MOE_KINDS = ("mixtral", "qwen2-moe", "qwen3-moe")
 WEIGHTS = "model.safetensors"
@@ -44,19 +44,28 @@ def single(path: Path, out: Path) -> Path:
     return out
 
 
-def quantised(path: Path, scheme: str, out: Path) -> tuple[Path, Path]:
-    """Write the model at `path`, a tensor for each matrix, in one of `SCHEMES`, and its dequantised equal."""
+def quantised(
+    path: Path, scheme: str, out: Path, dense: str = "", others: Mapping[str, Make] | None = None, **keys: object
+) -> tuple[Path, Path]:
+    """Write the model at `path`, a tensor for each matrix, in one of `SCHEMES`, and its dequantised equal.
+
+    Matrices whose names contain `dense` stay dense, and those whose names contain a key of `others` are made by its
+    value. `keys` are added to `quantization_config`.
+    """
     made, rng, dequantised = SCHEMES[scheme], np.random.default_rng(0), dict[str, Tensor]()
 
     def quantise(tensors: dict[str, Tensor]) -> None:
         dequantised.update(tensors)
         for name in [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]:
+            if dense and dense in name:
+                continue
             rows, columns = tensors.pop(name).shape
-            parts, dequantised[name] = made.make(rows, columns, rng)
+            make = next((other for part, other in (others or {}).items() if part in name), made.make)
+            parts, dequantised[name] = make(rows, columns, rng)
             tensors.update({f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()})
 
     method = made.config["quant_method"]
     key = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
     config = made.config if method in ("awq", "gptq") else {**made.config, key: ROUTERS}
-    written = changed(path, out, quantise, quantization_config=config)
+    written = changed(path, out, quantise, quantization_config={**config, **keys})
     return written, changed(path, out.with_name(f"{out.name}-dense"), lambda tensors: tensors.update(dequantised))

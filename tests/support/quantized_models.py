@@ -187,10 +187,13 @@ def write_rounded(kind: str, directory: Path, name: str) -> tuple[Path, Path]:
     return path, change_weights(rounded, round_rows)
 
 
-def write_quantized(kind: str, directory: Path, scheme: str, dense: tuple[str, ...] = ()) -> tuple[Path, Path]:
+def write_quantized(
+    kind: str, directory: Path, scheme: str, dense: tuple[str, ...] = (), others: Mapping[str, Make] | None = None
+) -> tuple[Path, Path]:
     """Write a model of three layers in a scheme and the dense model that equals it; return their directories.
 
-    Layers whose names contain one of `dense` stay dense; `quantization_config` does not say so.
+    Layers whose names contain one of `dense` stay dense, and those whose names contain a key of `others` are made by
+    its value; `quantization_config` does not say so.
     """
     made = SCHEMES[scheme]
     quantised, equal = (make_model(kind, directory / name, layers=3) for name in (scheme, f"{scheme}-dense"))
@@ -199,7 +202,8 @@ def write_quantized(kind: str, directory: Path, scheme: str, dense: tuple[str, .
     for name in sorted(stored):
         if name.endswith("_proj.weight") and not any(part in name for part in dense):
             rows, columns = stored.pop(name).shape
-            tensors, dequantised[name] = made.make(rows, columns, rng)
+            make = next((other for part, other in (others or {}).items() if part in name), made.make)
+            tensors, dequantised[name] = make(rows, columns, rng)
             stored |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in tensors.items()}
     save_file(stored, quantised / "model.safetensors")
     save_file(dequantised, equal / "model.safetensors")

@@ -107,7 +107,7 @@ def with_config(path: Path, changes: dict[str, object]) -> Path:
         ("awq", {"rotation": 2}, "rotation is not known; allowed: bits, checkpoint_format"),
         ("gptq", {"bits": 3}, "bits is 3; allowed: 4, 8"),
         ("gptq", {"lm_head": True}, "lm_head is True; allowed: false"),
-        ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic is {.*}; allowed: {}"),
+        ("awq", {"dynamic": {"-:.*": {}}}, "dynamic is {.*}; allowed: {}"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: gptq, gptq_v2"),
         ("fp8-per-matrix", {"activation_scheme": "none"}, "activation_scheme is 'none'; allowed: dynamic, static"),
         ("fine-grained-fp8", {"scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'; allowed: \"float\""),
@@ -365,6 +365,13 @@ def test_layers_of_two_groups_have_the_format_of_the_most_exact_target(tmp_path:
         r"model.layers.1.mlp.down_proj; int8 with a scale for each row: re:.*\.down_proj$; "
         r"dense: lm_head, re:.*layers\.2\."
     )
+
+
+@pytest.mark.parametrize("entry", ["block_sparse_moe.experts.3.w2", r"re:.*\.block_sparse_moe\.experts\.3\.w2$"])
+def test_ignored_layers_may_have_mixtrals_names(entry: str) -> None:
+    quantization = QuantizationConfig(PackQuantizedMethod(), (entry,))
+    methods = [quantization.method_of([f"model.layers.0.mlp.experts.{name}"]) for name in ("3.down_proj", "3.up_proj")]
+    assert [isinstance(method, DenseMethod) for method in methods] == [True, False]
 
 
 @pytest.mark.parametrize(

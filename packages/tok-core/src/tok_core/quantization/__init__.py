@@ -7,7 +7,7 @@ from tok_core.quantization.dense import DenseMethod
 from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.packed_layouts import GPTQMethod, PackQuantizedMethod
 from tok_core.quantization.packed_method import PackedMethod
-from tok_core.quantization.quantization_config import QuantizationConfig
+from tok_core.quantization.quantization_config import MIXTRAL_MATRICES, QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
 from tok_core.quantization.weight_target import (
     FLOATS,
@@ -23,6 +23,7 @@ from tok_core.quantization.weight_target import (
 __all__ = [
     "FLOATS",
     "KV_SCALES",
+    "MIXTRAL_MATRICES",
     "NOT_FINITE",
     "AllowedRange",
     "BadTensor",

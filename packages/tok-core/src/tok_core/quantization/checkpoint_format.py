@@ -75,10 +75,18 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
         raise config.wrong("quant_method", name, ", ".join(READERS))
     if requested not in ("auto", name):
         raise InvalidField("quantization", requested, f"auto, {name}, since the checkpoint is quantised so")
+    if name == "gptq" and _is_mixtral(model) and config.values.get("dynamic"):
+        allowed = "{} for Mixtral, whose matrices have other names in checkpoints than in the model"
+        raise config.wrong("dynamic", config.values["dynamic"], allowed)
     found = READERS[name](config)
     if name in ("awq", "gptq"):  # leave routers dense, and may not list them
         found = replace(found, ignored=(*found.ignored, *routers))
     return found
+
+
+def _is_mixtral(model: Fields) -> bool:
+    names = (model.values.get("model_type"), *model.texts("architectures"))
+    return any(str(name).lower().startswith("mixtral") for name in names)
 
 
 def _read_fp8(config: Fields) -> QuantizationConfig:
@@ -143,28 +151,66 @@ def _read_awq(config: Fields) -> QuantizationConfig:
 def _read_gptq(config: Fields) -> QuantizationConfig:
     _check_keys(
         config,
-        ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "lm_head"),
-        {
-            "method": ("gptq",),
-            "dynamic": ({},),
-            "modules_in_block_to_quantize": (),
-            "lm_head": (False,),
-            "data_type": ("int",),
-        },
+        ("checkpoint_format", "format", "dynamic", "modules_in_block_to_quantize", *GPTQ_SETTINGS, *CALIBRATION_KEYS),
+        {"method": ("gptq",), "lm_head": (False,), "data_type": ("int",)},
     )
-    bits = config.integer("bits")
-    if bits not in (4, 8):
-        raise config.wrong("bits", bits, "4, 8")
     tensor_format = config.text("checkpoint_format", config.text("format", "gptq"))
     if tensor_format not in ("gptq", "gptq_v2"):
         raise config.wrong("checkpoint_format", tensor_format, "gptq, gptq_v2")
-    method = GPTQMethod(
-        bits=bits,
-        group=_group_size(config, "group_size"),
-        act_order=config.flag("desc_act"),
-        offset=1 if tensor_format == "gptq" else 0,
-    )
-    return QuantizationConfig(method, DENSE_HEAD)
+    offset = 1 if tensor_format == "gptq" else 0
+    method = _gptq_method(config, GPTQMethod(bits=config.integer("bits"), offset=offset))
+    dense, overrides = _dynamic_rules(config, method)
+    return QuantizationConfig(method, (*DENSE_HEAD, *dense, *_outside_of_block_modules(config)), overrides)
+
+
+def _gptq_method(fields: Fields, base: GPTQMethod) -> GPTQMethod:
+    """Return `base` with the settings that are in `fields`."""
+    bits = fields.integer("bits", base.bits)
+    if bits not in (4, 8):
+        raise fields.wrong("bits", bits, "4, 8")
+    fields.flag("sym")  # only checked: zero points are stored in either case
+    group = _group_size(fields, "group_size") if "group_size" in fields else base.group
+    return replace(base, bits=bits, group=group, act_order=fields.flag("desc_act", base.act_order))
+
+
+def _dynamic_rules(config: Fields, base: GPTQMethod) -> tuple[list[str], tuple[tuple[str, LinearMethod], ...]]:
+    """Return the dense layers and the overrides of GPTQModel's key `dynamic`, as entries of a `QuantizationConfig`.
+
+    Its keys are regular expressions, which match from the start of a layer's name. After "-:" they leave layers dense;
+    after "+:" or nothing they replace some of the settings. GPTQModel tries all of the first kind before others.
+    """
+    rules = config.section("dynamic") or Fields(config.origin, {})
+    dense: list[str] = []
+    overrides: list[tuple[str, LinearMethod]] = []
+    for rule in (*rules.values, *rules.nulls):
+        settings = rules.section(rule)
+        if settings is None:
+            raise rules.wrong(rule, None, "a JSON object")
+        prefix = rule[:2] if rule.startswith(("-:", "+:")) else ""
+        _check_expression(config, "dynamic", rule, prefix)
+        entry = f"re:{rule.removeprefix(prefix)}"
+        if prefix == "-:":
+            dense.append(entry)
+            continue
+        _check_keys(settings, (*GPTQ_SETTINGS, *CALIBRATION_KEYS), OVERRIDE_VALUES)
+        overrides.append((entry, _gptq_method(settings, base)))
+    return dense, tuple(overrides)
+
+
+def _outside_of_block_modules(config: Fields) -> tuple[str, ...]:
+    """Return an entry that matches the layers that `modules_in_block_to_quantize` leaves dense, if the key is there.
+
+    As in transformers, a layer is quantised if its name ends with one of those in the list, or in its lists.
+    """
+    key = "modules_in_block_to_quantize"
+    if key not in config:
+        return ()
+    value = config.values[key]
+    parts = [part if isinstance(part, list) else [part] for part in value] if isinstance(value, list) else []
+    names = [name for part in parts for name in part]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise config.wrong(key, value, "a list of names of layers, or of lists of them, with at least one name")
+    return (f"re:(?!.*(?:{'|'.join(map(re.escape, names))})$)",)
 
 
 def _read_compressed_tensors(config: Fields) -> QuantizationConfig:
@@ -283,11 +329,17 @@ def _layer_patterns(fields: Fields, key: str) -> list[str]:
     entries = fields.texts(key)
     for entry in entries:
         if entry.startswith("re:"):
-            try:
-                re.compile(entry.removeprefix("re:"))
-            except re.error as error:
-                raise fields.wrong(key, entry, f"re: and a regular expression ({error})") from None
+            _check_expression(fields, key, entry, "re:")
     return entries
+
+
+def _check_expression(fields: Fields, key: str, entry: str, prefix: str) -> None:
+    """Raise ModelError unless `entry` consists of `prefix` and a regular expression."""
+    try:
+        re.compile(entry.removeprefix(prefix))
+    except (re.error, OverflowError) as error:
+        allowed = f"{prefix} and a regular expression" if prefix else "a regular expression"
+        raise fields.wrong(key, entry, f"{allowed} ({error})") from None
 
 
 def _group_size(fields: Fields, key: str) -> int | None:
@@ -307,6 +359,14 @@ def _block_shape(fields: Fields, key: str) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
+# Settings that GPTQModel's `dynamic` overrides.
+GPTQ_SETTINGS = ("bits", "group_size", "desc_act", "sym")
+# Keys of GPTQModel that say how layers were calibrated.
+CALIBRATION_KEYS = ("mse", "damp_auto_increment", "fallback", "hessian", "gptaq", "foem")
+# Values of keys of `dynamic` that do not differ from the rest of the checkpoint.
+OVERRIDE_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {"quant_method": ("gptq",), "method": ("gptq",), "data_type": ("int",), "pack_dtype": ("int32",)}
+)
 # Keys of compressed-tensors' QuantizationArgs, for weights and for inputs.
 SCHEME_ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder")
 # Keys of compressed-tensors' `sparsity_config` that describe dense weights.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from tok_core.errors import ModelError
@@ -13,6 +14,8 @@ from tok_core.quantization.linear_method import LinearMethod
 
 MAX_NAMED_MATRICES = 3  # in an error; further ones are only counted
 MIXTRAL = "block_sparse_moe"  # in the names of its checkpoints, in place of "mlp"
+MIXTRAL_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_MIXTRAL_MATRIX = re.compile(r"(?<=\.)w[123]\b")
 KVScaleUnit = Literal["layer", "head"]
 """Keys or values that share a scale: all of a layer, or those of each key/value head."""
 
@@ -65,6 +68,18 @@ def _named(names: Sequence[str]) -> str:
 
 def _matches(entries: Iterable[str], name: str) -> bool:
     return any(
-        bool(re.match(entry.removeprefix("re:"), name)) if entry.startswith("re:") else f".{entry}." in f".{name}."
-        for entry in (entry.replace(MIXTRAL, "mlp") for entry in entries)
+        bool(_expression(entry).match(name)) if entry.startswith("re:") else f".{_usual_names(entry)}." in f".{name}."
+        for entry in entries
     )
+
+
+@cache  # `re.match` keeps 512 compiled expressions; a checkpoint may list more
+def _expression(entry: str) -> re.Pattern[str]:
+    return re.compile(_usual_names(entry.removeprefix("re:")))
+
+
+def _usual_names(entry: str) -> str:
+    """Return an entry with the model's names in place of those in Mixtral's checkpoints."""
+    if MIXTRAL not in entry:
+        return entry
+    return _MIXTRAL_MATRIX.sub(lambda found: MIXTRAL_MATRICES[found[0]], entry.replace(MIXTRAL, "mlp"))

@@ -24,6 +24,7 @@ from tok_core.models.layers import KVScales, Linear
 from tok_core.models.weights.float16 import recast_overflowing_qkv
 from tok_core.models.weights.targets import EMBEDDING, HEAD, modules, stacked_targets, targets
 from tok_core.quantization import (
+    MIXTRAL_MATRICES,
     BadTensor,
     DenseMethod,
     GPTQMethod,
@@ -43,7 +44,6 @@ MIDLAYER = "model.midlayer."  # start of the names of an EAGLE-3 head's only lay
 _OUTER = ("model.embed_tokens", "model.norm", "lm_head")  # modules outside of layers
 _KV_SCALE = re.compile(r"\.([kv])_proj\.(?:output_scale|\1_scale)$")  # names of KV scales in older formats
 MIXTRAL = ".block_sparse_moe."  # component of tensor names in Mixtral's checkpoints, in place of ".mlp."
-MIXTRAL_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MIXTRAL_MATRIX = re.compile(r"\.(w[123])\.")
 _EXPERT_MATRIX = re.compile(r"(\.experts\.\d+\.)(gate_proj|up_proj|down_proj)\.")
 # Modules of feed-forwards, which may differ from layer to layer.
