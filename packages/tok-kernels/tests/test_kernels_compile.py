@@ -34,6 +34,7 @@ from tok_kernels import (
     ExpertCopies,
     ExpertWeights,
     Filters,
+    KVWrite,
     LayerCache,
     LogitBias,
     Masks,
@@ -109,6 +110,16 @@ def rotate_and_write(head_dim: int, cache_dtype: torch.dtype, scaled: bool = Fal
     norm = QKNorm(meta(head_dim, dtype=BF16), meta(head_dim, dtype=BF16), 1e-6)
     for one in (None, norm):
         BACKEND.rope_and_write_kv(q, k, v, position, table, cache, position, one)
+
+
+def project_and_write(tokens: int, cache_dtype: torch.dtype) -> None:
+    """Launch fused QKV projections; of 64 tokens, those of weights with many rows only."""
+    rows = 16384 if tokens == 64 else 6144
+    x, position, table = meta(tokens, HIDDEN, dtype=BF16), meta(tokens, dtype=INT64), meta(8192, 128, dtype=FLOAT)
+    write = KVWrite(position, table, kv_cache(128, cache_dtype, False), position, dtype=BF16)
+    weight, norm = meta(rows, HIDDEN, dtype=torch.float16), (meta(HIDDEN, dtype=BF16), 1e-5)
+    for bias in (None, meta(rows, dtype=torch.float16)):
+        BACKEND.project_and_write_kv(x, weight, bias, write, norm=norm)
 
 
 def read_and_write_int8(head_dim: int, dtype: torch.dtype = BF16) -> None:
@@ -266,6 +277,10 @@ def launch_all() -> None:
     for head_dim, cache_dtype in ((64, FP8), (128, BF16)):
         rotate_and_write(head_dim, cache_dtype)
     rotate_and_write(64, FP8, scaled=True)
+    for tokens in (1, 2, 16, 32, 64):
+        project_and_write(tokens, BF16)
+    project_and_write(1, FP8)
+    project_and_write(16, FP8)
     read_and_write_int8(64)
     read_and_write_int8(128, torch.float16)
     for tokens in (1, 16, 64, 1024):

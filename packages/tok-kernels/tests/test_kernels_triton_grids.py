@@ -36,22 +36,22 @@ def test_groups_of_known_size_get_their_tile_count_without_a_search() -> None:
 
 def test_a_full_batch_with_shared_pages_gets_no_split_kv() -> None:
     assert not varlen_attention.splits_pay(operands(8192), groups(8192, 256, 8192, 128 * 1024))
-    assert plan_split_kv(8192, 8, busy_rows=264, target_chunks=264, max_kv=128 * 1024, min_keys=32) is None
+    assert plan_split_kv(8192, 8, busy_rows=264, target_chunks=264, max_kv=128 * 1024) is None
 
 
 @pytest.mark.parametrize("rows", [1, 16, 132, 512])
 @pytest.mark.parametrize("max_kv", [128, 1024, 8192, 131072])
 def test_split_kv_plan_of_few_rows_fills_the_gpu_with_chunks(rows: int, max_kv: int) -> None:
-    chunks = plan_split_kv(rows, 8, busy_rows=264, target_chunks=264, max_kv=max_kv, min_keys=32)
+    chunks = plan_split_kv(rows, 8, busy_rows=264, target_chunks=264, max_kv=max_kv)
     if chunks is None:
         assert rows > 66
         assert max_kv < 4096
         return
     assert rows <= chunks.num_chunks <= 264 + rows
     assert chunks.num_chunks <= rows * chunks.max_chunks
-    assert chunks.max_chunks * 32 < max_kv + 32
+    assert chunks.max_chunks * config.MIN_DECODE_SPLIT_KEYS < max_kv + config.MIN_DECODE_SPLIT_KEYS
 
 
 def test_split_kv_plan_does_not_split_short_rows() -> None:
-    assert plan_split_kv(1, 8, busy_rows=264, target_chunks=264, max_kv=32, min_keys=32) is None
+    assert plan_split_kv(1, 8, busy_rows=264, target_chunks=264, max_kv=config.MIN_DECODE_SPLIT_KEYS) is None
     assert no_split_kv(7).num_chunks == 7

@@ -95,7 +95,7 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class KVWrite:
-    """To where a step's tokens are rotated, and where one layer stores their keys and values.
+    """Positions, rotary table and cache rows of a step's tokens, for one layer.
 
     The fields are the arguments of `Backend.rope_and_write_kv` after q, k and v.
     """

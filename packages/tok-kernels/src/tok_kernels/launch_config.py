@@ -14,10 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# Minimum keys of a split: with fewer, the program and the merge of its result cost more than the split saves. Heads of
-# more than 64 elements need twice as many in decode steps. With heads of 64, 32 keys instead of 64 save 1.7 µs of the
-# 40 of a layer of Llama-3.2-1B for one row, and 0.3 of 51 for 8 (640 keys, H200).
-MIN_DECODE_SPLIT_KEYS = 32
+# Minimum keys of a split: with fewer, the program and the merge of its result cost more than the split saves.
+MIN_DECODE_SPLIT_KEYS = 64
 MIN_TILE_SPLIT_KEYS = 256
 # Maximum splits of a range of keys: more partial results cost more to merge than they save.
 MAX_SPLITS = 128
@@ -150,11 +148,6 @@ def alternatives(kernel: LaunchKey) -> list[AttentionLaunch]:
             for rows, keys, warps, stages in ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2))
         ]
     return [first, *(other for other in others if other != first)]
-
-
-def min_decode_split_keys(padded_head: int) -> int:
-    """Return the minimum keys of a chunk in split-KV decoding."""
-    return MIN_DECODE_SPLIT_KEYS if padded_head <= 64 else 2 * MIN_DECODE_SPLIT_KEYS
 
 
 def power_of_two(size: int) -> int:

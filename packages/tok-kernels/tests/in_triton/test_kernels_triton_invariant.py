@@ -98,6 +98,19 @@ def test_every_row_has_the_bits_of_its_sequence_alone(shape: Shape, window: int 
             assert torch.equal(alone, out[first + begin : first + end])
 
 
+@pytest.mark.skipif(INTERPRETING, reason="needs a CUDA device: the interpreter has no warps")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shared_and_unshared_rows_have_equal_bits(
+    head_dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four warps share each of few rows; of many rows, each has a warp."""
+    case = build(replace(MIXED, head_dim=head_dim), device, torch.bfloat16)
+    shared = attend(case, None)
+    monkeypatch.setattr(invariant, "_MAX_SHARED_PROGRAMS", (0, 0))
+    monkeypatch.setattr(invariant, "_MAX_FEW_PROGRAMS", 0)
+    assert torch.equal(attend(case, None), shared)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

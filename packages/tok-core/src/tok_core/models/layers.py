@@ -255,7 +255,7 @@ class Attention(nn.Module):
         return self.add_output(self.attend(q_THD, cache, step), x_TN, step.layout)
 
     def kv_write(self, cache: LayerCache, step: ForwardContext, dtype: torch.dtype) -> KVWrite:
-        """Return to where the step's tokens are rotated and stored; the rotated queries have `dtype`."""
+        """Return the positions and cache rows of the step's tokens; the rotated queries have `dtype`."""
         return KVWrite(step.rope_row_T, step.cos_sin_LD, cache, step.kv_index_T, self.qk_norm(), dtype)
 
     def attend(self, q_THD: Tensor, cache: LayerCache, step: ForwardContext) -> Tensor:

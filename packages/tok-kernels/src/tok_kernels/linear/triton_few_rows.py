@@ -186,7 +186,7 @@ def few_rows_kernel(
             _prefetch(row_ptrs, first_block * BLOCK_K, tl.minimum(blocks_end * BLOCK_K, K), PREFETCH)
         gdc_wait()
 
-    # Multiply. Positions are loaded before, and the angles that depend on them after the weights.
+    # Multiply. Positions are loaded before, so that the angles need not wait for them afterwards.
     if HALF > 0:
         position = tl.load(position_ptr + token, mask=present, other=0)
     column = tl.arange(0, BLOCK_K)

@@ -121,7 +121,7 @@ def store_rotated(
     """
     head, i = pair // HALF, pair % HALF
     is_value = head >= rope.q_heads + rope.kv_heads
-    # Of values, sin is 0: its product with an infinity would be NaN.
+    # For values, sin is 0, and 0 times an infinity would be NaN.
     rotated_first = first * cos - tl.where(is_value, 0.0, second) * sin
     rotated_second = second * cos + tl.where(is_value, 0.0, first) * sin
     is_query = inside & (head < rope.q_heads)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tok_kernels.attention.interface import AttentionShape
 from tok_kernels.backend import Backend
-from tok_kernels.batch import Filters, LayerCache, Masks, SamplingBatch
+from tok_kernels.batch import Filters, KVWrite, LayerCache, Masks, SamplingBatch
 from tok_kernels.linear.quantized_weights import MAX_TILES, PackedWeight, ScaledWeight
 from tok_kernels.measure.steps import AttentionProblem, AttentionStep, new_cache, new_problem
 from tok_kernels.norm_rope_kv.rope_table import rope_table
@@ -106,6 +106,8 @@ def cases(
     yield _mask_case(backend, model, device, tokens)
     yield _norm_case(backend, model, device, tokens)
     yield _rope_case(backend, model.attention, device, tokens)
+    for rows in (1, 32) if device.type == "cuda" else ():
+        yield _qkv_case(backend, model, device, rows)
     yield _page_copy_case(model.attention, device, tokens)
     if model.experts is not None:
         return
@@ -336,6 +338,26 @@ def _rope_case(backend: Backend, shape: AttentionShape, device: torch.device, to
         _size(qkv),
         lambda: backend.rope_and_write_kv(q, k, v, position, table, cache, index, dtype=shape.dtype),
         min_bytes,
+    )
+
+
+def _qkv_case(backend: Backend, model: ModelShape, device: torch.device, tokens: int) -> Case:
+    """Return the QKV projection with norm, rotation and cache write; each run reads other weights."""
+    shape, (inputs, outputs) = model.attention, next(iter(layer_gemms(model)))
+    dtype = torch.float16 if shape.dtype == torch.bfloat16 else shape.dtype
+    copies = max(1, ROTATED_BYTES // (inputs * outputs * dtype.itemsize))
+    weights = cycle([torch.randn((outputs, inputs), device=device).to(dtype) for _ in range(copies)])
+    x, norm_weight = torch.randn((tokens, inputs), device=device).to(shape.dtype), torch.ones(inputs, device=device)
+    norm, position = (norm_weight.to(shape.dtype), 1e-5), torch.arange(tokens, device=device)
+    cache, table = _empty_cache(shape, -(-tokens // shape.page_size), device), rope_table(shape.head_dim, tokens, 1e4)
+    write = KVWrite(position, table.to(device), cache, position, dtype=shape.dtype)
+    queries = tokens * shape.heads * shape.head_dim * shape.dtype.itemsize
+    return Case(
+        "project_and_write_kv, norm",
+        f"{_size(x)} → {outputs}",
+        lambda: backend.project_and_write_kv(x, next(weights), None, write, norm=norm),
+        x.nbytes + inputs * outputs * dtype.itemsize + queries + tokens * shape.position_bytes,
+        2 * tokens * inputs * outputs,
     )
 
 

@@ -286,13 +286,14 @@ def _measure_steps(
 
 
 def _predicts_drafts(settings: WorkerSettings, backend: Backend) -> bool:
-    """Return whether this worker can predict drafts, and nothing else does.
+    """Return whether this worker can predict drafts: it has all layers, and its kernels read lengths on the device.
 
-    It has all layers of the model, and its kernels read lengths on the device.
+    No worker does if there is a draft model.
     """
-    planned = backend.needs_host_lengths & {"decode", "cascade"}
-    config, alone = settings.config, settings.draft is None and settings.config.pp == 1
-    return config.speculate != "off" and alone and not planned and settings.model.vocab_size <= NgramTable.MAX_VOCAB
+    config, planned = settings.config, backend.needs_host_lengths & {"decode", "cascade"}
+    if config.speculate == "off" or config.pp > 1 or settings.draft is not None:
+        return False
+    return not planned and settings.model.vocab_size <= NgramTable.MAX_VOCAB
 
 
 def _agree_on_predictions(settings: WorkerSettings, backend: Backend) -> bool:

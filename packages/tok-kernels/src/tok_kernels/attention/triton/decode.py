@@ -270,8 +270,7 @@ def decode_chunks(operands: Operands, batch: AttentionBatch) -> SplitKVPlan | No
     whole, split = (_programs(operands, _launch(operands, split=split)) for split in (False, True))
     if batch.packs is not None:
         whole *= 2  # the host does not know how many packs are empty; the others have two rows or more
-    max_kv, min_keys = operands.max_visible_keys(batch.max_kv), config.min_decode_split_keys(operands.padded_head)
-    return plan_split_kv(batch.num_decode, operands.kv_heads, whole, split, max_kv, min_keys)
+    return plan_split_kv(batch.num_decode, operands.kv_heads, whole, split, operands.max_visible_keys(batch.max_kv))
 
 
 def decode(operands: Operands, batch: AttentionBatch, out_THD: Tensor, parts: SplitKVPartials, *, prior: bool) -> None:

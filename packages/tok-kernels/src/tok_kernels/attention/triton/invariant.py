@@ -37,9 +37,11 @@ _DECODE_REGISTERS = 112, 200  # maximum per thread, for padded heads up to 64 an
 _STAGES = 2  # Triton's num_stages, of the decode kernel
 # Up to this many rows × key/value heads, more blocks are loaded ahead: on an H200, a row of 768 keys takes 13.9 µs
 # instead of 21.6 with heads of 64 elements, and 27.4 instead of 31.6 with 128; 32 rows 20.0 instead of 29.6, and 37.4
-# instead of 39.7. Four warps instead of one share a row's blocks: a row takes 12.6 µs instead of 15.2, and 15.9 instead
-# of 27.6; 32 rows 21.9 instead of 20.7, and 31.8 instead of 37.7.
-_FEW_ROW_STAGES, _FEW_ROW_WARPS, _MAX_FEW_PROGRAMS = 5, 4, 1 << 8
+# instead of 39.7.
+_FEW_ROW_STAGES, _MAX_FEW_PROGRAMS = 5, 1 << 8
+# Up to this many, for padded heads up to 64 and above, four warps instead of one share a row's blocks: a row takes 12.6
+# µs instead of 15.2, and 15.9 instead of 27.6; 32 rows of heads of 64 would take 21.9 instead of 20.7.
+_FEW_ROW_WARPS, _MAX_SHARED_PROGRAMS = 4, (1 << 7, 1 << 8)
 _MAX_PROGRAMS = 1 << 15  # programs of a decode step; beyond, empty programs cost more than splits save
 _MAX_PDL_PROGRAMS = 1 << 9  # rows × key/value heads up to which decode kernels start before their predecessors end
 _MAX_STATE_BYTES = 1 << 28  # bytes of the states of a decode step's splits
@@ -134,7 +136,7 @@ def _launch_decode(
     states = _States.empty(splits if splits > 1 else 0, q)
     pointers = states.acc, states.row_max, states.row_sum, prior_states.acc, prior_states.row_max, prior_states.row_sum
     programs = rows * operands.kv_heads
-    few = programs <= _MAX_FEW_PROGRAMS
+    few, wide = programs <= _MAX_FEW_PROGRAMS, operands.padded_head > 64
     pdl_options = config.pdl_options(q.device) if programs <= _MAX_PDL_PROGRAMS else {"PDL": False}
     shared = {
         "ROWS": _decode_rows(operands),
@@ -147,9 +149,9 @@ def _launch_decode(
         *operands.runtime(),
         **operands.static(),
         **shared,
-        num_warps=_FEW_ROW_WARPS if few else 1,
+        num_warps=_FEW_ROW_WARPS if programs <= _MAX_SHARED_PROGRAMS[wide] else 1,
         num_stages=_FEW_ROW_STAGES if few else _STAGES,
-        maxnreg=_DECODE_REGISTERS[operands.padded_head > 64],
+        maxnreg=_DECODE_REGISTERS[wide],
         **pdl_options,
     )
     if splits > 1:

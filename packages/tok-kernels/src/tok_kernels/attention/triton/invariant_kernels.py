@@ -69,13 +69,14 @@ def attend_blocks(
             if WINDOWED:
                 seen &= position[None, :] >= window_start[:, None]
             score = tl.where(seen, score, float("-inf"))
-        block_max = tl.max(score, 1) * scale
-        peak = tl.maximum(row_max, block_max)
+        block_max = tl.max(score, 1)
+        peak = tl.maximum(row_max, block_max * scale)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         # Explicit FMAs: whether the compiler fuses a product and a sum depends on the kernel.
         weight = tl.exp2(tl.fma(score, scale, -shift[:, None]))
         rescale = tl.exp2(row_max - shift)
-        row_sum = tl.fma(row_sum, rescale, _sum_weights(weight, shift - block_max, KEYS))
+        gap = tl.fma(block_max, -scale, shift)
+        row_sum = tl.fma(row_sum, rescale, _sum_weights(weight, gap, KEYS))
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
         row_max = peak
     return row_max, row_sum, acc

@@ -43,14 +43,13 @@ class SplitKVPlan:
     max_chunks: int
 
 
-def plan_split_kv(
-    rows: int, kv_heads: int, busy_rows: int, target_chunks: int, max_kv: int, min_keys: int
-) -> SplitKVPlan | None:
+def plan_split_kv(rows: int, kv_heads: int, busy_rows: int, target_chunks: int, max_kv: int) -> SplitKVPlan | None:
     """Return the plan that splits `rows` rows of up to `max_kv` keys into about `target_chunks` chunks; None: no split.
 
     A split pays if `rows` is at most a quarter of `busy_rows`, the rows that keep the GPU busy without a split. It also
     pays for up to 512 rows of which one may be long.
     """
+    min_keys = config.MIN_DECODE_SPLIT_KEYS
     max_chunks = min(-(-max_kv // min_keys), config.MAX_SPLITS)
     few = 4 * rows <= busy_rows or (max_kv >= _LONG_ROW_KEYS and rows <= _MAX_COUNTED_ROWS)
     if max_chunks < 2 or not few or rows * kv_heads > MAX_COUNTED_ROWS_AND_HEADS:
