@@ -157,8 +157,9 @@ def test_groups_preemptions_and_cached_prefixes_happen_and_change_no_bit(alone: 
     ids=lambda rope: rope["rope_type"],
 )
 def test_rotations_that_depend_on_lengths_have_the_same_bits_in_every_step(
-    rope: dict[str, Any], tmp_path: Path
+    rope: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tok_core.worker.startup.setup.DRAFTING_DEVICES", ("cuda", "cpu"))
     positions = 64 if rope["rope_type"] == "dynamic" else 256
     path = make_model("llama", tmp_path / "model", max_positions=positions, rope={"rope_theta": 1e4, **rope})
     prompts, params = [*PROMPTS, [5, 9], [9, 5]], [*PARAMS, *[msgspec.structs.replace(PARAMS[0], max_tokens=150)] * 2]

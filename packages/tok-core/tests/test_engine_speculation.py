@@ -1,6 +1,6 @@
 """Speculation changes no answer: with `batch_invariant`, tokens and log-probabilities are the same bits without it.
 
-The worker drafts, unless a test lets the manager draft, as where attention kernels are planned on the host.
+The worker drafts, as on a GPU, unless a test lets the manager draft, as on a CPU.
 A second answer to a prompt is drafted from the first one, so that many drafts are right; other temperatures and seeds
 make wrong ones.
 """
@@ -32,6 +32,12 @@ MANY = PARAMS | {
     "allowed": SamplingParams(temperature=1.0, seed=7, allowed_token_ids=tuple(range(3, 20)), max_tokens=NEW),
     "two_tokens": SamplingParams(n=2, temperature=0, max_tokens=2),
 }
+
+
+@pytest.fixture(autouse=True)
+def drafts_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers on a CPU draft as on a GPU."""
+    monkeypatch.setattr("tok_core.worker.startup.setup.DRAFTING_DEVICES", ("cuda", "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,7 @@ def test_replayed_steps_with_guided_drafts_change_no_bit(path: Path, monkeypatch
 
 @pytest.fixture
 def drafts_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines draft as where kernels are planned on the host."""
+    """Let the manager draft, as on a CPU."""
     monkeypatch.setattr("tok_core.worker.startup.setup._predicts_drafts", lambda settings, backend: False)
 
 

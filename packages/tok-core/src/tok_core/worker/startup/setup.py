@@ -55,6 +55,10 @@ log = logging.getLogger("tok_core")
 
 MAX_PEER_WAIT_SECONDS = 86_400.0  # maximum time that a rank's kernels wait for those of another rank
 
+# Devices on which workers predict drafts. On a CPU, those of the manager cost less: text that nothing predicts took
+# 0.98 times as long as without `speculate` instead of 1.06, and new problems of the demo model 0.98 instead of 1.03.
+DRAFTING_DEVICES: tuple[str, ...] = ("cuda",)
+
 MakeDraftRunner = Callable[[WorkerState], DraftModelRunner | None]
 """Returns the draft model's runner, with a cache in the pages of the given state; None without a draft model."""
 
@@ -292,6 +296,8 @@ def _predicts_drafts(settings: WorkerSettings, backend: Backend) -> bool:
     """
     config, planned = settings.config, backend.needs_host_lengths & {"decode", "cascade"}
     if config.speculate == "off" or config.pp > 1 or settings.draft is not None:
+        return False
+    if settings.device.type not in DRAFTING_DEVICES:
         return False
     return not planned and settings.model.vocab_size <= NgramTable.MAX_VOCAB
 
