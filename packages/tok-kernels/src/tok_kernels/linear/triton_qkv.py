@@ -19,7 +19,7 @@ from tok_kernels.norm_rope_kv.triton_kv import cache_rows, cast_to_target
 
 
 class Rotation(NamedTuple):
-    """What a kernel that projects queries, keys and values needs to rotate and store them.
+    """Arguments of a fused QKV projection for its rotation and its cache write.
 
     out                  [tokens, H × D], uninitialised: the rotated queries
     position, cache_row  [tokens], position of each token, and its cache row. They are no part of `arguments`, since
