@@ -118,8 +118,10 @@ def project_and_write(tokens: int, cache_dtype: torch.dtype) -> None:
     x, position, table = meta(tokens, HIDDEN, dtype=BF16), meta(tokens, dtype=INT64), meta(8192, 128, dtype=FLOAT)
     write = KVWrite(position, table, kv_cache(128, cache_dtype, False), position, dtype=BF16)
     weight, norm = meta(rows, HIDDEN, dtype=torch.float16), (meta(HIDDEN, dtype=BF16), 1e-5)
+    scaled = ScaledWeight(meta(rows, HIDDEN, dtype=FP8), meta(rows, 1, dtype=FLOAT))
     for bias in (None, meta(rows, dtype=torch.float16)):
         BACKEND.project_and_write_kv(x, weight, bias, write, norm=norm)
+        BACKEND.scaled_project_and_write_kv(x, scaled, bias, write, norm=norm)
 
 
 def read_and_write_int8(head_dim: int, dtype: torch.dtype = BF16) -> None:

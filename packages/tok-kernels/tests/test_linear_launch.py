@@ -12,6 +12,8 @@ from tok_kernels.linear.triton_config import (
     GemvLaunch,
     few_rows_launch,
     gemv_launch,
+    scaled_few_rows_launch,
+    scaled_gemv_launch,
     use_few_row_gemm,
     use_gemv,
 )
@@ -76,9 +78,44 @@ def test_few_rows_launch_of_known_shapes_comes_from_the_table(
     assert few_rows_launch(tokens, weight_rows, inputs) == launch
 
 
-@given(st.integers(1, 64), st.integers(1, 1 << 18), st.integers(1, 1 << 15), st.sampled_from([8, 16]))
-def test_few_rows_launch_of_any_shape_covers_its_tokens(tokens: int, weight_rows: int, inputs: int, bits: int) -> None:
-    launch = few_rows_launch(tokens, weight_rows, inputs, bits=bits)
+@pytest.mark.parametrize(
+    ("tokens", "weight_rows", "inputs", "launch"),
+    [
+        (8, 28672, 4096, FewRowsLaunch(64, 128, 4, 8, 16, prefetch=512)),  # Llama-3.1-8B: gate and up, down, qkv
+        (32, 28672, 4096, FewRowsLaunch(128, 256, 4, 4, 32)),
+        (8, 4096, 14336, FewRowsLaunch(64, 256, 4, 8, 16, splits=2, prefetch=512)),
+        (8, 6144, 4096, FewRowsLaunch(64, 256, 4, 6, 16)),
+        (32, 2048, 8192, FewRowsLaunch(64, 256, 4, 8, 32, splits=4, prefetch=512)),  # Llama-3.2-1B: down
+        (33, 2048, 8192, FewRowsLaunch(64, 256, 4, 6, 64)),
+        (8, 64, 80, FewRowsLaunch(64, 128, 4, 6, 16)),
+    ],
+)
+def test_8_bit_few_rows_launch_of_known_shapes_comes_from_the_table(
+    tokens: int, weight_rows: int, inputs: int, launch: FewRowsLaunch
+) -> None:
+    assert scaled_few_rows_launch(tokens, weight_rows, inputs) == launch
+
+
+@pytest.mark.parametrize(
+    ("inputs", "gated", "launch"),
+    [
+        (2048, True, GemvLaunch(16, 512, 4, 16)),
+        (4096, True, GemvLaunch(8, 512, 4, 16)),
+        (80, True, GemvLaunch(4, 128, 4, 16)),
+        (4096, False, GemvLaunch(4, 4096, 4, 16)),
+        (14336, False, GemvLaunch(4, 2048, 4, 16)),
+        (9728, False, GemvLaunch(8, 1024, 4)),
+    ],
+)
+def test_8_bit_gemv_launch_of_known_inputs_comes_from_the_table(inputs: int, gated: bool, launch: GemvLaunch) -> None:
+    assert scaled_gemv_launch(inputs, gated=gated) == launch
+
+
+@given(st.integers(1, 64), st.integers(1, 1 << 18), st.integers(1, 1 << 15), st.booleans())
+def test_few_rows_launch_of_any_shape_covers_its_tokens(
+    tokens: int, weight_rows: int, inputs: int, scaled: bool
+) -> None:
+    launch = (scaled_few_rows_launch if scaled else few_rows_launch)(tokens, weight_rows, inputs)
     assert tokens <= launch.block_m
     assert launch.splits == 1 or launch.splits * -(-weight_rows // launch.block_n) <= MAX_SPLIT_PROGRAMS
     assert launch.splits <= -(-inputs // launch.block_k)

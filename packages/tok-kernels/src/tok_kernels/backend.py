@@ -242,6 +242,18 @@ class Backend(Protocol):
         """
         ...
 
+    def scaled_project_and_write_kv(
+        self,
+        x_TK: Tensor,
+        weight: ScaledWeight,
+        bias_N: Tensor | None,
+        write: KVWrite,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        """Compute `project_and_write_kv` with an 8-bit weight; x may be quantised as in `scaled_linear`."""
+        ...
+
     def silu_and_mul(self, gate_up_TF: Tensor) -> Tensor:
         """Return `silu(gate) * up`, where `gate` is the first and `up` the second half of the last axis.
 

@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 from support.interpreted import INTERPRETING, outside, rerun
+from support.matmul_weights import scaled_weight
 from support.noise import noise
-from tok_kernels import KVWrite, LayerCache, QKNorm, rope_table, write_qkv
+from tok_kernels import KVWrite, LayerCache, QKNorm, ScaledWeight, rope_table, write_qkv
 from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.backends.triton import InvariantTritonBackend
+from tok_kernels.linear import triton_scaled
 from tok_kernels.linear.triton import project_and_write_kv
 from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_GEMV_TOKENS
+from tok_kernels.linear.triton_quantize import quantize_rows
+from tok_kernels.linear.triton_scaled import scaled_project_and_write_kv
 
 TOKENS = (1, MAX_GEMV_TOKENS, MAX_GEMV_TOKENS + 1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)
 HEADS = [(4, 2, 16), (2, 2, 8), (3, 1, 40), (8, 1, 64), (2, 1, 6)]  # query heads, key heads, head size
 HIDDEN, PAGE, POSITIONS = 88, 4, 300
+EIGHT_BITS = [torch.int8] if INTERPRETING else [torch.int8, torch.float8_e4m3fn]
 reference = ReferenceBackend()
 
 
@@ -55,6 +60,13 @@ def weights(
     if device.type == "cuda":
         torch.cuda.synchronize()  # with PDL a GEMM may read its weights before earlier kernels have ended
     return weight, noise(rows, dtype=dtype, device=device), (noise(HIDDEN, dtype=dtype, device=device), 1e-5)
+
+
+def finished(weight: ScaledWeight) -> ScaledWeight:
+    """Return the weight when it is written: with PDL a GEMM may read its weights before earlier kernels have ended."""
+    if weight.values_NK.is_cuda:
+        torch.cuda.synchronize()
+    return weight
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -120,6 +132,47 @@ def test_qk_norms_and_scaled_caches_take_separate_kernels(tokens: int, device: t
         expected = reference.project_and_write_kv(x, weight, bias, theirs, norm=norm)
         torch.testing.assert_close(q, expected, rtol=2e-2, atol=2e-2)
         assert_written_alike(ours, theirs, 2e-2)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_projection_with_an_8_bit_weight_equals_the_reference_on_its_rounded_rows(
+    tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    inputs = 96
+    for heads in ((4, 2, 16), (6, 1, 40), (2, 1, 8)):
+        rows = (heads[0] + 2 * heads[1]) * heads[2]
+        weight = finished(scaled_weight(rows, inputs, dtype, None, device))
+        x, given_bias = noise(tokens, inputs, dtype=torch.float16, device=device), noise(rows, device=device).half()
+        given_norm = noise(inputs, dtype=torch.float16, device=device), 1e-5
+        for bias, norm in ((None, None), (given_bias, given_norm)):
+            ours = write_of(tokens, *heads[1:], device)
+            theirs = replace(copied(ours), dtype=torch.float16)
+            q = scaled_project_and_write_kv(x, weight, bias, ours, norm=norm)
+            exact = x.float() if norm is None else reference.rms_norm(x.float(), norm[0].float(), norm[1])
+            if tokens > 1:
+                quantized = quantize_rows(x, weight, norm)
+                exact = quantized.values_TK.float() * quantized.scale_TG
+            expected = reference.scaled_project_and_write_kv(exact, weight, bias, theirs)
+            assert q.shape == (tokens, heads[0], heads[2])
+            assert q.dtype == torch.float16
+            torch.testing.assert_close(q, expected, rtol=1e-2, atol=2e-2)
+            assert_written_alike(ours, theirs, 2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_projection_of_few_tokens_with_an_8_bit_weight_calls_no_separate_rotation(
+    tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = finished(scaled_weight(128, 96, torch.int8, None, device))
+    write, x = write_of(tokens, 2, 16, device), noise(tokens, 96, dtype=torch.float16, device=device)
+    scale = torch.ones(2, device=device)
+    monkeypatch.setattr(triton_scaled, "rope_and_write_kv", None)
+    scaled_project_and_write_kv(x, weight, None, write)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        scaled_project_and_write_kv(
+            x, weight, None, replace(write, cache=replace(write.cache, k_scale=scale, v_scale=scale))
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -16,7 +16,8 @@ from support.noise import noise
 from tok_kernels import MAX_VALUES, QuantizedRows, ScaledWeight
 from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.linear.triton import launch_gemv
-from tok_kernels.linear.triton_config import GemvLaunch
+from tok_kernels.linear.triton_config import FewRowsLaunch, GemvLaunch
+from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_quantize import apply_scales, gate_and_quantize, quantize_rows
 from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
 
@@ -162,6 +163,16 @@ def test_gate_of_few_rows_equals_a_float64_matmul_and_its_activation(
     result = scaled_gated_linear(x, weight, bias, norm=norm, down=down)
     assert isinstance(result, Tensor)
     assert_near(result, functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_split_k_of_few_rows_equals_a_float64_matmul(splits: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = noise(5, 320, dtype=SHORT, device=device), scaled_weight(80, 320, dtype, device)
+    residual = noise(5, 80, dtype=SHORT, device=device)
+    expected = rounded(x, dtype) @ weight.dense(torch.float64).t() + residual.double()
+    launch = FewRowsLaunch(64, 64, 4, 2, splits=splits, prefetch=128)
+    launch_few_rows(launch, quantize_rows(x, weight), weight, None, residual, gated=False)
+    assert_near(residual, expected)
 
 
 @pytest.mark.parametrize("parts", ["", "bias norm residual"])

@@ -12,7 +12,7 @@ from tok_core.parallel import Slice
 from tok_core.quantization.linear_method import LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.scales import blocks_of, column_groups, for_columns, in_groups
 from tok_core.quantization.weight_target import POSITIVE_SCALES, SCALES, WeightTarget
-from tok_kernels import MAX_VALUES, ScaledWeight
+from tok_kernels import MAX_VALUES, KVWrite, ScaledWeight
 
 STORED_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}  # as safetensors names them
 
@@ -90,6 +90,11 @@ class ScaledMethod(LinearMethod):
         out_TG = backend.scaled_gated_linear(x_TK, weight, layer.bias, norm=norm)
         assert isinstance(out_TG, Tensor), "quantised only for `down`"
         return out_TG
+
+    def project_and_write_kv(
+        self, layer: LinearLayer, x_TK: Tensor, norm: tuple[Tensor, float] | None, write: KVWrite
+    ) -> Tensor:
+        return layer.backend.scaled_project_and_write_kv(x_TK, self._scaled(layer), layer.bias, write, norm=norm)
 
     def mlp(
         self,

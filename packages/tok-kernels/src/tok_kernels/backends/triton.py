@@ -9,7 +9,7 @@ from tok_kernels.attention.triton.decode import max_pack_rows
 from tok_kernels.linear import triton_invariant as invariant_linear
 from tok_kernels.linear.triton import gated_linear, linear, project_and_write_kv
 from tok_kernels.linear.triton_packed import dequantize, packed_gated_linear, packed_linear
-from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear
+from tok_kernels.linear.triton_scaled import scaled_gated_linear, scaled_linear, scaled_project_and_write_kv
 from tok_kernels.moe import triton_invariant as invariant_moe
 from tok_kernels.moe.triton import fused_experts, select_experts
 from tok_kernels.ngrams.triton import accept_drafts, draft_tokens, learn_tokens, predict_tokens
@@ -41,6 +41,7 @@ class TritonBackend:
     fused_experts = staticmethod(fused_experts)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     project_and_write_kv = staticmethod(project_and_write_kv)
+    scaled_project_and_write_kv = staticmethod(scaled_project_and_write_kv)
     silu_and_mul = staticmethod(silu_and_mul)
     attention = staticmethod(attention)
     sample = staticmethod(sample)

@@ -149,7 +149,7 @@ def few_rows_kernel(
     scale_ptr          SCALED: float32 [rows], scales of an 8-bit weight
     bias_ptr           [rows]
     out_ptr            [tokens, outputs], with two strides; ADD_RESIDUAL adds to its values
-    partial_ptr        float32 [SPLIT_K, tiles, BLOCK_N, BLOCK_M], partial sums
+    partial_ptr        float32 or int32 [SPLIT_K, tiles, BLOCK_N, BLOCK_M], partial sums
     counters_ptr       int32 [tiles], number of programs that have finished a tile, 0 before and after the kernel
     rope               `RopeArguments` of a QKV projection, of which an output is a pair (i, i + HALF) of a head. `out`
                        receives the rotated queries, and the cache keys and values; `Rotation` describes position_ptr
@@ -281,7 +281,8 @@ def launch_few_rows(
     partial = counters = values_NK
     if launch.splits > 1:
         size = launch.splits * tiles[0] * tiles[1] * launch.block_n * launch.block_m
-        partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
+        partial_dtype = torch.int32 if values_NK.dtype == torch.int8 else torch.float32
+        partial = torch.empty(size, dtype=partial_dtype, device=x_TK.device)
         counters = _counters.of(x_TK.device)
     few_rows_kernel[(tiles[0], launch.splits, tiles[1])](
         *(x_TK, x_TK.stride(0), x_scale_T, values_NK, scale_N, values_NK if bias is None else bias.contiguous()),

@@ -11,6 +11,7 @@ Tensor cores accumulate float8 products with 14 bits (`use_fast_accum`). With ac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,12 +19,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
+from tok_kernels.batch import KVWrite
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton import check_linear, gated_linear, launch_gemv, linear
-from tok_kernels.linear.triton_config import MAX_FEW_ROWS, few_rows_launch, scaled_gemv_launch, use_gemv
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, scaled_few_rows_launch, scaled_gemv_launch, use_gemv
 from tok_kernels.linear.triton_few_rows import launch_few_rows
+from tok_kernels.linear.triton_qkv import can_fuse, make_rotation
 from tok_kernels.linear.triton_quantize import apply_scales, gate_and_quantize, quantize_rows
+from tok_kernels.norm_rope_kv.separate import write_qkv
 from tok_kernels.norm_rope_kv.triton_activation import silu_and_mul
+from tok_kernels.norm_rope_kv.triton_rope import rope_and_write_kv
 
 MIN_CAPABILITY = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
 """Minimum compute capability of GPUs whose tensor cores multiply a dtype."""
@@ -48,11 +53,11 @@ def scaled_linear(
         bias_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         return linear(x_TK, weight.dense(x_TK.dtype), bias_N, norm=norm, residual_TN=residual_TN)
     if use_gemv(*x_TK.shape, bits=8):
-        launch = scaled_gemv_launch(x_TK.shape[1])
+        launch = scaled_gemv_launch(x_TK.shape[1], gated=False)
         return launch_gemv(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
     rows = quantize_rows(x_TK, weight, norm)
     if len(x_TK) <= MAX_FEW_ROWS and weight.group is None:
-        few_rows = few_rows_launch(len(x_TK), *weight.values_NK.shape, bits=8)
+        few_rows = scaled_few_rows_launch(len(x_TK), *weight.values_NK.shape)
         return launch_few_rows(few_rows, rows, weight, bias_N, residual_TN, gated=False)
     return _cublas(rows, weight, bias_N, residual_TN)
 
@@ -70,17 +75,47 @@ def scaled_gated_linear(
     if not _is_supported(x_TK, gate_up):
         return gated_linear(x_TK, gate_up.dense(x_TK.dtype), bias_F, norm=norm)
     if use_gemv(*x_TK.shape, bits=8):
-        launch = scaled_gemv_launch(x_TK.shape[1])
+        launch = scaled_gemv_launch(x_TK.shape[1], gated=True)
         return launch_gemv(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
     rows = quantize_rows(x_TK, gate_up, norm)
     if len(x_TK) <= MAX_FEW_ROWS and gate_up.group is None:
-        few_rows = few_rows_launch(len(x_TK), *gate_up.values_NK.shape, bits=8)
+        few_rows = scaled_few_rows_launch(len(x_TK), *gate_up.values_NK.shape)
         return launch_few_rows(few_rows, rows, gate_up, bias_F, None, gated=True)
     if down is None or not _is_supported(x_TK, down):
         return silu_and_mul(_cublas(rows, gate_up, bias_F, None))
     if gate_up.group is not None:
         return gate_and_quantize(_cublas_blockwise(rows, gate_up), None, gate_up, bias_F, down)
     return gate_and_quantize(_cublas_unscaled(rows, gate_up), rows.scale_TG, gate_up, bias_F, down)
+
+
+def scaled_project_and_write_kv(
+    x_TK: Tensor,
+    weight: ScaledWeight,
+    bias_N: Tensor | None,
+    write: KVWrite,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """Compute `Backend.scaled_project_and_write_kv`; in one launch, after that of `quantize_rows`, for few tokens.
+
+    Raises ValueError as `linear`.
+    """
+    (tokens, inputs), rows = x_TK.shape, len(weight.values_NK)
+    is_gemv = use_gemv(tokens, inputs, bits=8)
+    fits = is_gemv or (tokens <= MAX_FEW_ROWS and weight.group is None)
+    if not fits or not can_fuse(write) or not _is_supported(x_TK, weight):
+        return write_qkv(rope_and_write_kv, scaled_linear(x_TK, weight, bias_N, norm=norm), write)
+    check_linear(x_TK, weight.values_NK.shape, bias_N, norm, dtype=None)
+    rotation = make_rotation(write, rows, x_TK.dtype)
+    if is_gemv:
+        launch = scaled_gemv_launch(inputs, gated=False)
+        launch = replace(launch, block_n=launch.block_n // 2)
+        launch_gemv(launch, x_TK, weight, bias_N, norm, None, gated=False, rotation=rotation)
+    else:
+        few_rows = scaled_few_rows_launch(tokens, rows, inputs)
+        quantized = quantize_rows(x_TK, weight, norm)
+        launch_few_rows(few_rows, quantized, weight, bias_N, None, gated=False, rotation=rotation)
+    return rotation.out.view(tokens, -1, write.cache.k.shape[3])
 
 
 def _cublas(rows: QuantizedRows, weight: ScaledWeight, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:

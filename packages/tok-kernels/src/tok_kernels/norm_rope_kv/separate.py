@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tok_kernels.batch import KVWrite
+from tok_kernels.linear.quantized_weights import ScaledWeight
 
 if TYPE_CHECKING:
     from tok_kernels.backend import Backend
@@ -25,7 +26,7 @@ def write_qkv(rope_and_write_kv: Callable[..., Tensor], qkv_TF: Tensor, write: K
 
 
 class SeparateProjection:
-    """Backend whose `project_and_write_kv` calls its `linear` and its `rope_and_write_kv`."""
+    """Backend whose QKV projections call its linear layers, and then its `rope_and_write_kv`."""
 
     def project_and_write_kv(
         self: Backend,
@@ -38,3 +39,15 @@ class SeparateProjection:
     ) -> Tensor:
         """Compute `Backend.project_and_write_kv`."""
         return write_qkv(self.rope_and_write_kv, self.linear(x_TK, weight_NK, bias_N, norm=norm), write)
+
+    def scaled_project_and_write_kv(
+        self: Backend,
+        x_TK: Tensor,
+        weight: ScaledWeight,
+        bias_N: Tensor | None,
+        write: KVWrite,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
+        """Compute `Backend.scaled_project_and_write_kv`."""
+        return write_qkv(self.rope_and_write_kv, self.scaled_linear(x_TK, weight, bias_N, norm=norm), write)
