@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,22 +39,12 @@ from tok_server.observability.request_stats import (
     RECENT_SECONDS,
     Latencies,
     RequestDurations,
-    Ring,
 )
 
 KEY = {"Authorization": "Bearer secret"}
 NOTHING = [math.nan] * len(LATENCY)
 QUIET = [0.0] * len(SERVER_COLUMNS)
 FOLDER = Path(dashboard.__file__).parent / "page"
-
-
-@given(size=st.integers(1, 5), count=st.integers(0, 12))
-def test_a_ring_keeps_the_latest_rows_in_their_order(size: int, count: int) -> None:
-    ring: Ring[np.float64] = Ring(size, (), np.float64)
-    for number in range(count):
-        ring.push(np.array(float(number)))
-    assert ring.rows().tolist() == list(range(max(0, count - size), count))
-    assert len(ring) == min(size, count)
 
 
 @given(st.lists(st.floats(MIN_LATENCY_SECONDS, MAX_LATENCY_SECONDS), min_size=1, max_size=200))
@@ -109,7 +98,7 @@ def test_history_rows_hold_rates_and_gauges_in_total_and_per_replica() -> None:
             EngineStats(whole, [one, other]), NOTHING, [1.0, 0.0, 3.0, 7.0], time=1e9 + second, clock=float(second)
         )
         assert full == (second == SECONDS_PER_ROW - 1)
-    row = history.seconds.rows()[-1]
+    row = history.seconds[-1]
     own = 1 + len(COLUMNS) + len(LATENCY) + len(SERVER_COLUMNS)
     cells = [
         dict(zip(COLUMNS, row[start : start + len(COLUMNS)], strict=True)) for start in (1, own, own + len(COLUMNS))
@@ -122,7 +111,7 @@ def test_history_rows_hold_rates_and_gauges_in_total_and_per_replica() -> None:
     assert row[own - len(SERVER_COLUMNS) : own].tolist() == [1.0, 0.0, 3.0, 7.0]
     assert all(one["hits"] == 0.5 and one["pages"] == 0.25 for one in cells)
     assert len(row) == own + 2 * len(COLUMNS)
-    ten = history.tens.rows()[-1]
+    ten = history.tens[-1]
     assert ten[0] == row[0]
     assert ten[1 + COLUMNS.index("preempted")] * SECONDS_PER_ROW == pytest.approx(6.0 * 9)  # all that happened
     assert ten[1 + COLUMNS.index("output")] == pytest.approx(27.0)  # the first second has no rate yet
@@ -133,14 +122,14 @@ def test_history_is_bounded_and_has_no_hit_rate_without_prompts() -> None:
     for second in range(SECONDS_PER_ROW * HOUR_ROWS + 50):
         history.add(EngineStats(stats(0), [stats(0)]), NOTHING, QUIET, time=float(second), clock=float(second))
     assert (len(history.seconds), len(history.tens)) == (SECOND_ROWS, HOUR_ROWS)
-    assert math.isnan(history.tens.rows()[-1][1 + COLUMNS.index("hits")])
+    assert math.isnan(history.tens[-1][1 + COLUMNS.index("hits")])
 
 
 def test_counter_resets_give_no_negative_rates() -> None:
     history = History(1)
     for second, counted in enumerate((50, 51, 0, 1)):
         history.add(EngineStats(stats(counted), [stats(counted)]), NOTHING, QUIET, time=second, clock=float(second))
-    assert history.seconds.rows()[:, 1 + COLUMNS.index("output")].tolist() == [0.0, 10.0, 0.0, 10.0]
+    assert [row[1 + COLUMNS.index("output")] for row in history.seconds] == [0.0, 10.0, 0.0, 10.0]
 
 
 @contextmanager

@@ -123,14 +123,14 @@ class Feed:
             device=_device(context),
             uptime=round(now - self._started, 1),
             replicas=_replicas(context.engine.health(), stats),
-            row=_row(self._history.seconds.rows()[-1].tolist()),
+            row=_row(self._history.seconds[-1].tolist()),
             latency=(_row(minutes.percentiles), _row(hour.percentiles)),
             ended=(minutes.ended, hour.ended),
             errors=dict(context.metrics.errors),
             refused=dict(context.metrics.refusals),
             sizes=_sizes(context),
             batches=batches,
-            tens=_row(self._history.tens.rows()[-1].tolist()) if full else None,
+            tens=_row(self._history.tens[-1].tolist()) if full else None,
         )
         self._sample_event = self._opening_event = b""
         self._wake()
@@ -179,8 +179,8 @@ class Feed:
             columns=COLUMNS,
             latency_columns=LATENCY,
             server_columns=SERVER_COLUMNS,
-            seconds=[_row(one) for one in self._history.seconds.rows().tolist()],
-            tens=[_row(one) for one in self._history.tens.rows().tolist()],
+            seconds=[_row(one.tolist()) for one in self._history.seconds],
+            tens=[_row(one.tolist()) for one in self._history.tens],
             sample=self._latest,
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tok_server.observability import KINDS, QUANTILES, EngineStats, Ring
+from tok_server.observability import KINDS, QUANTILES, EngineStats
 
 Floats = npt.NDArray[np.float64]
 Stats = Mapping[str, float]
@@ -58,9 +58,8 @@ class History:
 
     def __init__(self, replicas: int) -> None:
         self._replica_scopes = replicas if replicas > 1 else 0
-        width = 1 + len(COLUMNS) + len(LATENCY) + len(SERVER_COLUMNS) + self._replica_scopes * len(COLUMNS)
-        self.seconds: Ring[np.float64] = Ring(SECOND_ROWS, (width,), np.float64)
-        self.tens: Ring[np.float64] = Ring(HOUR_ROWS, (width,), np.float64)
+        self.seconds: deque[Floats] = deque(maxlen=SECOND_ROWS)
+        self.tens: deque[Floats] = deque(maxlen=HOUR_ROWS)
         # Monotonic time, and the counters of each scope.
         self._before: deque[tuple[float, Floats]] = deque(maxlen=SECONDS_PER_ROW + 1)
         self._rows = 0
@@ -82,11 +81,11 @@ class History:
             rates[0, BUSY] = rates[1:, BUSY].mean()  # the mean, since each replica has devices of its own
         self._before.append((clock, counters))
         cells = [_cells(scope, rate) for scope, rate in zip(scopes, rates, strict=True)]
-        self.seconds.push(np.concatenate([[time], cells[0], latency, server, *cells[1:]]))
+        self.seconds.append(np.concatenate([[time], cells[0], latency, server, *cells[1:]]))
         self._rows += 1
         if self._rows % SECONDS_PER_ROW:
             return False
-        self.tens.push(_average_rows(self.seconds.rows()[-SECONDS_PER_ROW:]))
+        self.tens.append(_average_rows(np.array(list(self.seconds)[-SECONDS_PER_ROW:])))
         return True
 
     def _rates(self, counters: Floats, clock: float) -> Floats:

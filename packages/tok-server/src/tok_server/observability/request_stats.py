@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
 from tok_core import RequestStream
-
-Kind = TypeVar("Kind", bound=np.generic)
 
 KINDS = ("queue", "ttft", "token", "e2e")
 QUANTILES = (0.5, 0.9, 0.99)
@@ -35,28 +35,6 @@ RECENT_SECONDS = 10
 MINUTES_SECONDS = 120  # seconds of `Latencies.minutes`
 HOUR_SLICES = 360  # slices of RECENT_SECONDS: one hour
 Counts = npt.NDArray[np.uint32]
-
-
-class Ring(Generic[Kind]):
-    """Ring buffer of at most `size` rows of one shape."""
-
-    def __init__(self, size: int, shape: tuple[int, ...], dtype: type[Kind]) -> None:
-        self._rows: npt.NDArray[Kind] = np.zeros((size, *shape), dtype)
-        self._pushed = 0
-
-    def __len__(self) -> int:
-        return min(self._pushed, len(self._rows))
-
-    def push(self, row: npt.NDArray[Kind]) -> None:
-        """Append a row, in place of the oldest one if the buffer is full."""
-        self._rows[self._pushed % len(self._rows)] = row
-        self._pushed += 1
-
-    def rows(self) -> npt.NDArray[Kind]:
-        """Return the rows, oldest first."""
-        if self._pushed <= len(self._rows):
-            return self._rows[: self._pushed]
-        return np.roll(self._rows, -(self._pushed % len(self._rows)), axis=0)
 
 
 class RequestDurations(NamedTuple):
@@ -86,8 +64,8 @@ class Latencies:
 
     def __init__(self) -> None:
         self._current = _zero_counts()
-        self._seconds: Ring[np.uint32] = Ring(MINUTES_SECONDS, (len(KINDS), BUCKETS), np.uint32)
-        self._slices: Ring[np.uint32] = Ring(HOUR_SLICES, (len(KINDS), BUCKETS), np.uint32)
+        self._seconds: deque[Counts] = deque(maxlen=MINUTES_SECONDS)
+        self._slices: deque[Counts] = deque(maxlen=HOUR_SLICES)
         self._ticks = 0
 
     def observe(self, durations: RequestDurations) -> None:
@@ -98,24 +76,26 @@ class Latencies:
 
     def tick(self) -> None:
         """End the current second; every `RECENT_SECONDS` seconds, add their sum to the hour."""
-        self._seconds.push(np.array(self._current, np.uint32))
+        self._seconds.append(np.array(self._current, np.uint32))
         self._current = _zero_counts()
         self._ticks += 1
         if self._ticks % RECENT_SECONDS == 0:
-            self._slices.push(_sum(self._seconds.rows()[-RECENT_SECONDS:]))
+            self._slices.append(self._sum_of_last(RECENT_SECONDS))
 
     def recent(self) -> list[float]:
         """Return each kind's `QUANTILES`, in seconds, of the last `RECENT_SECONDS`; NaN without requests."""
-        return _percentiles(_sum(self._seconds.rows()[-RECENT_SECONDS:]))
+        return _percentiles(self._sum_of_last(RECENT_SECONDS))
 
     def minutes(self) -> LatencySummary:
         """Summarise the last `MINUTES_SECONDS`."""
-        return _summary(_sum(self._seconds.rows()))
+        return _summary(_sum(self._seconds))
 
     def hour(self) -> LatencySummary:
         """Summarise the last hour."""
-        unsliced = self._seconds.rows()[::-1][: self._ticks % RECENT_SECONDS]
-        return _summary(_sum(self._slices.rows()) + _sum(unsliced))
+        return _summary(_sum(self._slices) + self._sum_of_last(self._ticks % RECENT_SECONDS))
+
+    def _sum_of_last(self, seconds: int) -> Counts:
+        return _sum(islice(reversed(self._seconds), seconds))
 
 
 def _zero_counts() -> list[list[int]]:
@@ -123,9 +103,8 @@ def _zero_counts() -> list[list[int]]:
     return [[0] * BUCKETS for _ in KINDS]
 
 
-def _sum(slices: Counts) -> Counts:
-    summed: Counts = slices.sum(0, dtype=np.uint32)
-    return summed
+def _sum(slices: Iterable[Counts]) -> Counts:
+    return sum(slices, np.zeros((len(KINDS), BUCKETS), np.uint32))
 
 
 def _summary(counts: Counts) -> LatencySummary:
