@@ -18,7 +18,6 @@ from support.serving import NAME, Server, serving
 from tok_server.bench.workloads.histogram import histogram
 from tok_server.bench.workloads.plot import plot_results
 from tok_server.bench.workloads.result import Result
-from tok_server.bench.workloads.scrape import parse
 from tok_server.bench.workloads.serve import ServerError, ServerTarget, run_serve
 from tok_server.bench.workloads.workload import Workload, WorkloadRequest
 from tok_server.cli import main as tok
@@ -181,8 +180,12 @@ async def another_server(answers: Sequence[web.Response | str]) -> AsyncIterator
         found = left.pop(0) if len(left) > 1 else left[0]
         return web.Response(text=found) if isinstance(found, str) else web.Response(status=found.status)
 
+    async def other_page(_: web.Request) -> web.StreamResponse:
+        return web.Response(text="<html>tok_steps_total 1</html>")
+
     app = web.Application()
     app.router.add_post("/{path:.*}", answer)
+    app.router.add_get("/metrics", other_page)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -194,11 +197,6 @@ async def another_server(answers: Sequence[web.Response | str]) -> AsyncIterator
 
 
 WHOLE = '{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
-
-
-def test_parse_reads_unlabelled_prometheus_metrics() -> None:
-    page = "# HELP tok_steps_total Forward passes.\n# TYPE tok_steps_total counter\ntok_steps_total 1.2e+07\n"
-    assert parse(page + 'tok_http_requests_total{endpoint="/x y"} 3.0\n\n<html>\nb NaNo\n') == {"tok_steps_total": 12e6}
 
 
 async def test_server_without_cached_token_counts_has_no_prefix_hit_share() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from tok_server.bench.workloads.counters import REQUIRED_COUNTERS, Counters
 
@@ -30,25 +31,11 @@ async def counters_of(session: aiohttp.ClientSession, url: str) -> Counters | No
 
 
 async def _page(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Return the values without labels of a page in Prometheus' text format; empty if there is no such page."""
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
-            return parse(await response.text()) if response.status == 200 else {}
-    except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError):
+            page = await response.text() if response.status == 200 else ""
+        families = text_string_to_metric_families(page)
+        return {one.name: one.value for family in families for one in family.samples if not one.labels}
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):  # ValueError: not in this format, or not UTF-8
         return {}
-
-
-def parse(page: str) -> dict[str, float]:
-    """Return the values without labels of a page in Prometheus' text format; other lines are ignored.
-
-    >>> parse('# HELP a_total x\\na_total 3.0\\nb{c="d"} 1.0\\nnonsense')
-    {'a_total': 3.0}
-    """
-    values = {}
-    for line in page.splitlines():
-        name, _, value = line.partition(" ")
-        if not line.startswith("#") and "{" not in name:
-            try:
-                values[name] = float(value)
-            except ValueError:
-                continue
-    return values
