@@ -88,7 +88,7 @@ def grouping() -> None:
         random, tree, slots = np.random.default_rng(0), PrefixTree(16), np.arange(1024)
         paths = [np.repeat(random.integers(0, widths), 16 * np.array(depths)).astype(np.int32) for _ in slots]
         for path in paths:
-            tree.insert(path, np.arange(sum(depths), dtype=np.int32))
+            tree.extend(tree.root, path, np.arange(sum(depths), dtype=np.int32))
         nodes = [tree.match(path).node for path in paths]
         for node in nodes:
             tree.lock(node)

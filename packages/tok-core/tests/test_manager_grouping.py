@@ -31,7 +31,7 @@ class Rows:
         for prompt in prompts:
             count = len(prompt)
             pages = np.arange(inserted, inserted + count, dtype=np.int32)
-            self.tree.insert(tokens(prompt), pages)
+            self.tree.extend(self.tree.root, tokens(prompt), pages)
             inserted += count
         self.nodes = [self.tree.match(tokens(prompt)).node for prompt in prompts]
         for node in self.nodes:
@@ -302,7 +302,7 @@ def test_rows_without_cached_pages_are_not_grouped() -> None:
 def chain_of_holders(count: int) -> tuple[PrefixTree, Int64]:
     """Return a tree in which each holder locks one page more than the next, and the holders by node id."""
     tree, chain = PrefixTree(1), np.arange(count, dtype=np.int32)
-    tree.insert(chain, chain)
+    tree.extend(tree.root, chain, chain)
     nodes = [tree.match(chain[:end]).node for end in range(count, 0, -1)]
     for node in nodes:
         tree.lock(node)

@@ -37,6 +37,11 @@ def salt_of(tokens: Tokens) -> bytes:
     return SALTS[shade_of(tokens)]
 
 
+def pages_of(added: Insertion) -> list[int]:
+    """Return the tree's page for each inserted page."""
+    return [*added.kept.tolist(), *added.inserted[len(added.kept) :].tolist()]
+
+
 shades = st.integers(0, len(SALTS) - 1)
 # Few distinct pages, so that paths share prefixes, branch and end inside each other.
 token_lists = st.builds(shaded, st.lists(st.integers(0, 1), max_size=7 * PAGE), shades)
@@ -212,7 +217,7 @@ class TreeMachine(RuleBasedStateMachine):
         tokens = tokens[: len(tokens) // PAGE * PAGE]
         pages = self.fresh(len(tokens) // PAGE)
         if pages is not None:
-            self.added(self.tree.insert(array(tokens), pages, salt_of(tokens)), (), tokens, pages)
+            self.added(self.tree.extend(self.tree.root, array(tokens), pages, salt_of(tokens)), (), tokens, pages)
 
     @rule(tokens=token_lists)
     def insert_with_the_cached_pages(self, tokens: Tokens) -> None:
@@ -224,7 +229,8 @@ class TreeMachine(RuleBasedStateMachine):
         if own is not None:
             known = [self.model.page[prefix] for prefix in prefixes(cached)]
             pages = np.concatenate((array(tuple(known)), own))
-            added = self.added(self.tree.insert(array(tokens), pages, salt_of(tokens)), (), tokens, pages)
+            found = self.tree.extend(self.tree.root, array(tokens), pages, salt_of(tokens))
+            added = self.added(found, (), tokens, pages)
             assert not len(added.duplicates)
         self.unlock(Holder(cached, node))
 
@@ -302,7 +308,7 @@ class TreeMachine(RuleBasedStateMachine):
         """Check that the tree took the pages it lacked, and release those it returned as duplicates."""
         whole = start + tokens
         assert added.duplicates.tolist() == self.model.add(start, tokens, pages.tolist())
-        assert added.pages.tolist() == [self.model.page[prefix] for prefix in prefixes(whole)[len(start) // PAGE :]]
+        assert pages_of(added) == [self.model.page[prefix] for prefix in prefixes(whole)[len(start) // PAGE :]]
         assert added.node.depth * PAGE == len(whole)
         assert self.tree.node(added.node.id) is added.node
         self.allocator.release(added.duplicates)
@@ -320,8 +326,8 @@ def test_prefix_tree_shares_no_page_between_cache_salts() -> None:
     tree, salts = PrefixTree(4), [b"", *(bytes([number]) * 16 for number in range(200))]
     for number, salt in enumerate(salts):
         assert tree.depths(pages(0, 16), salt) == (0, 0)
-        added = tree.insert(pages(0, 16), own := pages(4 * number, 4), salt)
-        assert added.pages.tolist() == tree.match(pages(0, 16), salt).pages.tolist() == own.tolist()
+        added = tree.extend(tree.root, pages(0, 16), own := pages(4 * number, 4), salt)
+        assert pages_of(added) == tree.match(pages(0, 16), salt).pages.tolist() == own.tolist()
         assert tree.continues(tree.root, pages(0, 4), salt)
         assert not tree.continues(tree.root, pages(0, 4), b"of another " + bytes(5))
         node = tree.match(pages(0, 8), salt).node
@@ -334,7 +340,7 @@ def test_prefix_tree_shares_no_page_between_cache_salts() -> None:
 
 def test_node_split_by_a_match_keeps_id_and_locks_in_the_lower_part() -> None:
     tree = PrefixTree(4)
-    node = tree.insert(pages(0, 16), pages(0, 4)).node
+    node = tree.extend(tree.root, pages(0, 16), pages(0, 4)).node
     tree.lock(node)
     before = node.id
     match = tree.match(pages(0, 11))
@@ -350,7 +356,7 @@ def test_node_split_by_a_match_keeps_id_and_locks_in_the_lower_part() -> None:
 
 def test_only_a_leaf_with_a_single_lock_grows_in_place() -> None:
     tree = PrefixTree(1)
-    leaf = tree.insert(pages(0, 2), pages(0, 2)).node
+    leaf = tree.extend(tree.root, pages(0, 2), pages(0, 2)).node
     tree.lock(leaf)
     assert tree.extend(leaf, pages(2, 2), pages(2, 2)).node is leaf
     assert (leaf.depth, tree.pages, tree.evictable) == (4, 4, 0)
@@ -363,16 +369,16 @@ def test_only_a_leaf_with_a_single_lock_grows_in_place() -> None:
 
 def test_recently_unlocked_node_is_evicted_last() -> None:
     tree = PrefixTree(1)
-    first = tree.insert(pages(0, 1), pages(0, 1)).node
+    first = tree.extend(tree.root, pages(0, 1), pages(0, 1)).node
     tree.lock(first)
-    tree.insert(pages(1, 1), pages(1, 1))
+    tree.extend(tree.root, pages(1, 1), pages(1, 1))
     tree.unlock(first)
     assert tree.evict(5).tolist() == [1, 0]
 
 
 def test_leaf_batch_takes_one_eviction_queue_entry_until_matched() -> None:
     tree = PrefixTree(2)
-    prompt = tree.insert(pages(0, 2), pages(100, 1)).node
+    prompt = tree.extend(tree.root, pages(0, 2), pages(100, 1)).node
     tree.lock(prompt, 8)
     assert not len(tree.extend_each(prompt, pages(0, 32).reshape(8, 4), pages(0, 16).reshape(8, 2)))
     assert (len(tree._queue), tree.pages, tree.evictable) == (2, 17, 16)  # one entry is the prompt's
@@ -391,7 +397,7 @@ def test_leaf_batch_takes_one_eviction_queue_entry_until_matched() -> None:
 def test_node_id_is_reused_after_eviction() -> None:
     tree = PrefixTree(1)
     for turn in range(50):
-        node = tree.insert(pages(turn, 1), pages(0, 1)).node
+        node = tree.extend(tree.root, pages(turn, 1), pages(0, 1)).node
         assert node.id == 1
         tree.evict(1)
         with pytest.raises(AssertionError, match="node 1 is gone"):
@@ -401,13 +407,13 @@ def test_node_id_is_reused_after_eviction() -> None:
 def test_unlock_of_an_unlocked_node_raises() -> None:
     tree = PrefixTree(1)
     with pytest.raises(AssertionError, match="more often than locked"):
-        tree.unlock(tree.insert(pages(0, 1), pages(0, 1)).node)
+        tree.unlock(tree.extend(tree.root, pages(0, 1), pages(0, 1)).node)
 
 
 def test_prefix_tree_path_may_exceed_the_recursion_limit() -> None:
     count = 3000
     tree = PrefixTree(1)
-    deepest = tree.insert(pages(0, count), pages(0, count)).node
+    deepest = tree.extend(tree.root, pages(0, count), pages(0, count)).node
     for end in range(count - 1, 0, -1):
         tree.match(pages(0, end))
     tree.lock(deepest)
@@ -419,7 +425,7 @@ def test_prefix_tree_path_may_exceed_the_recursion_limit() -> None:
 
 def test_trimmed_leaf_frees_the_memory_of_its_tail() -> None:
     tree = PrefixTree(4)
-    leaf = tree.insert(pages(0, 4000), pages(0, 1000)).node
+    leaf = tree.extend(tree.root, pages(0, 4000), pages(0, 1000)).node
     while len(leaf.pages) > 1:
         tree.evict(1)
         for kept in (leaf.pages, leaf.tokens):
@@ -430,13 +436,13 @@ def test_trimmed_leaf_frees_the_memory_of_its_tail() -> None:
 def test_eviction_queue_has_no_more_entries_than_the_tree_has_nodes() -> None:
     tree = PrefixTree(1)
     for first in range(20):
-        tree.insert(pages(first, 1), pages(first, 1))
+        tree.extend(tree.root, pages(first, 1), pages(first, 1))
     for turn in range(1000):
         node = tree.match(pages(turn % 20, 1)).node
         tree.lock(node)
         tree.unlock(node)
         if turn % 7 == 0:
             page = tree.evict(1)
-            tree.insert(page, page)
+            tree.extend(tree.root, page, page)
     check_tree(tree)
     assert len(tree._queue) == 20

@@ -116,18 +116,12 @@ class PrefixTree:
             at = at.parent
         self._queue_if_evictable(node)
 
-    def insert(self, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
-        """Hand over to the tree `pages`, int32 [k], which hold `tokens`, int32 [k · page_size], from position 0 on.
-
-        If the tree already has a page of the same tokens, it keeps its own. The caller's page, if it is another one, is
-        a duplicate.
-        """
-        return self._insert_below(self.root, tokens, pages, salt)
-
     def extend(self, node: Node, tokens: Int32, pages: Int32, salt: bytes = b"") -> Insertion:
-        """Like `insert`, for tokens that follow on `node`, on which the caller has a lock.
+        """Hand over to the tree `pages`, int32 [k], with `tokens`, int32 [k · page_size], that follow on `node`.
 
-        A leaf that only the caller holds grows in place, so that the chunks of a sequence form no chain of nodes.
+        The caller has a lock on `node`. If the tree already has a page of the same tokens, it keeps its own. The
+        caller's page, if it is another one, is a duplicate. A leaf that only the caller holds grows in place, so that
+        the chunks of a sequence form no chain of nodes.
         """
         if not len(pages) or node.parent is None or node.children or node.locks != 1:
             return self._insert_below(node, tokens, pages, salt)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from tok_core.messages import EMPTY, Int32
 
 
@@ -60,11 +58,6 @@ class Insertion(NamedTuple):
     node: Node
     kept: Int32
     inserted: Int32
-
-    @property
-    def pages(self) -> Int32:
-        """Return the tree's page for each inserted page, int32 [k]."""
-        return np.concatenate((self.kept, self.inserted[len(self.kept) :]))
 
     @property
     def duplicates(self) -> Int32:
