@@ -6,7 +6,6 @@ from tok_core.quantization.checkpoint_format import read_quantization
 from tok_core.quantization.dense import DenseMethod
 from tok_core.quantization.linear_method import FillTarget, LinearLayer, LinearMethod, MakeParameter
 from tok_core.quantization.packed_layouts import GPTQMethod, PackQuantizedMethod
-from tok_core.quantization.packed_method import PackedMethod
 from tok_core.quantization.quantization_config import MIXTRAL_MATRICES, QuantizationConfig
 from tok_core.quantization.scaled_method import ScaledMethod
 from tok_core.quantization.weight_target import (
@@ -34,7 +33,6 @@ __all__ = [
     "LinearMethod",
     "MakeParameter",
     "PackQuantizedMethod",
-    "PackedMethod",
     "QuantizationConfig",
     "ScaledMethod",
     "StackedTarget",

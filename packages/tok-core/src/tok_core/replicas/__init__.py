@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tok_core.replicas.processes import run_child
 from tok_core.replicas.replica import Death, ProcessReplica, Replica, Report
-from tok_core.replicas.replica_set import Health, MakeReplica, ReplicaEvents, ReplicaSet
+from tok_core.replicas.replica_set import Health, MakeReplica, ReplicaSet
 from tok_core.replicas.router import Router, RoutingRequest
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "MakeReplica",
     "ProcessReplica",
     "Replica",
-    "ReplicaEvents",
     "ReplicaSet",
     "Report",
     "Router",

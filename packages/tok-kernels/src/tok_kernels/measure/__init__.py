@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from tok_kernels.measure.cases import ExpertShape, ModelShape
 from tok_kernels.measure.kernels import KernelTime, measure_bandwidth, measure_kernels
-from tok_kernels.measure.timing import TimedWork, Timer, Timing, cuda_timer
+from tok_kernels.measure.timing import TimedWork, Timing, cuda_timer
 
 __all__ = [
     "ExpertShape",
     "KernelTime",
     "ModelShape",
     "TimedWork",
-    "Timer",
     "Timing",
     "cuda_timer",
     "measure_bandwidth",

@@ -6,7 +6,6 @@ from tok_core.manager.prefix_groups.cascade import COSTS, CPU_COSTS
 from tok_core.manager.prefix_groups.grouping import (
     NO_GROUPS,
     Grouping,
-    GroupingRule,
     Groups,
     MostPagesSaved,
     with_drafts,
@@ -17,7 +16,6 @@ __all__ = [
     "CPU_COSTS",
     "NO_GROUPS",
     "Grouping",
-    "GroupingRule",
     "Groups",
     "MostPagesSaved",
     "with_drafts",

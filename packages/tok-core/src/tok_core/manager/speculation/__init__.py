@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tok_core.manager.speculation.device_speculator import DeviceSpeculator
-from tok_core.manager.speculation.drafts import NO_ROWS, Drafts, LentRows, Speculation
+from tok_core.manager.speculation.drafts import NO_ROWS, Drafts, Speculation
 from tok_core.manager.speculation.host_speculator import HostSpeculator
 
-__all__ = ["NO_ROWS", "DeviceSpeculator", "Drafts", "HostSpeculator", "LentRows", "Speculation"]
+__all__ = ["NO_ROWS", "DeviceSpeculator", "Drafts", "HostSpeculator", "Speculation"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tok_core.models.weights.checkpoint_quantization import SCHEMES, WrittenTensor, quantize_checkpoint
+from tok_core.models.weights.checkpoint_quantization import SCHEMES, quantize_checkpoint
 from tok_core.models.weights.dummy_weights import fill_dummy_weights
 from tok_core.models.weights.incoming import IncomingWeights
 from tok_core.models.weights.loading import (
     check_checkpoint,
-    checkpoint_files,
     load_checkpoint,
     resolve_tied_embeddings,
     tensor_names,
@@ -16,9 +15,7 @@ from tok_core.models.weights.loading import (
 __all__ = [
     "SCHEMES",
     "IncomingWeights",
-    "WrittenTensor",
     "check_checkpoint",
-    "checkpoint_files",
     "fill_dummy_weights",
     "load_checkpoint",
     "quantize_checkpoint",
