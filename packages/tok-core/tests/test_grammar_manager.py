@@ -466,7 +466,7 @@ def test_grammar_compilation_imports_neither_torch_nor_transformers(tmp_path: Pa
         from tok_core.sampling_params import Grammar
         from tok_core.grammar.local import loader
 
-        guide = loader({str(tmp_path)!r}, 512, [{end}])().compile(Grammar(kind="regex", value="a+b"))
+        guide = loader({str(tmp_path)!r}, 512, [{end}], None)().compile(Grammar(kind="regex", value="a+b"))
         assert guide.matcher().accept_string("aab")
         assert not {{"torch", "transformers"}} & set(sys.modules)
     """

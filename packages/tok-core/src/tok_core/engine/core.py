@@ -70,7 +70,7 @@ class EngineCore:
     locks in any state: there every call raises EngineClosed or returns at once.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool, make_replica: MakeReplica | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, in_process: bool, make_replica: MakeReplica | None) -> None:
         self._config = config
         self._in_process = in_process
         self._lock = threading.RLock()

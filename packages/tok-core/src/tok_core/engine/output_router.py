@@ -26,8 +26,6 @@ from tok_core.replicas import Router
 from tok_core.sampling_params import SamplingParams
 from tok_core.text import Tokenizer
 
-NO_PARAMS: Mapping[int, SamplingParams] = {}
-
 
 class Delivery(NamedTuple):
     """Contents of a report, by request.
@@ -53,7 +51,7 @@ def group_by_request(
     token_store: TokenStore,
     each_token: Set[int],
     tokenizer: Tokenizer | None,
-    whole_text: Mapping[int, SamplingParams] = NO_PARAMS,
+    whole_text: Mapping[int, SamplingParams],
 ) -> Delivery:
     """Sort a report by request, and store its tokens. `each_token`, `whole_text`: as in `OpenRequests`."""
     rids, which = _grouped(progress.rid)

@@ -179,8 +179,8 @@ class Mailbox:
         request_id: str | None,
         *,
         stream: bool,
-        tenant: str = "",
-        cache_salt: str | None = None,
+        tenant: str,
+        cache_salt: str | None,
     ) -> RequestStream:
         """Submit a request of the loop. Raises as `EngineCore.submit` does."""
         request = self._core.submit(

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from tok_core.text import Tokenizer
 
 
-def loader(
-    model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None = None
-) -> Callable[[], Compiler]:
+def loader(model: str, vocab_size: int, end_ids: Sequence[int], tokenizer: Tokenizer | None) -> Callable[[], Compiler]:
     """Return a function that loads the compiler for a model directory in this process; see `Compiler.load`."""
 
     def load() -> Compiler:

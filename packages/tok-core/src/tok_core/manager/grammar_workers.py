@@ -98,7 +98,7 @@ class MatcherState:
         "unsent",
     )
 
-    def __init__(self, grammar_state: GrammarState, number: int, first: Mask, request: Request | None = None) -> None:
+    def __init__(self, grammar_state: GrammarState, number: int, first: Mask, request: Request | None) -> None:
         self.grammar_state = grammar_state
         self.number = number
         self.request = request

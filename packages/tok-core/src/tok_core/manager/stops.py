@@ -59,7 +59,7 @@ class StopStringPrefilter:
     reach  int64 [S] number of bytes before a new token that are compared
     """
 
-    def __init__(self, pieces: PieceBytes, sets: int, hidden: Collection[int] = ()) -> None:
+    def __init__(self, pieces: PieceBytes, sets: int, hidden: Collection[int]) -> None:
         self._pieces = pieces
         self._hidden: Bools | None = None  # [V] tokens whose bytes clients do not see; None: there are none
         if hidden:

@@ -160,7 +160,7 @@ ALLOWED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
 )
 
 
-def check_keys(config: Fields, model_type: str, ignored: Collection[str] = ()) -> None:
+def check_keys(config: Fields, model_type: str, ignored: Collection[str]) -> None:
     """Raise ModelError for the first key with an unsupported value, or for all unknown keys.
 
     `ignored` are unknown keys to skip; a known key among them is an error, too.

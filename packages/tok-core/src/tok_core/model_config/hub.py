@@ -24,7 +24,7 @@ def resolve(model: str, data_dir: str | None = None, revision: str | None = None
     return path
 
 
-def resolve_draft(draft: str, data_dir: str | None = None) -> Path:
+def resolve_draft(draft: str, data_dir: str | None) -> Path:
     """Return the directory of a draft model, as `resolve` does that of a model."""
     path, name = _resolve("draft", draft, data_dir, WANTED_FILES, None)
     if not (path / "config.json").is_file():
@@ -32,7 +32,7 @@ def resolve_draft(draft: str, data_dir: str | None = None) -> Path:
     return path
 
 
-def resolve_tokenizer(tokenizer: str, data_dir: str | None = None) -> Path:
+def resolve_tokenizer(tokenizer: str, data_dir: str | None) -> Path:
     """Return the directory of a tokenizer, as `resolve` does that of a model; only its files are downloaded."""
     path, name = _resolve("tokenizer", tokenizer, data_dir, TOKENIZER_FILES, None)
     if not (path / "tokenizer.json").is_file():

@@ -49,7 +49,7 @@ class PipelineReceiver:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._emptied = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
 
-    def receive(self, rows: int, into: Tensor | None = None) -> Tensor:
+    def receive(self, rows: int, into: Tensor | None) -> Tensor:
         """Return the next step's residual stream `[rows, N]`, in tensor `into` if given; the caller may change it."""
         self._turn = (self._turn + 1) % BUFFERS
         buffer = self._buffers[self._turn][:rows]

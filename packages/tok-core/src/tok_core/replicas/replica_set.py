@@ -92,7 +92,7 @@ class ReplicaSet:
         *,
         in_process: bool,
         changed: threading.Condition,
-        make_replica: MakeReplica | None = None,
+        make_replica: MakeReplica | None,
     ) -> None:
         self._config = config
         self._model_id = config.model

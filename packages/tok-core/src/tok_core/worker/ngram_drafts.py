@@ -23,7 +23,7 @@ from tok_core.worker.step_tensors import decode_row_of, draft_slots
 from tok_kernels import AGE_TOKENS, Backend, DraftRows
 
 
-def draft_arrays(step: StepInput, *, graph: bool = False, biased: bool = False) -> dict[str, np.ndarray]:
+def draft_arrays(step: StepInput, *, graph: bool = False, biased: bool) -> dict[str, np.ndarray]:
     """Return the host arrays that `NgramDrafter` needs, by name; only non-empty ones.
 
     graph   whether a CUDA graph replays the step, which has `padded_draft_rows`

@@ -58,7 +58,7 @@ def sample_tokens(
     step: StepInput,
     staged: Mapping[str, Tensor],
     logits_RV: Tensor,
-    shards: VocabularyShards | None = None,
+    shards: VocabularyShards | None,
 ) -> Sampled:
     """Sample the tokens of the step's R rows.
 

@@ -201,7 +201,7 @@ def build_step_tensors(
     state: WorkerState,
     step: StepInput,
     staged: Mapping[str, Tensor],
-    host_kv_len: NDArray[np.int32] | None = None,
+    host_kv_len: NDArray[np.int32] | None,
 ) -> StepTensors:
     """Build the step's tensors, and advance the lengths and tokens of its slots in `state`.
 

@@ -69,7 +69,7 @@ class _Items:
 
 
 def sequence_pieces(
-    batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
+    batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None
 ) -> Iterator[Piece]:
     """Yield pieces in which every query attends to its own sequence's keys: first decode rows, then prefill chunks.
 
@@ -87,7 +87,7 @@ def sequence_pieces(
 
 
 def cascade_pieces(
-    level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None = None
+    level: CascadeLevel, batch: AttentionBatch, tokens: int, heads: int, row_size: int, window: int | None
 ) -> Iterator[Piece]:
     """Yield pieces in which the decode rows of each group attend to their shared keys.
 

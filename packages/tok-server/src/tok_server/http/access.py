@@ -114,7 +114,7 @@ class AllowedHosts:
              other name, a server on any other address every name
     """
 
-    def __init__(self, host: str, allowed: Sequence[str] = ()) -> None:
+    def __init__(self, host: str, allowed: Sequence[str]) -> None:
         self._names = frozenset(_hostname(one) for one in (*allowed, "localhost", host))
         self._restricted = ANY_HOST not in allowed and (bool(allowed) or _is_loopback(_hostname(host)))
         self._check_every_address = bool(allowed)  # else only connections to a loopback address are checked
@@ -163,7 +163,7 @@ def _arrives_at_loopback(request: web.BaseRequest) -> bool:
 class Origins:
     """The allowed origins, as browsers write them: "https://example.org"."""
 
-    def __init__(self, allowed: Sequence[str] = ()) -> None:
+    def __init__(self, allowed: Sequence[str]) -> None:
         self._allowed = frozenset(one.rstrip("/").lower() for one in allowed)
 
     def check(self, method: str, headers: Mapping[str, str]) -> None:

@@ -213,7 +213,7 @@ class Listener:
 
 @asynccontextmanager
 async def accept_connections(
-    runner: web.AppRunner, context: Context, port: socket.socket, tls: ssl.SSLContext | None = None
+    runner: web.AppRunner, context: Context, port: socket.socket, tls: ssl.SSLContext | None
 ) -> AsyncIterator[Listener]:
     """Accept connections at `port` while the context lasts. The runner's cleanup ends open ones."""
     assert runner.server is not None

@@ -71,7 +71,7 @@ class UnreadLimit:
 class TokenBucket:
     """A minute's budget that refills continuously. Spending beyond it leaves a debt, which must refill first."""
 
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
         self._clock = clock
         self._remaining = float(per_minute)

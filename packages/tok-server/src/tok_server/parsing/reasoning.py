@@ -32,7 +32,7 @@ class ReasoningReader:
     has_think_block  the answer has a think block
     """
 
-    def __init__(self, thinking: bool = False) -> None:
+    def __init__(self, thinking: bool) -> None:
         self.has_think_block = thinking
         self._opened = thinking
         self._emitted = False  # reasoning text has been emitted

@@ -117,7 +117,7 @@ def json_post(
     return Operation("POST", path, handler, answers, json_of(request), errors, error_format=error_format)
 
 
-def openapi_document(operations: Sequence[Operation], *, version: str, authorised: bool = False) -> Json:
+def openapi_document(operations: Sequence[Operation], *, version: str, authorised: bool) -> Json:
     """Return the OpenAPI 3.1 document. `authorised`: clients must send a key."""
     kinds = [kind for operation in operations for kind in _kinds(operation)]
     schemas, components = msgspec.json.schema_components(

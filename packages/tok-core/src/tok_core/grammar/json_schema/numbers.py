@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
         return self.low is None and self.high is None
 
 
-def integer(bounds: Bounds, multiple: int = 1) -> str:
+def integer(bounds: Bounds, multiple: int) -> str:
     """Return the expression for the multiples of `multiple` within `bounds`.
 
     Raise Unsupported if there are none or too many.

@@ -65,7 +65,7 @@ class SequenceStarter:
         """Return the number of free slots, without those that forks to come will take."""
         return self.table.free_slots - sum(map(len, self.pending_forks.values()))
 
-    def startable(self, priority: int | None = None) -> Startable:
+    def startable(self, priority: int | None) -> Startable:
         """Return what may start as far as slots go.
 
         priority  lower classes than this one give up their slots; None: no class does

@@ -58,7 +58,7 @@ class PrefixTree:
         self._touch(node)
         return Match(node, pages, len(pages) * self.page_size)
 
-    def depths(self, tokens: Int32, salt: bytes = b"") -> tuple[int, int]:
+    def depths(self, tokens: Int32, salt: bytes) -> tuple[int, int]:
         """Return how many leading pages of `tokens` are locked, and how many are cached.
 
         The lookup does not count as use and splits no node.
@@ -87,7 +87,7 @@ class PrefixTree:
         nodes = seen.nonzero()[0]
         return int((self.depth[nodes] - self.depth[self.parent[nodes]]).sum())
 
-    def continues(self, node: Node, tokens: Int32, salt: bytes = b"") -> bool:
+    def continues(self, node: Node, tokens: Int32, salt: bytes) -> bool:
         """Return whether a page of `tokens`, int32 [page_size], follows on `node`; the lookup does not count as use."""
         return bool(node.children) and self._key(node, tokens.tobytes(), salt) in node.children
 

@@ -53,7 +53,7 @@ def run_worker(
             runner.graphs.capture_missing()
 
 
-def leave_one_core(cores: int, workers: int = 1) -> int:
+def leave_one_core(cores: int, workers: int) -> int:
     """Return the CPU threads of each worker. One core stays free, else manager, server and workers delay each other."""
     return max(1, (cores - 1) // workers)
 

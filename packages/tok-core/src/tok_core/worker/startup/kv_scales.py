@@ -110,7 +110,7 @@ class CacheTrial:
         )
 
 
-def choose_kv_scales(requested: str, trial: CacheTrial, *, dummy: bool = False) -> tuple[Tensor | None, str]:
+def choose_kv_scales(requested: str, trial: CacheTrial, *, dummy: bool) -> tuple[Tensor | None, str]:
     """Return the scales of an 8-bit cache, float32 `[layers, 2, K]`, and a description of their origin.
 
     The scales are the checkpoint's, if it has any, else calibrated on the model. They are None if `requested` rules

@@ -143,7 +143,7 @@ def attention_shape(model: ModelConfig, page_size: int, dtype: torch.dtype, cach
 
 
 def choose_backend(
-    config: EngineConfig, device: torch.device, shape: AttentionShape, calibration_directory: Path | None = None
+    config: EngineConfig, device: torch.device, shape: AttentionShape, calibration_directory: Path | None
 ) -> Backend:
     """Return the requested kernel backend; `auto` on a GPU is the fastest one, measured the first time.
 

@@ -331,7 +331,7 @@ def _new_state(
     max_len: int,
     sleeping_memory: SleepingMemory | None = None,
     *,
-    predicts: bool = False,
+    predicts: bool,
 ) -> WorkerState:
     config = settings.config
     return WorkerState(

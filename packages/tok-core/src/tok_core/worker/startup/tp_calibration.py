@@ -38,7 +38,7 @@ MAX_CAPTURED_TOKENS = 256  # steps up to this size are timed as CUDA graphs, whi
 
 
 def calibrate_tensor_parallel(
-    model: CausalLM, peers: ProcessGroups, max_tokens: int, async_tp_threshold: int | None = None
+    model: CausalLM, peers: ProcessGroups, max_tokens: int, async_tp_threshold: int | None
 ) -> None:
     """Set the thresholds of the model's TensorParallel, equal on all workers of the replica.
 

@@ -21,7 +21,7 @@ MAX_COLLECTED_ENTRIES = 2048
 
 
 def resample_filtered(
-    logits_RV: Tensor, sampled: SampledRows, keys: RandomKeys, filters: Filters, *, processed: bool = False
+    logits_RV: Tensor, sampled: SampledRows, keys: RandomKeys, filters: Filters, *, processed: bool
 ) -> Tensor:
     """Return the tokens of `sampled`, int64 `[R]`, with those that filters remove resampled.
 

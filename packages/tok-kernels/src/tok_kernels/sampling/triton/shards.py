@@ -21,7 +21,7 @@ _UNALIGNED = ["temperature", "peaks", "masses", "rank_sums"]
 
 
 def sample_shards(
-    logits_RV: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool = False, processed: bool = False
+    logits_RV: Tensor, keys: RandomKeys, shards: Shards, *, greedy: bool, processed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token, int64 `[R]`, and its log-probability, float32 `[R]`, the same on every rank.
 

@@ -26,7 +26,7 @@ def for_each_line(
     answers: Answers,
     reason: UnansweredReason | None,
     write_line: WriteLine,
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool],
 ) -> int:
     """Call `write_line` for every line, with the error `reason` for lines without an answer. Return how many have none.
 

@@ -177,7 +177,7 @@ class Store:
             row = (job.batch.id, job.batch.input_file_id, job.open, job.owner, msgspec.json.encode(job))
             self._connection.execute("INSERT INTO batches (id, input, open, owner, record) VALUES (?, ?, ?, ?, ?)", row)
 
-    def job(self, id: str, owner: str = NO_OWNER) -> StoredJob:
+    def job(self, id: str, owner: str) -> StoredJob:
         """Return a batch. Errors: RecordNotFound."""
         query = f"SELECT record FROM batches WHERE id = ? AND {VISIBLE}"
         return self._decode_job(id, self._connection.execute(query, (id, owner)).fetchone())

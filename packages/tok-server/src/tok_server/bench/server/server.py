@@ -90,7 +90,7 @@ class _UsageMeter:
         return (time.process_time() - self._server) / seconds, (self._engine.cpu_seconds() - self._engines) / seconds
 
 
-async def run_server(names: list[str], clients: int, seconds: float, rate: float = 0.0) -> list[ServerResult]:
+async def run_server(names: list[str], clients: int, seconds: float, rate: float) -> list[ServerResult]:
     """Run the scenarios one after the other on the same server. Errors: TokError if the server cannot start.
 
     rate  requests sent per second; 0: each connection sends its next request once it is answered

@@ -144,7 +144,7 @@ class SubmittedStreams:
         counts: RequestCounts | None = None,
         tenant: str = "",
         *,
-        share_prefixes: bool = False,
+        share_prefixes: bool,
     ) -> None:
         self._engine = engine
         self._job = job

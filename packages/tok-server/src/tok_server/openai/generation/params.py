@@ -81,8 +81,8 @@ def sampling_params(
     logprobs: int | None,
     info: EngineInfo,
     field_names: Mapping[str, str],
-    prompt_logprobs: int | None = None,
-    grammar: Grammar | None = None,
+    prompt_logprobs: int | None,
+    grammar: Grammar | None,
 ) -> SamplingParams:
     """Return the engine's parameters; absent fields take the model's `info.sampling_defaults`. Errors: ApiError.
 
