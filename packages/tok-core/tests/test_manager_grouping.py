@@ -389,7 +389,7 @@ def test_draft_rows_follow_their_sequence_in_every_group(made: Rows, cost: Casca
     drafted = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
     sources = np.repeat(np.arange(count), drafted)[data.draw(st.permutations(range(drafted.sum())))].astype(np.int64)
     lent = 1000 + np.arange(len(sources))
-    found = with_drafts(groups, made.slots, lent, made.slots[sources])
+    found = with_drafts(groups, made.slots, made.slots[sources])
     if not groups.levels:
         assert found is groups
         return

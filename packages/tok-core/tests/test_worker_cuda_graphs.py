@@ -95,13 +95,13 @@ def test_steps_with_drafts_replay_other_graphs_whose_rows_form_packs(
     graphs = DecodeGraphs(model, choose(CPU), state_of(model), Staging(CPU, 2), RankCoordinates(), max_pack_rows=4)
     graphs.capture(SIZES)
     assert len(graphs) + graphs.missing == 2 * 4 * 3 + 2  # a single row verifies no draft
-    plain, verifying = graphs.find(dummy_step(decode=4)), graphs.find(dummy_verify_rows(1, 3))
+    plain, verifying = graphs.find(dummy_step(decode=4)), graphs.find(dummy_verify_rows(3))
     assert plain is not None
     assert verifying is not None
     assert not plain.key.drafts
     assert "packs" not in plain.arrays(dummy_step(decode=4))
     assert verifying.key == plain.key._replace(drafts=True)
-    packs = verifying.arrays(dummy_verify_rows(1, 2))["packs"]
+    packs = verifying.arrays(dummy_verify_rows(2))["packs"]
     assert packs.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1], [-1] * 4, [-1] * 4]
 
 

@@ -104,12 +104,11 @@ class Grouping:
         return Groups(order, levels, int(levels[0].count.sum()) if levels else 0)
 
 
-def with_drafts(groups: Groups, decode: Int64, lent: Int64, sources: Int64) -> Groups:
-    """Return the groups among the rows `decode` and `lent`, in which the rows of drafts follow their sequence's row.
+def with_drafts(groups: Groups, decode: Int64, sources: Int64) -> Groups:
+    """Return the groups among the rows `decode` and m rows of drafts, which follow their sequence's row.
 
     decode   [n], slots of the rows that `groups` are of
-    lent     [m], slots lent to drafted tokens
-    sources  [m], those of `decode` that they stand for
+    sources  [m], for each row of a draft the one of `decode` whose sequence it belongs to
     """
     if not groups.levels:
         return groups

@@ -196,7 +196,7 @@ class BatchBuilder:
             bitmask=masks.bitmask,
             top_row=_rows(top_logprobs > 0),
             drafts=self.lent.model_drafts,
-            moves=self._slot_moves(decode) if self.moves else None,
+            moves=self._slot_moves() if self.moves else None,
             verify_rows=self.lent.verify_rows,
             predict_slot=self._predicted_slots(sample_slot),
             predicted_tokens=self.predicted_tokens,
@@ -211,7 +211,7 @@ class BatchBuilder:
             slots = slots[np.isin(slots, self.lent.slots, invert=True)]
         return slots
 
-    def _slot_moves(self, decode: Int64) -> SlotMoves:
+    def _slot_moves(self) -> SlotMoves:
         """Return the moves; the decode rows of their slots have advanced `length` by one already."""
         slots, sources = (np.concatenate(part) for part in zip(*self.moves, strict=True))
         length = self.table.length[slots] - 1

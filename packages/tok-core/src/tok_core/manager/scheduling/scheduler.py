@@ -198,7 +198,7 @@ class Scheduler:
         """Group the decode rows, add those of drafts, advance each by one position, and return the step."""
         table, groups, lent = self.table, self._find_groups(decode), builder.lent
         if len(lent.slots):
-            groups = with_drafts(groups, decode, lent.slots, lent.sources)
+            groups = with_drafts(groups, decode, lent.sources)
             decode = np.concatenate((decode, lent.slots))
         decode = decode[groups.order] if groups.levels else decode
         self.group_rows += groups.rows

@@ -135,11 +135,10 @@ def dummy_drafts(rows: int, chunk_tokens: int, max_len: int) -> StepInput:
     return step
 
 
-def dummy_verify_rows(sequences: int, tokens: int) -> StepInput:
-    """Build a step in which decode rows verify `tokens` drafted tokens for each of `sequences` sequences."""
-    step = dummy_step(decode=sequences * (1 + tokens))
-    parent, lent = np.split(step.decode_slot, [sequences])
-    lent = lent.reshape(sequences, tokens)
+def dummy_verify_rows(tokens: int) -> StepInput:
+    """Build a step in which decode rows verify `tokens` drafted tokens of one sequence."""
+    step = dummy_step(decode=1 + tokens)
+    parent, lent = step.decode_slot[:1], step.decode_slot[None, 1:]
     step.max_kv = 1 + tokens
     step.verify_rows = VerifyRows(parent, lent, np.zeros_like(lent))
     step.predict_slot, step.predicted_tokens = parent, tokens

@@ -89,7 +89,7 @@ def draft_steps_of(runner: Runner, max_step_tokens: int) -> list[StepInput]:
     if runner.state.ngrams is not None:
         rows = min(runner.state.slots, max_step_tokens)
         lengths = {min(tokens, rows - 1, runner.max_len - 1) for tokens in (1, 3, MAX_DRAFT_TOKENS)}
-        return [dummy_verify_rows(1, tokens) for tokens in lengths if tokens > 0]
+        return [dummy_verify_rows(tokens) for tokens in lengths if tokens > 0]
     if runner.draft_model is None:
         return []
     largest = largest_draft(runner, max_step_tokens)
