@@ -142,8 +142,8 @@ class EngineControl:
                 self._load(weights)
                 return self._set_version(version)
 
-    def apply_staged(self, version: str | None, deaths: int) -> str:
-        """Let all replicas write the tensors that they have staged, and return the version of the weights.
+    def apply_staged(self, version: str | None, deaths: int) -> None:
+        """Let all replicas write the tensors that they have staged, as weights of `version`.
 
         deaths  the value of `self.deaths` before the replicas began to stage
 
@@ -162,10 +162,9 @@ class EngineControl:
                     self._stale_replicas.clear()
                     self._set_first_messages()
                 errors = self.execute(lambda _: ApplyStaged())
-                version = self._set_version(version)
+                self._set_version(version)
                 for error in errors:
                     raise error
-                return version
 
     def rename_weights(self, version: str) -> None:
         """Give the weights in use another version."""

@@ -7,10 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError, TokError
+from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError
 from tok_core.messages import (
     TENSOR_DTYPES,
     CheckStaged,
@@ -24,6 +23,9 @@ from tok_core.messages import (
     WorkerTask,
 )
 
+if TYPE_CHECKING:
+    from tok_core.engine.control import EngineControl
+
 log = logging.getLogger("tok_core")
 
 JOIN_TIMEOUT_SECONDS = 300.0  # until the trainer's store must be reachable
@@ -33,30 +35,6 @@ VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
 
 TaskOf = Callable[[int], WorkerTask]
 """The task of a replica, by its number."""
-
-
-class WeightControl(Protocol):
-    """The part of `EngineControl` that a transfer uses."""
-
-    paused: bool
-    deaths: int
-
-    @property
-    def operation(self) -> AbstractContextManager[object]: ...
-
-    def execute(self, task: TaskOf) -> list[TokError]: ...
-
-    def apply_staged(self, version: str | None, deaths: int) -> str: ...
-
-    def rename_weights(self, version: str) -> None: ...
-
-    def workers(self) -> tuple[int, int, int]: ...
-
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def needs_all_tensors(self) -> bool: ...
 
 
 class WeightTransfer:
@@ -72,7 +50,7 @@ class WeightTransfer:
     Each method blocks until it is done.
     """
 
-    def __init__(self, control: WeightControl) -> None:
+    def __init__(self, control: EngineControl) -> None:
         self._control = control
         self._session: Literal["open", "failed", "held"] | None = None
         self._version: str | None = None

@@ -151,7 +151,6 @@ class ProcessReplica:
         self._config = config
         self._index = index
         self._coordinates = config.rank_coordinates()
-        self._report = report
         self._death = death
         self._directory = ScratchDirectory("sockets")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
