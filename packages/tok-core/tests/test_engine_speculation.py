@@ -22,7 +22,7 @@ from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, Engine, EngineConfig, InvalidField, SamplingParams
 from tok_core.config import Speculate
 from tok_core.manager.speculation import DeviceSpeculator, HostSpeculator
-from tok_core.manager.speculation.acceptance import Float64
+from tok_core.messages import Float64
 from tok_core.sampling_params import Grammar
 
 pytestmark = pytest.mark.usefixtures("forked_children")

@@ -14,7 +14,7 @@ from tok_core.manager.faults import Faults
 from tok_core.manager.grammar_manager import GrammarManager
 from tok_core.manager.prompt_outputs import PromptOutputProcessor
 from tok_core.manager.scheduling import Reclaimer
-from tok_core.manager.sequences import NEVER, SequenceTable, State
+from tok_core.manager.sequences import NEVER, NOBODY, SequenceTable, State
 from tok_core.manager.speculation import Drafts, Speculation
 from tok_core.manager.stops import StopSets
 from tok_core.messages import EMPTY, Embedded, Finished, Int32, Int64, Scores, StepInput, StepOutput
@@ -311,8 +311,6 @@ class OutputProcessor:
 
 
 log = logging.getLogger("tok_core")
-
-NOBODY: Int64 = np.empty(0, np.int64)
 
 
 def merge_reports(reports: list[Reported]) -> Reported:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tok_core.grammar import Mask
     from tok_core.manager.grammar_workers import MatcherState
 
+NOBODY: Final[Int64] = np.empty(0, np.int64)  # no slots
+
 
 def sparse_zeros(shape: Sequence[int]) -> Int32:
     """Return an array of int32 zeros that is backed by small memory pages.

@@ -6,7 +6,7 @@ engine ─EngineCommand─► manager ─WorkerTask─► worker ─TaskResult�
 
 from __future__ import annotations
 
-from tok_core.messages.codec import EMPTY, Float32, Int32, Int64, array, decoder, encode
+from tok_core.messages.codec import EMPTY, Float32, Float64, Int32, Int64, array, decoder, encode
 from tok_core.messages.commands import (
     TENSOR_DTYPES,
     ApplyStaged,
@@ -73,6 +73,7 @@ __all__ = [
     "Failed",
     "Finished",
     "Float32",
+    "Float64",
     "FromProcess",
     "FromWorker",
     "GroupLevel",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 
 
 def array(values: object, dtype: type = np.int32) -> np.ndarray:

@@ -15,11 +15,10 @@ from aiohttp import web
 
 from tok_server.http.context import Context
 from tok_server.observability import COUNTS
-from tok_server.wire import ApiError, decode, invalid, limited, too_large
+from tok_server.wire import JSON, ApiError, decode, invalid, limited, too_large
 
 Members = dict[str, msgspec.Raw]
 
-JSON = "application/json"
 MAX_COMPRESSION_RATIO = 100  # unpacked bytes per packed byte; JSON lines have 5 to 40, DEFLATE reaches 1,032
 RATIO_FREE_BYTES = 1 << 20  # bytes that may be unpacked at any ratio
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})

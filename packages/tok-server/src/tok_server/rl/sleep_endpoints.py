@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from tok_client.types import EngineStatus, SleepReport
 from tok_core import EngineError, InvalidField, ModelError
+from tok_core.messages import MemoryTag
 from tok_server.http import Context
 from tok_server.openai import ignored_header
-from tok_server.rl.trainer_context import check_choice, read_fields, trainer_context
+from tok_server.rl.trainer_context import VLLM_MODES, VLLMMode, check_choice, read_fields, trainer_context
 from tok_server.wire import ApiError, Operation, invalid, json_of, json_post, json_response, read_query, unavailable
 
-MemoryTag = Literal["weights", "kv_cache"]
-SleepMode = Literal["abort", "wait", "keep"]
-MODES: dict[str, SleepMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 CUDA_GRAPH = "cuda_graph"  # SGLang's tag of the CUDA graphs' memory, which is never released here
 
@@ -53,10 +50,10 @@ async def sleep(request: web.Request) -> web.Response:
     """Release the memory of weights and KV cache. New requests wait until both are restored."""
     context = trainer_context(request)
     query = read_query(request, SleepQuery)
-    check_choice("mode", query.mode, MODES)
+    check_choice("mode", query.mode, VLLM_MODES)
     if query.level not in (1, 2):
         raise invalid("level", f"level is {query.level}; allowed: 1, 2")
-    await _sleep(context, query.level, MODES[query.mode], None)
+    await _sleep(context, query.level, VLLM_MODES[query.mode], None)
     return json_response(EngineStatus(status="asleep"))
 
 
@@ -113,7 +110,7 @@ def _tags(tags: Sequence[str], allowed: Collection[str] = TAGS) -> Sequence[Memo
     return [tag for tag in TAGS if tag in tags]
 
 
-async def _sleep(context: Context, level: int, mode: SleepMode, tags: Sequence[MemoryTag] | None) -> None:
+async def _sleep(context: Context, level: int, mode: VLLMMode, tags: Sequence[MemoryTag] | None) -> None:
     with _engine_errors("sleep"):
         await context.engine.sleep(level, mode=mode, tags=tags)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -15,6 +15,10 @@ from tok_server.openai import UnsupportedFields, ignored_header, parse_request
 from tok_server.wire import ApiError, invalid, invalid_field
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+VLLMMode = Literal["abort", "wait", "keep"]
+VLLM_MODES: dict[str, VLLMMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
+"""What may happen to open requests when vLLM's endpoints pause the engine or let it sleep."""
 
 
 def trainer_context(request: web.Request) -> Context:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -11,11 +10,16 @@ from aiohttp import web
 from tok_client.types import CacheReset, EngineStatus, PausedReport, UpdateWeightsRequest, WorldSize
 from tok_server.http import Context
 from tok_server.openai import value_or_none
-from tok_server.rl.trainer_context import check_choice, load_weights, read_fields, resume_engine, trainer_context
+from tok_server.rl.trainer_context import (
+    VLLM_MODES,
+    check_choice,
+    load_weights,
+    read_fields,
+    resume_engine,
+    trainer_context,
+)
 from tok_server.rl.vllm_transfer import receive_update
 from tok_server.wire import Operation, invalid, json_of, json_post, json_response, read_query
-
-MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 
 
 class PauseQuery(msgspec.Struct, frozen=True):
@@ -102,8 +106,8 @@ async def pause(request: web.Request) -> web.Response:
     """Pause the engine; answers once it computes nothing. New requests wait until `POST /resume`."""
     context = trainer_context(request)
     query = read_query(request, PauseQuery)
-    check_choice("mode", query.mode, MODES)
-    mode = MODES["wait" if query.wait_for_inflight_requests else query.mode]
+    check_choice("mode", query.mode, VLLM_MODES)
+    mode = VLLM_MODES["wait" if query.wait_for_inflight_requests else query.mode]
     await context.engine.pause(mode)
     if query.clear_cache is True or (query.clear_cache is None and mode != "keep"):
         await context.engine.reset_prefix_cache()

@@ -10,13 +10,13 @@ import numpy as np
 
 from tok_core.manager.admission.fair_shares import MAX_TURNS, StartTurn, Turns
 from tok_core.manager.admission.forecast import PageDemand, Reserve, admissible
-from tok_core.manager.admission.length_model import Float64, LengthModel
+from tok_core.manager.admission.length_model import LengthModel
 from tok_core.manager.admission.page_reserves import PageWatermark, StaggeredAdmission
 from tok_core.manager.admission.sequence_starter import SequenceStarter
 from tok_core.manager.faults import FaultyRequest
 from tok_core.manager.requests import Pending
 from tok_core.manager.sequences import State
-from tok_core.messages import Int64
+from tok_core.messages import Float64, Int64
 
 GOLDEN = 0.6180339887498949  # golden ratio − 1
 MAX_COPIES = 16  # copies of each sequence, with another predicted length each, if few run: this reduces the noise

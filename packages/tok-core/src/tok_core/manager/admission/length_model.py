@@ -15,9 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.messages import Int64
-
-Float64 = NDArray[np.float64]
+from tok_core.messages import Float64, Int64
 
 HALF_LIFE = 2048  # finished samples after which an earlier one counts half
 PRIOR_WEIGHT = 16.0  # samples reaching a bucket at which they and the prior weigh the same

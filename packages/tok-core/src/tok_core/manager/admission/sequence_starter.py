@@ -10,11 +10,9 @@ import numpy as np
 
 from tok_core.manager.kv_cache import Paging, RetainedPrompt, RetainedPrompts
 from tok_core.manager.requests import Pending, Request, WaitingQueue
-from tok_core.manager.sequences import State
+from tok_core.manager.sequences import NOBODY, State
 from tok_core.manager.stops import StopSets
 from tok_core.messages import Int64
-
-NOBODY: Int64 = np.empty(0, np.int64)
 
 
 class Startable(NamedTuple):

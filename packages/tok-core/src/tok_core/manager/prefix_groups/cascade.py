@@ -28,9 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tok_core.manager.kv_cache import PrefixTree
-from tok_core.messages import Int64
-
-Float64 = NDArray[np.float64]
+from tok_core.messages import Float64, Int64
 
 MAX_EXACT_HEIGHT = 16
 """Largest number of branch points on one path that is handled exactly; see `find_branch_points`."""

@@ -51,7 +51,7 @@ class Groups(NamedTuple):
 
 
 NO_GROUPS = Groups(np.empty(0, np.int64), [], 0)
-NOBODY: Int64 = np.empty((3, 0), np.int64)
+NO_SEQUENCES: Int64 = np.empty((3, 0), np.int64)
 
 
 class Grouping:
@@ -64,10 +64,10 @@ class Grouping:
     def __init__(self, tree: PrefixTree, rule: GroupingRule) -> None:
         self._tree = tree
         self._rule = rule
-        self._known = NOBODY  # slots, nodes and epochs for which `_groups` were chosen
+        self._known = NO_SEQUENCES  # slots, nodes and epochs for which `_groups` were chosen
         self._groups = NO_GROUPS
 
-    def groups_of(self, slots: Int64, node_ids: Int32, epochs: Int64, sitting_out: Int64 = NOBODY) -> Groups:
+    def groups_of(self, slots: Int64, node_ids: Int32, epochs: Int64, sitting_out: Int64 = NO_SEQUENCES) -> Groups:
         """Return the groups of decode rows. They are chosen again only if rows were added, removed or moved.
 
         slots        int64 [n], slots of the rows

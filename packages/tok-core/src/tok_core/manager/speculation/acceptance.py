@@ -7,12 +7,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tok_core.manager.speculation.drafts import FAMILY_BITS
 from tok_core.manager.speculation.ngram_index import MAX_SCORE, UInt64
-from tok_core.messages import Int32, Int64
+from tok_core.messages import Float64, Int32, Int64
 
-Float64 = NDArray[np.float64]
-
-FAMILY_BITS: Final = 12  # last bits of a family's number; families that agree in them share their counts
 SCORES: Final = MAX_SCORE + 1
 WINDOW: Final = 64  # predictions of a family and score; with more, the counts are halved
 PRIOR: Final = 4  # predictions; weight of all families' share in the estimate of one family

@@ -16,6 +16,7 @@ from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import DRAFT_MARGIN, SequenceTable
 from tok_core.manager.speculation.drafts import (
+    FAMILY_BITS,
     MAX_GUIDED_DRAFT,
     MIN_GUIDED_PROBABILITY,
     NO_ROWS,
@@ -28,9 +29,7 @@ from tok_core.manager.speculation.drafts import (
     reserve_pages,
 )
 from tok_core.manager.speculation.step_costs import StepCosts
-from tok_core.messages import Int32, Int64, StepInput, StepOutput, VerifyRows
-
-Float64 = NDArray[np.float64]
+from tok_core.messages import Float64, Int32, Int64, StepInput, StepOutput, VerifyRows
 
 IDLE_STEPS: Final = 4  # steps, of which one considers drafts, once one that did so had none
 
@@ -221,7 +220,6 @@ class DeviceSpeculator:
 
 
 NO_PREDICTION: Final[Int32] = np.empty(0, np.int32)
-FAMILY_BITS: Final = 12  # last bits of a family's number; families that agree in them share their counts
 SLOT_WINDOW, FAMILY_WINDOW = 64.0, 256.0  # tokens that an estimate remembers; with more, its counts are halved
 PRIOR: Final = 16.0  # tokens; weight of the family's share for a sequence, and of all families' share for a family
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from tok_core.config import MAX_DRAFT_TOKENS
 from tok_core.manager.kv_cache import Paging
-from tok_core.manager.speculation.acceptance import Acceptance, Float64
-from tok_core.messages import EngineInfo, Int64, ModelDrafts
+from tok_core.manager.speculation.acceptance import Acceptance
+from tok_core.messages import EngineInfo, Float64, Int64, ModelDrafts
 
 OPTIMISTIC_SHARE: Final = 0.8  # acceptance assumed before the first drafts, so that the model is tried
 MAX_FIRST_ROWS: Final = 256  # rows of a head's first pass that also read what was added, as the largest CUDA graph has

@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
+from tok_core.manager.sequences import NOBODY
 from tok_core.manager.speculation.ngram_index import NO_TOKEN
 from tok_core.messages import Int32, Int64, ModelDrafts, StepInput, StepOutput, VerifyRows
 
+FAMILY_BITS: Final = 12  # last bits of a family's number; families that agree in them share their counts
 SALT_BYTES: Final = 16  # of a caller's salt, if there is one; what `RequestIntake` appends is shorter
 MAX_GUIDED_DRAFT: Final = 8  # drafted tokens of a guided sequence, each of which needs a mask
 MIN_GUIDED_PROBABILITY: Final = 0.3  # acceptance probability of a token that is worth its mask
 MAX_PREDICTED: Final = 1024  # drafted tokens considered for a step; with more sequences, drafts are shorter
 MIN_DEPTH: Final = 4  # tokens considered for each sequence, however many there are
-NOBODY: Final[Int64] = np.empty(0, np.int64)
 
 
 class LentRows(NamedTuple):

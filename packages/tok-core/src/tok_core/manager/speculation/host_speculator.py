@@ -15,7 +15,7 @@ from tok_core.config import MAX_DRAFT_TOKENS, MAX_DRAFTING
 from tok_core.manager.kv_cache import Paging
 from tok_core.manager.requests import Request
 from tok_core.manager.sequences import State, microbatch_count
-from tok_core.manager.speculation.acceptance import Acceptance, Float64
+from tok_core.manager.speculation.acceptance import Acceptance
 from tok_core.manager.speculation.draft_model import DraftModel
 from tok_core.manager.speculation.drafts import (
     MAX_GUIDED_DRAFT,
@@ -31,7 +31,7 @@ from tok_core.manager.speculation.drafts import (
 )
 from tok_core.manager.speculation.ngram_index import MAX_CONTEXT, NO_TOKEN, NgramIndex, UInt64
 from tok_core.manager.speculation.step_costs import DraftCandidate, StepCosts
-from tok_core.messages import EngineInfo, Int32, Int64, StepInput, StepOutput
+from tok_core.messages import EngineInfo, Float64, Int32, Int64, StepInput, StepOutput
 
 MAX_LEARNT: Final = MAX_DRAFTING  # tokens learned in a step; bounds the CPU's time
 LAZY_STEPS: Final = 4  # steps; while nothing is drafted, their tokens are learned together

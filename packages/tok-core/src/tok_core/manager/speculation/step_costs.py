@@ -10,9 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tok_core.messages import StepInput
-
-Float64 = NDArray[np.float64]
+from tok_core.messages import Float64, StepInput
 
 RECENT: Final = 16  # latest observations that an estimate uses
 FORGET_STEPS: Final = 256  # steps without an observation after which an estimate is unknown again
