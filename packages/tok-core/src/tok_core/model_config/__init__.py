@@ -12,7 +12,7 @@ from tok_core.model_config.hub import resolve, resolve_draft, resolve_tokenizer
 
 if TYPE_CHECKING:
     from tok_core.model_config.model_config import ModelConfig, read_config, read_head
-    from tok_core.model_config.rope import short_prompt
+    from tok_core.model_config.rope import rope_depends_on_length, short_prompt
 
 __all__ = [
     "Fields",
@@ -22,6 +22,7 @@ __all__ = [
     "resolve",
     "resolve_draft",
     "resolve_tokenizer",
+    "rope_depends_on_length",
     "short_prompt",
 ]
 
@@ -31,5 +32,5 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         from tok_core.model_config import model_config, rope
 
-        return getattr(rope if name == "short_prompt" else model_config, name)
+        return getattr(rope if name in ("rope_depends_on_length", "short_prompt") else model_config, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

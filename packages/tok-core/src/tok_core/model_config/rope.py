@@ -92,8 +92,7 @@ def read_rope(config: Fields, family: str, head_dim: int, max_positions: int) ->
 def short_prompt(scaling: RopeScaling, max_len: int) -> int | None:
     """Return the prompt length up to which rotation does not depend on the length; None if no limit below `max_len`.
 
-    A longer prompt cannot share cached keys with a short one. With DynamicScaling it cannot share them with a prompt
-    of any other length either.
+    A longer prompt cannot share cached keys with a short one.
     """
     if isinstance(scaling, DynamicScaling):
         limit = scaling.max_positions
@@ -102,6 +101,11 @@ def short_prompt(scaling: RopeScaling, max_len: int) -> int | None:
     else:
         return None
     return limit if limit < max_len else None
+
+
+def rope_depends_on_length(scaling: RopeScaling) -> bool:
+    """Return whether longer prompts (`short_prompt`) share cached keys only with prompts of their own length."""
+    return isinstance(scaling, DynamicScaling)
 
 
 def _settings(config: Fields) -> Fields:

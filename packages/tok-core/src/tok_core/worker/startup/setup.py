@@ -19,7 +19,7 @@ import torch
 from tok_core.config import EngineConfig, RankCoordinates, all_coordinates
 from tok_core.errors import EngineError
 from tok_core.messages import EngineInfo, Rendezvous
-from tok_core.model_config import ModelConfig, short_prompt
+from tok_core.model_config import ModelConfig, rope_depends_on_length, short_prompt
 from tok_core.models import CausalLM, build
 from tok_core.parallel import Pipeline, TensorParallel
 from tok_core.runtime import HEARTBEAT
@@ -46,7 +46,7 @@ from tok_core.worker.startup.tp_calibration import calibrate_tensor_parallel, lo
 from tok_core.worker.startup.warmup import warm_up
 from tok_core.worker.state import WorkerState, kv_bytes_per_token, page_table_bytes
 from tok_core.worker.weights import fill_model
-from tok_kernels import Backend, DynamicScaling, NgramTable
+from tok_kernels import Backend, NgramTable
 
 if TYPE_CHECKING:
     from tok_core.worker.trace import Tracer
@@ -180,7 +180,7 @@ def _engine_info(settings: WorkerSettings, runner: Runner, max_model_len: int) -
         max_all_reduce_tokens=None if tensor is None else tensor.max_all_reduce_tokens,
         min_overlap_tokens=None if tensor is None else tensor.min_overlap_tokens,
         short_prompt=short_prompt(model.rope_scaling, max_model_len),
-        rope_depends_on_length=isinstance(model.rope_scaling, DynamicScaling),
+        rope_depends_on_length=rope_depends_on_length(model.rope_scaling),
         tp=config.tp,
         pp=config.pp,
         ep=config.ep,
