@@ -122,7 +122,7 @@ def fill(
     used, settled_counters, total = [], [], int(ports.lengths.sum())
     while True:
         if not manager.turn():
-            if not manager.requests:
+            if not manager.intake.requests:
                 break
             ports.wait(0)
         if manager.scheduler.waiting:

@@ -27,12 +27,12 @@ def manager_of(core: object, replica_number: int = 0) -> Manager:
 def assert_all_given_back(manager: Manager) -> None:
     """Wait for the last steps and check that no slot, page, lock or request is held."""
     table, returns = manager.table, manager.output_processor
-    wait_until(lambda: not manager.requests and not returns.in_flight and table.lendable_slots == table.slots)
+    wait_until(lambda: not manager.intake.requests and not returns.in_flight and table.lendable_slots == table.slots)
     assert manager.paging.used == 0
     assert manager.paging.allocator.free + manager.paging.tree.pages == manager.paging.num_pages
     assert manager.paging.tree.evictable == manager.paging.tree.pages
     assert not manager.scheduler.waiting
-    assert not manager.scheduler.pending_forks
+    assert not manager.scheduler.starter.pending_forks
     check_tree(manager.paging.tree)
 
 

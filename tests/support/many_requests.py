@@ -46,18 +46,18 @@ class ManyRequests:
         """Run until `requests` more requests have finished or were cancelled."""
         manager, last = self.simulation.manager, self.finished + requests
         while self.finished < last:
-            for _ in range(self._slots * 3 // 2 - len(manager.requests)):
+            for _ in range(self._slots * 3 // 2 - len(manager.intake.requests)):
                 self._submit(self._given)
                 self._given += 1
             if self._random.random() < 0.5:
                 self._cancel()
             self.simulation.turn()
-            self.finished = self._given - len(manager.requests)
+            self.finished = self._given - len(manager.intake.requests)
 
     def end(self) -> None:
         """Run until no request is open and evict the cache; memory that remains is kept for ended requests."""
         manager = self.simulation.manager
-        while manager.requests or manager.output_processor.in_flight:
+        while manager.intake.requests or manager.output_processor.in_flight:
             self.simulation.turn()
         assert manager.paging.evict_until_free(manager.paging.num_pages)
 
@@ -75,7 +75,7 @@ class ManyRequests:
         self.simulation.submit(Submit(rid, prompt, params))
 
     def _cancel(self) -> None:
-        rids = list(self.simulation.manager.requests)
+        rids = list(self.simulation.manager.intake.requests)
         if rids:
             self.simulation.submit(Cancel(rids[int(self._random.integers(len(rids)))]))
 

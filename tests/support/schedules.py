@@ -105,7 +105,7 @@ def drive(
         if until():
             return
         if not worked:
-            if turn > max(arrivals, default=0) and not manager.requests and not ports.queued:
+            if turn > max(arrivals, default=0) and not manager.intake.requests and not ports.queued:
                 return
             ports.wait(0)
     raise AssertionError("the manager did not come to an end")
@@ -203,14 +203,14 @@ def check_accounts(manager: Manager) -> None:
     """Check that each account counts the samples that hold a slot or will fork from a prefilling one."""
     table, held = manager.table, Counter[int]()
     for request in {id(one): one for one in table.requests if one is not None}.values():
-        forks = 0 if request.leader is None else len(manager.scheduler.pending_forks.get(request.leader, ()))
+        forks = 0 if request.leader is None else len(manager.scheduler.starter.pending_forks.get(request.leader, ()))
         assert request.running == len(request.slots) + forks
         held[request.account.id] += request.running
         accounts = manager.scheduler.fair_shares.accounts.of_class(request.params.priority)
-        assert request.account in accounts or request.rid not in manager.requests
-    for account in {request.account for request in manager.requests.values()}:
+        assert request.account in accounts or request.rid not in manager.intake.requests
+    for account in {request.account for request in manager.intake.requests.values()}:
         assert account.running == held[account.id]
-        assert account.holders == sum(bool(manager.requests[rid].running) for rid in account.open)
+        assert account.holders == sum(bool(manager.intake.requests[rid].running) for rid in account.open)
 
 
 def assert_all_given_back(manager: Manager) -> None:
@@ -221,5 +221,5 @@ def assert_all_given_back(manager: Manager) -> None:
     assert paging.allocator.free + paging.tree.pages == paging.num_pages
     assert paging.tree.evictable == paging.tree.pages
     assert not manager.scheduler.waiting
-    assert not manager.scheduler.pending_forks
+    assert not manager.scheduler.starter.pending_forks
     assert not kept(manager)

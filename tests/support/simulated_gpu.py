@@ -237,7 +237,7 @@ def run(
     for rid in range(prompts):
         params = SamplingParams(n=samples, max_tokens=max_tokens, seed=rid, ignore_eos=not end)
         gpu.inbox.append(submit(rid, random.integers(FIRST, info.vocab_size, 64).tolist(), params))
-    while (worked := manager.turn()) or manager.requests:
+    while (worked := manager.turn()) or manager.intake.requests:
         if not worked:
             gpu.wait(0.01)
     times, _, finished = map(np.array, zip(*gpu.reports, strict=True))

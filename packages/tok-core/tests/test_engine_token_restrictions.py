@@ -151,7 +151,7 @@ def test_grammar_and_restrictions_hold_together(engine: Engine, letters: tuple[i
         seed=seed,
         max_tokens=60,
         temperature=2.0,
-        allowed_token_ids=(*letters[:5], *manager_of(engine).info.eos_token_ids),
+        allowed_token_ids=(*letters[:5], *manager_of(engine).scheduler.info.eos_token_ids),
         bad_words=("JK", "Q", "VVV"),
         grammar=Grammar(kind="regex", value="JX(J|K|Q|V|X|Z){20}"),
     )
@@ -197,7 +197,7 @@ def test_invalid_value_is_refused(engine: Engine, field: str, more: dict[str, An
 def test_restrictions_that_leave_no_token_are_refused(engine: Engine, letters: tuple[int, ...]) -> None:
     with pytest.raises(InvalidField, match="allowed_token_ids"):
         engine.generate([[1]], SamplingParams(allowed_token_ids=(letters[0],), bad_words=("JJ",)))
-    eos = manager_of(engine).info.eos_token_ids
+    eos = manager_of(engine).scheduler.info.eos_token_ids
     only_ends = SamplingParams(allowed_token_ids=eos, max_tokens=4)
     assert engine.generate([[1]], only_ends)[0].outputs[0].token_ids[0] in eos
     with pytest.raises(InvalidField, match="allowed_token_ids"):
@@ -215,5 +215,5 @@ def test_truncated_prompt_keeps_its_last_tokens(engine: Engine, kept: int, token
 
 def test_prompt_truncated_to_the_models_length_leaves_room_for_the_output(engine: Engine) -> None:
     (output,) = engine.generate([[7] * 2000], greedy(truncate_prompt_tokens=-1))
-    assert len(output.prompt_token_ids) == manager_of(engine).info.max_model_len - NEW
+    assert len(output.prompt_token_ids) == manager_of(engine).scheduler.info.max_model_len - NEW
     assert len(output.outputs[0].token_ids) == NEW

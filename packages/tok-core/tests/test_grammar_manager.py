@@ -280,7 +280,7 @@ def test_sample_is_cut_where_the_vocabulary_cannot_follow_the_grammar() -> None:
 def test_worker_that_ignores_masks_does_not_affect_other_requests() -> None:
     manager, ports = guided_manager(engine_info())
     prepare(manager, GRAMMARS)
-    ports.worker = SimulatedWorker(manager.info)  # ignores masks
+    ports.worker = SimulatedWorker(manager.scheduler.info)  # ignores masks
     params = SamplingParams(n=4, max_tokens=9, seed=0, grammar=GRAMMARS[0])
     drive(manager, ports, {0: [submit(1, [1], params), submit(2, [1], SamplingParams(max_tokens=4, seed=0))]})
     assert {end.reason for key, end in ends_of(ports).items() if key[0] == 1} <= {"length", "stop"}
@@ -325,7 +325,7 @@ def test_cancelled_guided_request_frees_its_slots_and_matchers(state: int) -> No
     params = SamplingParams(n=3, max_tokens=30, seed=0, grammar=GRAMMARS[0])
     arrivals = {0: [submit(1, [1] * 9, params)]}
     drive(manager, ports, arrivals, until=lambda: bool((manager.table.state == state).any()))
-    assert manager.requests
+    assert manager.intake.requests
     drive(manager, ports, {0: [Cancel(1)]})
     assert_all_given_back(manager)
     assert not manager.table.matchers
@@ -434,7 +434,9 @@ def test_preempted_guided_sequence_resumes_with_its_parked_matcher() -> None:
     drive(manager, ports, {0: [submit(1, [1, 2], params)]}, until=lambda: bool((table.known > 4).any()))
     (matcher,) = table.matchers.values()
     manager.reclaimer.preempt_for_pages(int(table.in_state(State.DECODE)[0]))
-    drive(manager, ports, {0: []}, until=lambda: bool(table.matchers) and not manager.requests[1].parked_matchers)
+    drive(
+        manager, ports, {0: []}, until=lambda: bool(table.matchers) and not manager.intake.requests[1].parked_matchers
+    )
     assert list(table.matchers.values()) == [matcher]
     drive(manager, ports, {0: []})
     assert tokens_of(ports)[1, 0] == expected_guided([1, 2], 0, params)

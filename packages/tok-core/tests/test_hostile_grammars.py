@@ -102,7 +102,7 @@ class Service:
 
     def over(self) -> bool:
         """Return whether the manager has no work left."""
-        return not (self.ports.inbox or self.manager.requests or self.ports.queued)
+        return not (self.ports.inbox or self.manager.intake.requests or self.ports.queued)
 
     def weigh(self) -> None:
         """Record the largest growth of a worker process beyond the process that it was forked from."""

@@ -146,7 +146,7 @@ def test_admission_starts_as_many_ignore_eos_samples_as_fit(max_tokens: int, sta
     ports.inbox += [submit(rid, [rid + 1] * 60, msgspec.structs.replace(sure, seed=rid)) for rid in range(15)]
     manager.turn()
     assert manager.table.sequences_running == starts
-    while manager.requests:
+    while manager.intake.requests:
         if not manager.turn():
             ports.wait(0)
     assert manager.reclaimer.preemptions == 0

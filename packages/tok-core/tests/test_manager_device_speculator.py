@@ -322,7 +322,7 @@ def test_family_of_a_prompt_outlives_a_cleared_cache(salt: bytes) -> None:
     for rid, salts in enumerate((salt, salt, 16 * b"b")):
         ports.inbox.append(submit(rid, PROMPT, params, salt=salts))
         manager.turn()
-        families.append(manager.requests[rid].family)
+        families.append(manager.intake.requests[rid].family)
         manager.intake.start_new_cache()
     assert families[0] == families[1]
     assert families[0] >> 32 != families[2] >> 32

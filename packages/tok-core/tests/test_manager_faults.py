@@ -103,7 +103,7 @@ def assert_others_are_right(
         right = expected if params.grammar is None else expected_guided
         for sample in range(params.n):
             assert tokens[rid, sample] == right(prompt, sample, params), (rid, sample)
-    assert not manager.requests
+    assert not manager.intake.requests
     assert not manager.table.matchers
     assert_all_given_back(manager)
 
@@ -170,7 +170,7 @@ def test_cancelled_prefilling_request_no_longer_counts_its_forks() -> None:
     manager, ports = make_manager(engine_info(max_step_tokens=8))
     asked = {3: (LONG, PLAIN)}
     messages: list[ToManager] = [submit(GUILTY, [*LONG, 1], PLAIN), submit(3, *asked[3])]
-    drive(manager, ports, {0: messages}, until=lambda: bool(manager.scheduler.pending_forks))
+    drive(manager, ports, {0: messages}, until=lambda: bool(manager.scheduler.starter.pending_forks))
     drive(manager, ports, {0: [Cancel(GUILTY)]})
     assert_others_are_right(manager, ports, asked)
 

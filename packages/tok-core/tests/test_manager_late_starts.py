@@ -99,9 +99,9 @@ def test_requeued_sample_on_an_idle_engine_takes_retained_pages() -> None:
     ports.inbox.append(submit(5, PROMPT[:9], params))
     manager.turn()
     older = Request(3, np.array(PROMPT[10:31], np.int32), SamplingParams(max_tokens=3, seed=1), 0, 64)
-    manager.requests[3] = older
+    manager.intake.requests[3] = older
     manager.scheduler.waiting.put_back(Pending(older, deque([0]), older.prompt))  # needs every page
-    while manager.requests:
+    while manager.intake.requests:
         assert manager.turn(), "the manager waits although nothing is under way"
     assert_as_expected(ports.reports, 3, PROMPT[10:31], older.params)
     assert_as_expected(ports.reports, 5, PROMPT[:9], params)

@@ -115,7 +115,7 @@ def test_ten_thousand_cancelled_requests_leave_the_queue_together() -> None:
     manager.turn()
     ports.inbox += [Cancel(rid) for rid in range(10_000)]
     manager.turn()
-    assert not manager.requests
+    assert not manager.intake.requests
     assert not manager.scheduler.waiting
     assert manager.table.free_slots == 2
     assert manager.paging.used == 0

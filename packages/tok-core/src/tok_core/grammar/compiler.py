@@ -122,11 +122,6 @@ class Compiled:
         self.matcher().fill_next_token_bitmask(first)
         self.first: NDArray[np.int32] = first[0]
 
-    @property
-    def bytes(self) -> int:
-        """Return the memory that the grammar takes, in bytes."""
-        return int(self._grammar.memory_size_bytes)
-
     def matcher(self) -> xgrammar.GrammarMatcher:
         """Return a new matcher at the beginning of a text."""
         return xgrammar.GrammarMatcher(self._grammar)

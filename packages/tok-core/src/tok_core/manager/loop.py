@@ -68,7 +68,6 @@ class Manager:
     ) -> None:
         self._clock = clock
         self._watchdog = Watchdog(config.step_timeout, clock)
-        self.info = info
         self.ports = ports
         self.faults = Faults()
         self.table = SequenceTable(info.max_running, info.max_model_len, info.page_size, info.draft_slots)
@@ -100,7 +99,6 @@ class Manager:
         )
         self.run_ahead = RunAhead(config.run_ahead, config.pp)
         self.intake = RequestIntake(info, self.scheduler, self.stops, self.grammars, self.faults)
-        self.requests = self.intake.requests
         self.commands = CommandExecutor(self.scheduler, self.output_processor, self.intake, command_ports)
         self._rebalance_steps = config.expert_rebalance_steps if config.redundant_experts else 0
         self._rebalanced_at = 0  # step

@@ -66,7 +66,6 @@ class Scheduler:
         self.starter = SequenceStarter(paging, stops, clock)
         self.retained_prompts = self.starter.retained_prompts
         self.waiting = self.starter.waiting
-        self.pending_forks = self.starter.pending_forks
         self.faults = faults
         preemption = LeastWorkLost(paging)
         self.fair_shares = FairShares(paging, self.waiting, preemption, clock)
