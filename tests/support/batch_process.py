@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -21,11 +21,22 @@ from tok_server import serve as serve_module
 from tok_server.batch.offline.offline import OfflineBatch
 
 
-@contextmanager
-def killed_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
+def killed_server(model: Path, data_dir: Path) -> AbstractContextManager[tuple[ForkServerProcess, int]]:
     """Start a server process and yield it with its port once it answers; kill it when the context ends."""
+    return _server_process(_serve, model, data_dir)
+
+
+def told_server(model: Path, data_dir: Path) -> AbstractContextManager[tuple[ForkServerProcess, int]]:
+    """Like `killed_server`, but the process runs `serve`, which handles signals."""
+    return _server_process(_serve_until_told, model, data_dir)
+
+
+@contextmanager
+def _server_process(
+    work: Callable[[Path, Path, Connection], None], model: Path, data_dir: Path
+) -> Iterator[tuple[ForkServerProcess, int]]:
     ours, theirs = fork_server().Pipe()
-    process = fork_server().Process(target=_serve, args=(model, data_dir, theirs), daemon=True)
+    process = fork_server().Process(target=work, args=(model, data_dir, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -41,22 +52,6 @@ def _serve(model: Path, data_dir: Path, port: Connection) -> None:
     with serving(model, data_dir=str(data_dir)) as server:
         port.send(server.port)
         signal.pause()
-
-
-@contextmanager
-def told_server(model: Path, data_dir: Path) -> Iterator[tuple[ForkServerProcess, int]]:
-    """Like `killed_server`, but the process runs `serve`, which handles signals."""
-    ours, theirs = fork_server().Pipe()
-    process = fork_server().Process(target=_serve_until_told, args=(model, data_dir, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(PATIENCE), "the server did not start"
-        yield process, ours.recv()
-    finally:
-        process.kill()
-        process.join(PATIENCE)
-        ours.close()
 
 
 def _serve_until_told(model: Path, data_dir: Path, port: Connection) -> None:

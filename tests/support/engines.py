@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from support.patience import wait_until
 from support.prefix_trees import check_tree
-from tok_core import Engine, EngineConfig
+from tok_core import AsyncEngine, Engine, EngineConfig
 from tok_core.manager.loop import Manager
 from tok_core.replicas.replica import ThreadReplica
 
@@ -44,6 +44,20 @@ def cpu_engine(path: Path, **options: Any) -> Iterator[Engine]:
         yield engine
         for number in range(settings.get("dp", 1)):
             assert_all_given_back(manager_of(engine, number))
+
+
+@asynccontextmanager
+async def async_engine(path: Path, *, in_process: bool = True, **options: Any) -> AsyncIterator[AsyncEngine]:
+    """Run an fp32 engine on an event loop; in this process, check at the end that it holds nothing."""
+    settings = {"kv_cache_tokens": 8192, "max_running": 8, "dtype": "float32", "device": "cpu", **options}
+    engine = AsyncEngine(EngineConfig(model=str(path), **settings), in_process=in_process)
+    await engine.start()
+    try:
+        yield engine
+        if in_process:
+            assert_all_given_back(manager_of(engine))
+    finally:
+        await engine.close()
 
 
 def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from support.engines import assert_all_given_back, manager_of
+from support.engines import async_engine
 from support.patience import until
 from support.paused_engine import ENDLESS, ENDLESS_POSITIONS
 from support.tiny_models import make_model, reference_greedy
-from tok_core import AsyncEngine, EngineClosed, EngineConfig, InvalidField, RequestOutput, SamplingParams
+from tok_core import AsyncEngine, EngineClosed, InvalidField, RequestOutput, SamplingParams
 from tok_core.engine import RequestStream
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -33,19 +32,6 @@ TRIES = 20  # to pause requests before they end
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("pause") / "llama", seed=3)
-
-
-@asynccontextmanager
-async def running(path: Path, *, in_process: bool = True, **options: Any) -> AsyncIterator[AsyncEngine]:
-    settings = {"kv_cache_tokens": 8192, "max_running": 8, "dtype": "float32", "device": "cpu", **options}
-    engine = AsyncEngine(EngineConfig(model=str(path), **settings), in_process=in_process)
-    await engine.start()
-    try:
-        yield engine
-        if in_process:
-            assert_all_given_back(manager_of(engine))
-    finally:
-        await engine.close()
 
 
 async def started(engine: AsyncEngine, count: int = 1) -> list[RequestStream]:
@@ -90,7 +76,7 @@ EVERYWHERE = pytest.mark.parametrize(
 
 @EVERYWHERE
 async def test_kept_requests_go_on_where_they_stopped_and_later_ones_wait(path: Path, options: dict[str, Any]) -> None:
-    async with running(path, **options) as engine:
+    async with async_engine(path, **options) as engine:
         assert not engine.is_paused
         streams = await until_midway(lambda: started(engine, 4), engine, "keep")
         counts = [stream.output_tokens for stream in streams]
@@ -108,7 +94,7 @@ async def test_kept_requests_go_on_where_they_stopped_and_later_ones_wait(path: 
 
 @EVERYWHERE
 async def test_running_requests_end_before_a_pause_that_waits(path: Path, options: dict[str, Any]) -> None:
-    async with running(path, **options) as engine:
+    async with async_engine(path, **options) as engine:
         streams = await started(engine, 12)  # more than run at a time
         pause = asyncio.ensure_future(engine.pause("wait"))
         await until(lambda: engine._core._dispatcher.holding)
@@ -129,7 +115,7 @@ async def test_running_requests_end_before_a_pause_that_waits(path: Path, option
 
 @EVERYWHERE
 async def test_aborted_samples_keep_their_tokens_and_later_requests_wait(path: Path, options: dict[str, Any]) -> None:
-    async with running(path, **options) as engine:
+    async with async_engine(path, **options) as engine:
 
         async def begin() -> list[RequestStream]:
             streams = await started(engine, 3)
@@ -153,7 +139,7 @@ async def test_aborted_samples_keep_their_tokens_and_later_requests_wait(path: P
 
 async def test_pauses_may_be_repeated_and_a_paused_engine_updates_its_weights(path: Path, tmp_path: Path) -> None:
     new = make_model("llama", tmp_path / "new", seed=1)
-    async with running(path) as engine:
+    async with async_engine(path) as engine:
         await engine.resume()
         await engine.pause()
         await engine.pause("wait")
@@ -171,7 +157,7 @@ async def test_pauses_may_be_repeated_and_a_paused_engine_updates_its_weights(pa
 
 
 async def test_cleared_cache_is_not_read_again_even_while_samples_run(path: Path) -> None:
-    async with running(path) as engine:
+    async with async_engine(path) as engine:
         prompt = np.arange(64).tolist()
         first = await engine.generate(prompt, SHORT).output()
         again = await engine.generate(prompt, SHORT).output()
@@ -187,7 +173,7 @@ async def test_cleared_cache_is_not_read_again_even_while_samples_run(path: Path
 
 async def test_replica_restarted_while_paused_is_paused_with_the_new_weights(path: Path, tmp_path: Path) -> None:
     new = make_model("llama", tmp_path / "new", seed=1)
-    async with running(path, in_process=False, max_restarts=2) as engine:
+    async with async_engine(path, in_process=False, max_restarts=2) as engine:
         await engine.update_weights(str(new))
         await engine.pause()
         replica = engine._core._replica_set.records[0].replica
@@ -203,7 +189,7 @@ async def test_replica_restarted_while_paused_is_paused_with_the_new_weights(pat
 
 async def test_close_ends_a_pause_that_waits(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path / "endless", max_positions=ENDLESS_POSITIONS)
-    async with running(path, in_process=False, kv_cache_tokens=ENDLESS_POSITIONS) as engine:
+    async with async_engine(path, in_process=False, kv_cache_tokens=ENDLESS_POSITIONS) as engine:
         stream = engine.generate(PROMPT, replace(LONG, max_tokens=ENDLESS))
         pause = asyncio.ensure_future(engine.pause("wait"))
         await until(lambda: engine._core._dispatcher.holding)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from support.engines import assert_all_given_back, cpu_engine, manager_of, random_prompts
+from support.engines import async_engine, cpu_engine, manager_of, random_prompts
 from support.patience import until
 from support.paused_engine import held
 from support.tiny_models import make_model, reference_greedy
@@ -60,18 +59,8 @@ def sleeping(path: Path, **options: Any) -> Any:
     return cpu_engine(path, enable_sleep_mode=True, **options)
 
 
-@asynccontextmanager
-async def running(path: Path, *, in_process: bool = True, **options: Any) -> AsyncIterator[AsyncEngine]:
-    settings = {"kv_cache_tokens": 8192, "max_running": 8, "dtype": "float32", "device": "cpu", **options}
-    config = EngineConfig(model=str(path), enable_sleep_mode=True, **settings)
-    engine = AsyncEngine(config, in_process=in_process)
-    await engine.start()
-    try:
-        yield engine
-        if in_process:
-            assert_all_given_back(manager_of(engine))
-    finally:
-        await engine.close()
+def sleeping_async(path: Path, **options: Any) -> AbstractAsyncContextManager[AsyncEngine]:
+    return async_engine(path, enable_sleep_mode=True, **options)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -157,7 +146,7 @@ def test_sleeping_twice_and_waking_up_without_a_sleep_change_nothing(path: Path)
 
 @pytest.mark.parametrize("options", [{}, {"in_process": False, "pp": 2}, {"in_process": False, "dp": 2}])
 async def test_kept_requests_are_computed_again_and_later_ones_wait(path: Path, options: dict[str, Any]) -> None:
-    async with running(path, **options) as engine:
+    async with sleeping_async(path, **options) as engine:
         for _ in range(TRIES):  # until they sleep before they end, which a busy machine may prevent
             streams = [engine.generate([*PROMPTS[0], i], LONG) for i in range(12)]  # more than run at a time
             forks = engine.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, n=4))
@@ -189,7 +178,7 @@ async def test_kept_requests_are_computed_again_and_later_ones_wait(path: Path, 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 async def test_open_requests_end_before_a_sleep_that_aborts_or_waits(path: Path, mode: Any) -> None:
-    async with running(path) as engine:
+    async with sleeping_async(path) as engine:
         with held(engine) if mode == "abort" else nullcontext():
             stream = engine.generate(PROMPTS[0], LONG)
             await until(lambda: stream.output_tokens > 5)
@@ -207,7 +196,7 @@ async def test_open_requests_end_before_a_sleep_that_aborts_or_waits(path: Path,
 
 
 async def test_replica_that_restarts_in_a_sleep_sleeps_until_all_wake_up(path: Path) -> None:
-    async with running(path, in_process=False) as engine:
+    async with sleeping_async(path, in_process=False) as engine:
         await engine.sleep(2)
         replica = engine._core._replica_set.records[0].replica
         os.kill(replica.children["worker"].pid, signal.SIGKILL)  # type: ignore[union-attr]
