@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from support.fuzzing import FACTOR
 from support.loop_lag import least_lag, server_pauses
+from support.patience import PATIENCE, wait_until
 from support.serving import NAME, Server, serving
 from tok_server.http.body import MAX_MEMBERS, MAX_NESTING, MAX_VALUES
 from tok_server.settings import Limits
@@ -147,4 +150,30 @@ def test_no_long_answer_blocks_the_event_loop(limited_server: Server, path: str,
         assert [choice["finish_reason"] for choice in choices] == ["length"] * 32
     assert len(answer.body) > 1 << 19
     print(f"{len(answer.body) >> 10} KiB; the loop was late by {lag:.3f} s at most")
+    assert lag < MOST
+
+
+SCORED = {"model": NAME, "prompt": ["a" * 800] * 40, "max_tokens": 1, "prompt_logprobs": 100}
+
+
+def test_no_log_probabilities_of_prompts_block_the_event_loop(limited_server: Server) -> None:
+    lag, answer = least_lag(limited_server.loop, lambda: limited_server.call("POST", "/v1/completions", SCORED), MOST)
+    assert answer.status == 200
+    assert len(answer.body) > 1 << 27
+    print(f"{len(answer.body) >> 20} MiB; the loop was late by {lag:.3f} s at most")
+    assert lag < MOST
+
+
+def test_a_client_that_leaves_a_long_answer_does_not_block_the_event_loop(limited_server: Server) -> None:
+    def leave() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", limited_server.port, timeout=PATIENCE)
+        connection.request("POST", "/v1/completions", json.dumps(SCORED), {"Content-Type": "application/json"})
+        with closing(connection), connection.getresponse() as response:
+            assert response.status == 200
+            response.read(1)
+        wait_until(lambda: limited_server.context.open_requests == 0)
+        limited_server.call("GET", "/health")  # answered once the handler of the first request has ended
+
+    lag, _ = least_lag(limited_server.loop, leave, MOST)
+    print(f"the loop was late by {lag:.3f} s at most")
     assert lag < MOST

@@ -251,6 +251,7 @@ class UnstreamedRequest(OpenRequest):
         self._token_store.close(self.rid)
 
     def free(self) -> None:
+        super().free()
         for logprobs in self._logprobs or ():
             while logprobs:  # freeing millions at once would hold the GIL for long
                 del logprobs[-LOGPROBS_FREED_AT_ONCE:]

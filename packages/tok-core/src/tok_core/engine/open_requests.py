@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ class RequestPart(NamedTuple):
     samples: range
     redispatched: bool = False
 
+
+ROWS_AT_ONCE = 256  # prompt tokens, with up to 100 top log-probabilities each: larger portions hold the GIL for long
 
 TokenSequences = tuple[tuple[int, ...], ...]
 Sink = Callable[[Sequence["OpenRequest"]], None]
@@ -82,13 +84,22 @@ class PromptLogprobs:
     def whole(self) -> list[TokenLogprob | None] | None:
         """Return an entry for each token, None for the first; return None while any is missing. The list is cached."""
         if self._whole is None and self._known.all():
-            tops = zip(self._top_token.tolist(), self._top_logprob.tolist(), strict=True)
-            rows = zip(self._prompt, self._logprob.tolist(), tops, self._rank.tolist(), strict=True)
-            self._whole = [
-                TokenLogprob(token, logprob, tuple(zip(*top, strict=True)), rank) for token, logprob, top, rank in rows
-            ]
+            starts = range(0, len(self._prompt), ROWS_AT_ONCE)
+            self._whole = [entry for start in starts for entry in self._converted(start)]
             self._whole[0] = None
         return self._whole
+
+    def free(self) -> None:
+        """Free the entries in portions."""
+        while self._whole:
+            del self._whole[-ROWS_AT_ONCE:]
+
+    def _converted(self, start: int) -> Iterator[TokenLogprob]:
+        """Return the entries of some tokens from `start` on."""
+        at = slice(start, start + ROWS_AT_ONCE)
+        tops = zip(self._top_token[at].tolist(), self._top_logprob[at].tolist(), strict=True)
+        rows = zip(self._prompt[at], self._logprob[at].tolist(), tops, self._rank[at].tolist(), strict=True)
+        return (TokenLogprob(token, logprob, tuple(zip(*top, strict=True)), rank) for token, logprob, top, rank in rows)
 
 
 class OpenRequest(ABC):
@@ -224,8 +235,10 @@ class OpenRequest(ABC):
         """End the request with an error."""
         self.error = error
 
-    def free(self) -> None:  # noqa: B027  # requests without log-probabilities hold little
-        """Free the log-probabilities of an aborted request in portions; run in a thread."""
+    def free(self) -> None:
+        """Free the log-probabilities of an ended request in portions; run in a thread."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.free()
 
     def output(self) -> RequestOutput:
         """Return the whole request, which must have ended without error."""

@@ -94,7 +94,7 @@ class RequestStream:
         self._flooded = flooded
 
     def free(self) -> None:
-        """Free the log-probabilities of an aborted request in portions, in a thread; `output` is unavailable then."""
+        """Free the log-probabilities of an ended request in portions, in a thread; `output` is unavailable then."""
         self._request.free()
 
     async def output(self) -> RequestOutput:

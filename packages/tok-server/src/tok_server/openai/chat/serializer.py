@@ -31,7 +31,7 @@ from tok_server.openai.generation import (
     total_usage,
 )
 from tok_server.parsing import MessageReader, build_message
-from tok_server.wire import encode, encode_elements, fill_lists, join_with_commas, pop_slices, slices, split_at_list
+from tok_server.wire import encode, encode_elements, fill_lists, join_with_commas, pop_slices, split_at_list
 
 
 class ChatSerializer(ChunkSerializer[ChunkChoice]):
@@ -61,7 +61,7 @@ class ChatSerializer(ChunkSerializer[ChunkChoice]):
             yield after
             return
         top_logprobs = self._job.prompt_logprobs or 0
-        parts = (prompt_logprobs(part, self._texts, top_logprobs) for part in slices(output.prompt_logprobs or []))
+        parts = (prompt_logprobs(part, self._texts, top_logprobs) for part in pop_slices(output.prompt_logprobs or []))
         yield from fill_lists(after, [("prompt_logprobs", encode_elements(parts))])
 
     def _choice_pieces(self, one: Completion) -> Iterator[bytes]:

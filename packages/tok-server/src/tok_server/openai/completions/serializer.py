@@ -39,6 +39,7 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
         super().__init__(job, texts)
         self._echoes: dict[int, EchoedPrompt] = {}
         self._prompt_entries: dict[int, Maybe[PromptLogprobs]] = {}  # by prompt
+        self._prompt_json: dict[int, list[bytes]] = {}  # by prompt: the encoded elements of its log-probabilities
         self._offsets: dict[int, TextOffsets] = {}  # by streamed choice that has begun
 
     def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
@@ -47,7 +48,9 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
         if self._job.best_of is not None:
             outputs = [select_best(output, self._job.params.n) for output in outputs]
         choices = [
-            self._whole_choice(prompt, output, one) for prompt, output in enumerate(outputs) for one in output.outputs
+            self._whole_choice(prompt, output, one, self._prompt_logprobs(prompt, output))
+            for prompt, output in enumerate(outputs)
+            for one in output.outputs
         ]
         return encode(self._chunk(choices, total_usage(outputs, tokens), stop_when_result(outputs) or UNSET))
 
@@ -67,7 +70,8 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
                 free_gradually(one.logprobs)
 
     def _choice_pieces(self, prompt: int, output: RequestOutput, one: Sample) -> Iterator[bytes]:
-        choice = self._whole_choice(prompt, output, one)
+        prompt_entries: Maybe[PromptLogprobs] = [] if self._has_prompt_logprobs(output) else UNSET
+        choice = self._whole_choice(prompt, output, one, prompt_entries)
         free_gradually(one.logprobs)
         lists: list[tuple[str, Iterable[bytes]]] = []
         if (logprobs := choice.logprobs) is not None:
@@ -78,11 +82,12 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
                 ("text_offset", encode_elements(pop_slices(logprobs.text_offset))),
             ]
             choice = msgspec.structs.replace(choice, logprobs=CompletionLogprobs(top_logprobs=[]))
-        if (of_prompt := choice.prompt_logprobs) is not UNSET and of_prompt is not None:
-            lists.append(
-                ("prompt_logprobs", encode_elements(slices(of_prompt)))
-            )  # not consumed: other choices share the list
-            choice = msgspec.structs.replace(choice, prompt_logprobs=[])
+        if prompt_entries is not UNSET:
+            lists.append(("prompt_logprobs", self._prompt_pieces(prompt, output)))
+        if one is output.outputs[-1]:  # no further choice repeats the prompt
+            free_gradually(output.prompt_logprobs)
+            self._echoes.pop(prompt, None)
+            self._prompt_json.pop(prompt, None)
         return fill_lists(encode(choice), lists)
 
     def _chunk_choices(self, prompt: int, index: int, delta: Delta) -> list[CompletionChoice]:
@@ -116,7 +121,9 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
             CompletionChoice(index=index, text=self._echo(prompt).text, logprobs=echo, token_ids=self._token_ids([]))
         ]
 
-    def _whole_choice(self, prompt: int, output: RequestOutput, one: Sample) -> CompletionChoice:
+    def _whole_choice(
+        self, prompt: int, output: RequestOutput, one: Sample, prompt_entries: Maybe[PromptLogprobs]
+    ) -> CompletionChoice:
         index = prompt * self._job.params.n + one.index
         if self._plain and not self._job.echo and self._job.prompt_logprobs is None:
             return CompletionChoice(index=index, text=one.text, finish_reason=one.finish_reason)
@@ -128,7 +135,7 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
             finish_reason=one.finish_reason,
             token_ids=self._token_ids(one.token_ids),
             prompt_token_ids=self._token_ids(self._job.prompts[prompt]),
-            prompt_logprobs=self._prompt_logprobs(prompt, output),
+            prompt_logprobs=prompt_entries,
         )
 
     def _echo_logprobs(
@@ -152,13 +159,25 @@ class CompletionSerializer(ChunkSerializer[CompletionChoice]):
         return completion_logprobs(entries, self._texts, offsets)
 
     def _prompt_logprobs(self, prompt: int, output: RequestOutput) -> Maybe[PromptLogprobs]:
-        if self._job.prompt_logprobs is None or output.prompt_logprobs is None:
+        if not self._has_prompt_logprobs(output):
             return UNSET
         if prompt not in self._prompt_entries:  # the same for all samples
-            self._prompt_entries[prompt] = prompt_logprobs(
-                output.prompt_logprobs, self._texts, self._job.prompt_logprobs
-            )
+            self._prompt_entries[prompt] = self._converted(output.prompt_logprobs or [])
         return self._prompt_entries[prompt]
+
+    def _prompt_pieces(self, prompt: int, output: RequestOutput) -> list[bytes]:
+        """Return the elements of `prompt_logprobs`, encoded once for all samples. Bytes are freed at once."""
+        if prompt not in self._prompt_json:
+            parts = map(self._converted, slices(output.prompt_logprobs or []))
+            self._prompt_json[prompt] = list(encode_elements(parts))
+        return self._prompt_json[prompt]
+
+    def _converted(self, entries: list[TokenLogprob | None]) -> PromptLogprobs:
+        return prompt_logprobs(entries, self._texts, self._job.prompt_logprobs or 0)
+
+    def _has_prompt_logprobs(self, output: RequestOutput) -> bool:
+        """Return whether log-probabilities of the prompt are requested and known."""
+        return self._job.prompt_logprobs is not None and output.prompt_logprobs is not None
 
     def _chunk(
         self, choices: list[CompletionChoice], token_usage: Maybe[Usage], stop_when: Maybe[StopWhenResult] = UNSET

@@ -89,7 +89,10 @@ async def answer(
         context.metrics.began(min(first) - counts.started)
     size = estimate_bytes(job, outputs)
     if size > MIN_PIECEWISE_BYTES:
-        return await write_pieces(request, context, serializer.encode_pieces(outputs), headers)
+        try:
+            return await write_pieces(request, context, serializer.encode_pieces(outputs), headers)
+        finally:
+            submission.free()  # what a client that has left did not read
     is_short = len(outputs) * job.samples_per_prompt <= MAX_CHOICES_AT_ONCE and size <= MAX_LOOP_BYTES
     encode = partial(serializer.encode_answer, outputs)
     body = encode() if is_short and job.params.logprobs is None else await context.run_in_thread(encode)

@@ -190,12 +190,16 @@ class SubmittedStreams:
         except InvalidField as error:
             raise job.field_error(error, index) from error
 
+    def free(self) -> None:
+        """Free the log-probabilities in a thread, gradually; the outputs of the requests are unavailable then."""
+        if self._job.params.logprobs is not None or self._job.params.prompt_logprobs is not None:
+            asyncio.get_running_loop().run_in_executor(None, _free, self._streams)
+
     def _finish(self, *, failed: bool) -> None:
         if failed:
             for stream in self._streams:
                 stream.abort()
-            if self._job.params.logprobs is not None:
-                asyncio.get_running_loop().run_in_executor(None, _free, self._streams)
+            self.free()
         if self._counts is not None:
             self._counts.ended(self._streams)
 
