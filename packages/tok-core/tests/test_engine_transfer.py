@@ -410,6 +410,20 @@ def test_a_port_at_which_no_store_answers_is_refused(old: Path, monkeypatch: pyt
         assert tokens(engine) == expected(old)
 
 
+@pytest.mark.parametrize(("trainers", "engines"), [(2, 3), (3, 2)])
+def test_a_group_of_another_size_than_the_trainers_is_refused_with_a_hint(
+    old: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trainers: int, engines: int
+) -> None:
+    monkeypatch.setattr(trainer_group, "TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(weight_transfer, "JOIN_WARNING_SECONDS", 0.5)
+    port = free_port()
+    with cpu_engine(old) as engine, trainer(port, trainers, old):
+        with pytest.raises(ModelError, match=rf"not all ranks have .*world_size is {engines}; .* within 0:00:02"):
+            engine.weight_transfer.join("127.0.0.1", port, rank_offset=1, world_size=engines)
+        assert f"waits for all ranks (world_size is {engines}); no request is computed meanwhile" in caplog.text
+        assert tokens(engine) == expected(old)
+
+
 def test_only_nccls_id_is_unpickled() -> None:
     kind = type("ncclUniqueId", (ctypes.Structure,), {"_fields_": [("internal", ctypes.c_byte * 128)]})
     globals()["ncclUniqueId"] = kind

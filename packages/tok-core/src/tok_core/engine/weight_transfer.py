@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tok_core")
 
 JOIN_TIMEOUT_SECONDS = 300.0  # until the trainer's store must be reachable
+JOIN_WARNING_SECONDS = 10.0  # for which workers wait for the group's other members before the log says so
 CONNECT_TIMEOUT_SECONDS, RETRY_SECONDS = 5.0, 0.2
 
 VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
@@ -105,9 +106,16 @@ class WeightTransfer:
             def task(replica: int) -> TransferTask:
                 return JoinGroup(name, address, port, rank_offset + replica * size, world_size, protocol)
 
-            for error in self._control.execute(task):
-                self._control.execute(lambda _: LeaveGroup(name))
-                raise error
+            message = "%s: waits for all ranks (world_size is %d); no request is computed meanwhile"
+            warning = threading.Timer(JOIN_WARNING_SECONDS, log.warning, (message, place, world_size))
+            warning.daemon = True
+            warning.start()
+            try:
+                for error in self._control.execute(task):
+                    self._control.execute(lambda _: LeaveGroup(name))
+                    raise error
+            finally:
+                warning.cancel()
             self.groups[name] = bucket_bytes
 
     def _replica_workers(self, rank_offset: int, world_size: int) -> int:

@@ -43,7 +43,7 @@ class TrainerGroup:
     def __init__(self, task: JoinGroup, number: int, device: torch.device) -> None:
         self.device = device
         self.lost = threading.Event()
-        self._timeout = HANDSHAKE_TIMEOUT
+        self._timeout, self._fault = HANDSHAKE_TIMEOUT, "no progress"  # what errors say after `_timeout`
         self._backend: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL, whose methods torch's stubs lack
         try:
             self.run(lambda: self._join(task, task.rank_offset + number))
@@ -74,16 +74,21 @@ class TrainerGroup:
         while thread.is_alive():
             thread.join(POLL_SECONDS)
             HEARTBEAT.turned()
-            stuck = time.monotonic() - self._progress > self._timeout.total_seconds()
-            if thread.is_alive() and (stuck or self.lost.is_set()):
-                reason = "the trainer has ended" if self.lost.is_set() else f"no progress within {self._timeout}"
+            if thread.is_alive() and (self._is_stuck() or self.lost.is_set()):
+                reason = "the trainer has ended" if self.lost.is_set() else f"{self._fault} within {self._timeout}"
                 self.close()  # sets `lost`
                 raise ModelError(reason)
         if errors:
             self.close()
             if not isinstance(errors[0], RuntimeError | OSError | ValueError | pickle.UnpicklingError):
                 raise errors[0]
-            raise ModelError(f"the trainer cannot be reached: {errors[0]}") from errors[0]
+            reason = f"the trainer cannot be reached: {errors[0]}"
+            if self._is_stuck():  # gloo waits for the same time
+                reason = f"{self._fault} within {self._timeout}"
+            raise ModelError(reason) from errors[0]
+
+    def _is_stuck(self) -> bool:
+        return time.monotonic() - self._progress > self._timeout.total_seconds()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Receive a tensor that the trainer broadcasts; only within `run`."""
@@ -106,6 +111,7 @@ class TrainerGroup:
         watched = TCPStore(task.address, task.port, None, False, HANDSHAKE_TIMEOUT, wait_for_workers=False)
         threading.Thread(target=_watch, args=(watched, self.lost), name="trainer-watch", daemon=True).start()
         self._timeout, self._progress = TIMEOUT, time.monotonic()
+        self._fault = f"not all ranks have joined (world_size is {task.world_size}; is the trainer's the same?)"
         store = TCPStore(task.address, task.port, task.world_size, False, TIMEOUT)
         if self.device.type != "cuda":
             keys = PrefixStore("cpu/", PrefixStore(f"{task.name}/", PrefixStore(task.name, store)))
@@ -122,6 +128,7 @@ class TrainerGroup:
         else:
             keys = PrefixStore("cuda/", PrefixStore(f"{task.name}/", PrefixStore(task.name, store)))
             self._backend = _nccl(keys, rank, task.world_size)
+        self._fault = "no progress"
 
     def _wait(self, work: dist.Work) -> None:
         if self.device.type == "cuda":
