@@ -319,14 +319,10 @@ def test_gzip_bomb_is_refused_by_its_decompressed_size(limited_server: Server) -
 
 def test_unsupported_content_encoding_gets_415(limited_server: Server) -> None:
     body = gzip.compress(json.dumps({"prompt": "one"}).encode())
-    for encoding in ("gzip, gzip", "compress", "x" * 1000):
+    for encoding in ("gzip, gzip", "compress", "x" * 1000, "br", "zstd"):
         answer = limited_server.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
         assert answer.status == 415
         assert answer.error()["param"] == "Content-Encoding"
-    for encoding in ("br", "zstd"):  # decompressed only if the libraries are installed
-        answer = limited_server.call("POST", "/v1/completions", body, {"Content-Encoding": encoding})
-        assert answer.status in (400, 415)
-        answer.error()
     plain = json.dumps({"prompt": "one", "max_tokens": 1}).encode()
     assert limited_server.call("POST", "/v1/completions", plain, {"Content-Encoding": "identity"}).status == 200
 

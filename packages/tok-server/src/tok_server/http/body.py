@@ -49,7 +49,8 @@ async def read_body(request: web.Request, context: Context) -> bytes:
         message = f"the body did not arrive within {context.settings.body_timeout:g} seconds"
         raise limited("body_timeout", 408, message, code="request_timeout") from error
     except web.RequestPayloadError as error:
-        raise invalid(None, f"the body cannot be read: {error}") from error
+        reason = str(error).splitlines()[-1].strip()  # the first line of some is "400, message:"
+        raise invalid(None, f"the body cannot be read: {reason}") from error
 
 
 def _read_buffered(request: web.Request, context: Context) -> bytes:

@@ -14,11 +14,11 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 from aiohttp.streams import StreamReader
 
 from tok_server.http.context import Context
@@ -135,6 +135,20 @@ class Connection(web.RequestHandler):
         response.headers["Server"] = "tok"
         response.force_close()
         return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response, in the shape of all errors if aiohttp refuses a request before any middleware."""
+        if isinstance(resp, web.HTTPExpectationFailed):
+            message = f"Expect is {request.headers['Expect'][:80]!r}; allowed: 100-continue"
+            resp = ApiError(417, message, param="Expect").response()
+        return await super().finish_response(request, resp, start_time)
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Log a failure outside of handlers, unless a client's body cannot be decompressed, which is answered."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
 
     def _reject_slow_headers(self) -> None:
         seconds = self._listener.context.settings.header_timeout
@@ -255,6 +269,9 @@ def _unsent_bytes(transport: asyncio.Transport) -> int:
 def _malformed_request(status: int, exc: BaseException | None, message: str | None, max_header: int) -> ApiError:
     if isinstance(exc, LineTooLong):
         return limited("max_header", 431, f"a header, or the request line, has more than {max_header} bytes")
+    if isinstance(exc, ContentEncodingError):  # one that aiohttp knows, but lacks the package for
+        reason = "Content-Encoding is not supported; allowed: identity, gzip, deflate"
+        return ApiError(415, reason, param="Content-Encoding", code="unsupported_media_type")
     if status >= 500:
         return ApiError(status, "internal error; see the server's log", kind="server_error", code="internal_error")
     return invalid(None, f"the request is not valid HTTP: {(message or 'bad request').splitlines()[0][:200]}")

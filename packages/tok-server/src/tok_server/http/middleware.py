@@ -85,6 +85,8 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
     """Set the headers of every response, for `on_response_prepare`."""
     context = request.app[CONTEXT]
     headers = response.headers
+    if COUNTS not in request:  # aiohttp refuses it before any middleware
+        request[COUNTS] = RequestCounts(new_id("req"))
     headers["x-request-id"] = request[COUNTS].id
     if request.path in context.error_formats:
         headers["request-id"] = request[COUNTS].id  # the name that Anthropic's clients read
