@@ -319,22 +319,24 @@ def test_invalid_batch_request_gets_400_naming_the_field(
 
 
 @pytest.mark.parametrize(
-    ("path", "param"),
+    ("path", "param", "message"),
     [
-        ("/v1/files?limit=0", "limit"),
-        ("/v1/files?limit=x", "limit"),
-        ("/v1/files?order=up", "order"),
-        ("/v1/files?after=file-0", "after"),
-        ("/v1/files?limit=1&limit=2", "limit"),
-        ("/v1/files?zeta=1", "zeta"),
-        ("/v1/batches?limit=101", "limit"),
-        ("/v1/batches?after=batch_0", "after"),
+        ("/v1/files?limit=0", "limit", "limit is '0'; allowed: integers from 1 to 10000"),
+        ("/v1/files?limit=x", "limit", "limit is 'x'; allowed: integers from 1 to 10000"),
+        ("/v1/files?order=up", "order", "order is 'up'; allowed: 'asc', 'desc'"),
+        ("/v1/files?after=file-0", "after", "there is no file 'file-0'"),
+        ("/v1/files?limit=1&limit=2", "limit", "limit is given twice; allowed: once"),
+        ("/v1/files?zeta=1", "zeta", "'zeta' is not a parameter of this URL; allowed: after, limit, order, purpose"),
+        ("/v1/batches?limit=101", "limit", "limit is '101'; allowed: integers from 1 to 100"),
+        ("/v1/batches?after=batch_0", "after", "there is no batch 'batch_0'"),
     ],
 )
-def test_invalid_list_query_gets_400_naming_the_parameter(batch_server: Server, path: str, param: str) -> None:
+def test_invalid_list_query_gets_400_naming_the_parameter(
+    batch_server: Server, path: str, param: str, message: str
+) -> None:
     answer = batch_server.call("GET", path)
     assert answer.status == 400
-    assert answer.error()["param"] == param
+    assert (answer.error()["param"], answer.error()["message"]) == (param, message)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,8 @@ SECONDS = ('Content-Disposition: form-data; name="expires_after[seconds]"', b"36
         (form(FILE, (PURPOSE[0], b"fine-tune")), 400, "purpose is 'fine-tune'; allowed: 'batch'"),
         (form(FILE, FILE, PURPOSE), 400, "file is given twice"),
         (form(FILE, PURPOSE, PURPOSE), 400, "purpose is given twice"),
-        (form(FILE, PURPOSE, SECONDS), 400, "expires_after"),
+        (form(FILE, PURPOSE, SECONDS), 400, "are nothing and '3600'; allowed: 'created_at' and an integer from 3600"),
+        (form(("X-Long: " + 20_000 * "a", b""), FILE, PURPOSE), 400, "multipart/form-data: Got more than"),
         (form(FILE, PURPOSE, ('Content-Disposition: form-data; name="zeta"', b"")), 400, "'zeta' is not a field"),
         (form(FILE, (PURPOSE[0], 2000 * b"b")), 400, "purpose has more than 1024 bytes"),
         (form((FILE[0] + "\r\nContent-Transfer-Encoding: base64", b"ZGF0YQ=="), PURPOSE), 400, "of a part"),

@@ -231,7 +231,7 @@ def test_server_reports_its_size_and_model(rl_server: Server) -> None:
     ("path", "body", "param", "allowed"),
     [
         ("/pause?mode=soft", None, "mode", "keep"),
-        ("/pause?clear_cache=perhaps", None, "clear_cache", "bool"),
+        ("/pause?clear_cache=perhaps", None, "clear_cache", "true, false"),
         ("/pause?level=1", None, "level", "clear_cache"),
         ("/update_weights", {}, "weight_dir", "weight_dir"),
         ("/update_weights", {"weight_dir": None}, "weight_dir", "str"),

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from tok_client.decoders import decoder
 from tok_server.wire.errors import OPENAI_ERRORS, OVERLOADED, ErrorFormat, invalid
+from tok_server.wire.type_errors import allowed_values
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Json = dict[str, object]
@@ -217,6 +218,9 @@ def read_query(request: web.Request, kind: type[Q]) -> Q:
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        message = str(error)
-        named = next((name for name in known if f"`$.{name}`" in message), None)
-        raise invalid(named, message.replace(f" - at `$.{named}`", f": {named}")) from error
+        named = next((name for name in known if f"`$.{name}`" in str(error)), None)
+        if named is None:
+            raise invalid(None, str(error)) from error
+        raise invalid(
+            named, f"{named} is {str(values[named])[:80]!r}; allowed: {allowed_values(kind, named)}"
+        ) from error

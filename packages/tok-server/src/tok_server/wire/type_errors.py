@@ -51,12 +51,17 @@ def explain_type_error(message: str, kind: object, path: str) -> str:
         value = _FOUND.get(found["found"], "of another type")
     else:
         return message
+    allowed = allowed_values(kind, path)
+    verb = "holds" if path.endswith("[...]") else "is"  # msgspec does not name the keys of a mapping
+    return f"{verb} {value}" + (f"; allowed: {allowed}" if allowed else "")
+
+
+def allowed_values(kind: object, path: str) -> str:
+    """Return in plain words the values that may be at `path` inside a `kind`; "" if the path is unknown."""
     types: list[Type] = [_type_info(kind)]
     for step in _STEP.findall(path):
         types = [inner for one in types for inner in _inside(one, step)]
-    allowed = sorted({word: None for one in types for word in _allowed(one)}, key="null".__eq__)  # null is last
-    verb = "holds" if path.endswith("[...]") else "is"  # msgspec does not name the keys of a mapping
-    return f"{verb} {value}" + (f"; allowed: {', '.join(allowed)}" if allowed else "")
+    return ", ".join(sorted({word: None for one in types for word in _allowed(one)}, key="null".__eq__))  # null is last
 
 
 def _inside(kind: Type, step: str) -> Iterator[Type]:
@@ -80,6 +85,8 @@ def _allowed(kind: Type) -> Iterator[str]:
                 yield from map(repr, values)
             case NoneType():
                 yield "null"
+            case IntType(ge=int(least), le=int(most)):
+                yield f"integers from {least} to {most}"
             case IntType():
                 yield "integers"
             case FloatType():

@@ -174,7 +174,10 @@ class Upload:
         try:
             after = msgspec.convert({"anchor": anchor, "seconds": seconds}, ExpiresAfter, strict=False)
         except msgspec.ValidationError as error:
-            raise invalid("expires_after", f"expires_after: {error}") from error
+            allowed = f"'created_at' and an integer from {MIN_KEEP_SECONDS} to {MAX_KEEP_SECONDS}"
+            found = " and ".join("nothing" if one is None else repr(one[:80]) for one in (anchor, seconds))
+            message = f"expires_after[anchor] and expires_after[seconds] are {found}; allowed: {allowed}"
+            raise invalid("expires_after", message) from error
         return keep_seconds_of(after, "expires_after")
 
 
@@ -215,5 +218,6 @@ def _client_error(error: BaseException) -> BaseException:
     if full := disk_full_error(error):
         return full
     if isinstance(error, MALFORMED_ERRORS):
-        return invalid(None, f"the body is not valid multipart/form-data: {str(error)[:200] or 'it is truncated'}")
+        reason = (str(error) or "it is truncated").splitlines()[-1].strip()  # the first line of some is "400, message:"
+        return invalid(None, f"the body is not valid multipart/form-data: {reason[:200]}")
     return error
