@@ -79,3 +79,19 @@ def test_malformed_body_gets_400(server: Server, body: bytes) -> None:
         answer = server.call("POST", path, body)
         assert answer.status == 400, answer.body
         answer.error()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (rb'{"prompt": "cut: \ud83d"}', "a text ends with half of a surrogate pair"),
+        (rb'{"messages": [{"role": "user", "content": "cut: \uD83D"}]}', "a text ends with half of a surrogate pair"),
+        (b'{"prompt": "cut', "Input data was truncated"),
+        (b'\xef\xbb\xbf{"prompt": "one"}', "it begins with a byte order mark, which JSON must not have"),
+    ],
+)
+def test_the_error_of_malformed_json_says_what_is_wrong(server: Server, body: bytes, reason: str) -> None:
+    path = "/v1/chat/completions" if b"messages" in body else "/v1/completions"
+    answer = server.call("POST", path, body)
+    assert answer.status == 400
+    assert answer.error()["message"] == f"the body is not valid JSON: {reason}"

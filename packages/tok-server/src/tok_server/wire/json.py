@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<field>.*)`")
+_ENDS_IN_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{0,5}\Z")  # msgspec expects six more bytes
 encode = msgspec.json.Encoder().encode
 
 _RANDOM = random.Random()  # seeded by the system once: a system call per id may block
@@ -49,9 +51,18 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _with_path(str(error), kind) from error
     except msgspec.DecodeError as error:
-        raise BadJson(None, f"the body is not valid JSON: {error}") from error
+        raise BadJson(None, f"the body is not valid JSON: {_reason(bytes(data), error)}") from error
     except RecursionError as error:
         raise BadJson(None, "the body is nested too deeply") from error
+
+
+def _reason(data: bytes, error: msgspec.DecodeError) -> str:
+    """Return why `data` is no JSON, in place of two messages of msgspec that hide the reason."""
+    if data.startswith(BOM_UTF8):
+        return "it begins with a byte order mark, which JSON must not have"
+    if str(error) == "Input data was truncated" and _ENDS_IN_SURROGATE.search(data[-16:]):
+        return "a text ends with half of a surrogate pair"
+    return str(error)
 
 
 def _with_path(message: str, kind: type) -> BadJson:
