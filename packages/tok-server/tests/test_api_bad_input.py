@@ -163,6 +163,7 @@ def test_chat_with_a_bad_field_gets_400_naming_the_field(server: Server, fields:
         ({"stop": ["a", 1]}, "stop[1] is an integer; allowed: strings"),
         ({"messages": {}}, "messages is an object; allowed: arrays"),
         ({"messages": [{"content": "a"}]}, "messages[0].role is required, but missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is null; allowed: strings, arrays"),
         ({"tools": [{"type": "x"}]}, "tools[0].type is 'x'; allowed: 'function', 'custom'"),
         ({"tool_choice": "x"}, "tool_choice is 'x'; allowed: 'auto', 'none', 'required', objects, null"),
         ({"verbosity": "loud"}, "verbosity is 'loud'; allowed: 'high', 'low', 'medium', null"),

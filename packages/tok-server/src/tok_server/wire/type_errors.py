@@ -31,37 +31,42 @@ MAX_SHOWN = 80  # characters of a refused value
 _MISMATCH = re.compile(r"^Expected `[^`]*`(?:, got `(?P<found>[^`]*)`)?$")
 _NOT_LISTED = re.compile(r"^Invalid (?:enum )?value (?P<value>.*)$", re.DOTALL)
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")  # of a path: "tools[0].type" -> tools, [0], type
-_FOUND = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "a boolean",
-    "array": "an array",
-    "object": "an object",
-    "null": "null",
+_FOUND = {  # msgspec's name of a JSON type -> one value of it, all of them
+    "int": ("an integer", "integers"),
+    "float": ("a number", "numbers"),
+    "str": ("a string", "strings"),
+    "bool": ("a boolean", ""),
+    "array": ("an array", "arrays"),
+    "object": ("an object", "objects"),
+    "null": ("null", "null"),
 }
 _type_info = cache(msgspec.inspect.type_info)
 
 
 def explain_type_error(message: str, kind: object, path: str) -> str:
     """Return msgspec's `message` about the value at `path` inside a `kind` in plain words; other messages unchanged."""
+    refused = ""
     if found := _NOT_LISTED.match(message):
         value = found["value"][:MAX_SHOWN]
     elif found := _MISMATCH.match(message):
-        value = _FOUND.get(found["found"], "of another type")
+        value, refused = _FOUND.get(found["found"], ("of another type", ""))
     else:
         return message
-    allowed = allowed_values(kind, path)
+    allowed = allowed_values(kind, path, refused)
     verb = "holds" if path.endswith("[...]") else "is"  # msgspec does not name the keys of a mapping
     return f"{verb} {value}" + (f"; allowed: {allowed}" if allowed else "")
 
 
-def allowed_values(kind: object, path: str) -> str:
-    """Return in plain words the values that may be at `path` inside a `kind`; "" if the path is unknown."""
+def allowed_values(kind: object, path: str, refused: str = "") -> str:
+    """Return in plain words the values that may be at `path` inside a `kind`; "" if the path is unknown.
+
+    refused  word to leave out: of a union's structs, another one than the value's may allow it
+    """
     types: list[Type] = [_type_info(kind)]
     for step in _STEP.findall(path):
         types = [inner for one in types for inner in _inside(one, step)]
-    return ", ".join(sorted({word: None for one in types for word in _allowed(one)}, key="null".__eq__))  # null is last
+    words = {word: None for one in types for word in _allowed(one) if word != refused}
+    return ", ".join(sorted(words, key="null".__eq__))  # null is last
 
 
 def _inside(kind: Type, step: str) -> Iterator[Type]:
