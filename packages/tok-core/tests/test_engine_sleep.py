@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from support.patience import until
 from support.paused_engine import held
 from support.tiny_models import make_model, reference_greedy
 from tok_core import AsyncEngine, Engine, EngineConfig, EngineError, InvalidField, ModelError, SamplingParams
+from tok_core.messages import EngineCommand, ToManager
 from tok_core.worker import Runner
 from tok_core.worker.sleep import MemoryRegion
 
@@ -256,6 +258,28 @@ def test_dropped_weights_that_cannot_be_read_again_leave_the_engine_asleep(path:
         assert engine.is_sleeping
         engine.wake_up(["weights"])
         engine.update_weights(str(path))
+        engine.wake_up()
+        assert tokens(engine) == expected(path)
+
+
+@pytest.mark.parametrize("action", ["pause", "wake_up", "check_weights", "load_weights"])
+def test_interrupted_wake_up_leaves_the_engine_asleep(path: Path, action: str) -> None:
+    with sleeping(path) as engine:
+        engine.sleep(2)
+        replica = engine._core._replica_set.records[0].replica
+        send = replica.send
+
+        def send_and_interrupt(messages: Sequence[ToManager]) -> None:
+            send(messages)
+            if any(isinstance(message, EngineCommand) and message.action == action for message in messages):
+                signal.raise_signal(signal.SIGINT)
+
+        replica.send = send_and_interrupt
+        with pytest.raises(KeyboardInterrupt):
+            engine.wake_up()
+        del replica.send
+        assert engine.is_sleeping
+        assert not engine.is_paused
         engine.wake_up()
         assert tokens(engine) == expected(path)
 

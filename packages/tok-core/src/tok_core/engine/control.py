@@ -203,12 +203,12 @@ class EngineControl:
     def _paused(self, mode: PauseMode) -> Iterator[None]:
         """Pause the engine within the context, unless it is paused already."""
         pausing = not self.paused
-        if pausing or mode != "keep":
-            self.pause(mode)
         try:
+            if pausing or mode != "keep":
+                self.pause(mode)
             yield
         finally:
-            if pausing:
+            if pausing:  # also if an interrupt ends `pause`
                 self.resume()
 
     def sleep(self, level: int, mode: PauseMode, tags: Sequence[str] | None) -> None:
@@ -243,15 +243,22 @@ class EngineControl:
                 raise InvalidField("tags", list(chosen), allowed)
             with self._paused("keep"):
                 self._set_asleep(left)
-                errors = self._memory("wake_up", old)
-                if not errors and reload:
-                    errors = self._command("check_weights", self._weights)
-                if errors:
+                try:
+                    self._wake(old, reload=reload)
+                except BaseException:  # also an interrupt, which leaves it open what the replicas have done
                     self._set_asleep(before)
                     self._memory("sleep", old, keep=self._weights_kept)
-                    raise errors[0]
-                if reload:
-                    self._load(self._weights)
+                    raise
+
+    def _wake(self, tags: tuple[MemoryTag, ...], *, reload: bool) -> None:
+        """Restore memory in all replicas, and with `reload` the dropped weights. Raise the first error."""
+        errors = self._memory("wake_up", tags)
+        if not errors and reload:
+            errors = self._command("check_weights", self._weights)
+        if errors:
+            raise errors[0]
+        if reload:
+            self._load(self._weights)
 
     def _checked_tags(self, tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
         """Return the tags without repetition; None: all. Raise InvalidField for unknown tags or without sleep mode."""
