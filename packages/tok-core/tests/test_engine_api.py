@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -347,6 +348,38 @@ async def test_async_engine_refuses_requests_before_start_and_a_second_start(pat
 def test_generate_refuses_values_that_are_no_prompt(engine: Engine, prompt: Any) -> None:
     with pytest.raises(InvalidField, match="prompt"):
         engine.generate([prompt])
+
+
+@pytest.mark.parametrize("prompts", [iter([[1, 2]]), {(1, 2)}, {0: [1, 2]}, "text", 5])
+def test_generate_refuses_prompts_that_are_no_list(engine: Engine, prompts: Any) -> None:
+    with pytest.raises(InvalidField, match=r"prompts is .*; allowed: a list of prompts"):
+        engine.generate(prompts)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_lists_of_the_caller_may_change_after_the_call(
+    serving: AsyncEngine, prompt: list[int], stream: bool
+) -> None:
+    expected = await serving.generate(prompt, params(prompt_logprobs=0)).output()
+    own, stop, bias = prompt.copy(), ["\n\n"], {5: 1.0}
+    asked = params(prompt_logprobs=0, stop=stop, logit_bias=bias)
+    found = serving.generate(own, asked, stream=stream)
+    own.extend([7] * 100)
+    stop.append("")
+    bias[5] = math.nan
+    assert (asked.stop, asked.logit_bias) == (("\n\n",), {5: 1.0})
+    output = await found.output()
+    assert output.prompt_token_ids == prompt
+    assert output.prompt_logprobs == expected.prompt_logprobs
+
+
+def test_biases_that_have_become_invalid_are_refused_when_used(engine: Engine, prompt: list[int]) -> None:
+    asked = params(logit_bias={5: 1.0})
+    assert asked.logit_bias is not None
+    asked.logit_bias[5] = -math.inf
+    with pytest.raises(InvalidField, match="logit_bias is -inf; allowed: numbers from -100 to 100"):
+        engine.generate([prompt], asked)
+    assert engine.generate([prompt], params())
 
 
 BAD_TYPES: list[dict[str, Any]] = [

@@ -132,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for (field, check), value, default in every:
             if value is not default:  # most fields have their default, which needs no check
                 check(field, value)
+                if isinstance(value, list | dict):  # of the caller, who may change it
+                    msgspec.structs.force_setattr(self, field, tuple(value) if isinstance(value, list) else dict(value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidField("min_tokens", self.min_tokens, f"at most {self.max_tokens}, the maximum of tokens")
         if self.grammar is not None and self.min_tokens:

@@ -198,7 +198,8 @@ class EngineCore:
     ) -> OpenRequest:
         """Open a new request. Its sink is notified of each token if `stream`, else of each sample when it has ended.
 
-        later  send the request together with the next one that has `later` unset, or at the next `flush`
+        prompt  text, or token ids; the list becomes the request's own, and must not be changed
+        later   send the request together with the next one that has `later` unset, or at the next `flush`
 
         Raises InvalidField for a request that cannot be served, and EngineDead while no replica serves. An unchecked
         grammar is checked after the request is opened: if it is refused, the request ends with InvalidField.
@@ -207,7 +208,9 @@ class EngineCore:
         self._dispatcher.require_ready()
         check_tenant(tenant)
         salt = salt_of(cache_salt)
-        ids = self.encode(prompt, params)
+        if params.logit_bias is not None:
+            params = msgspec.structs.replace(params)  # checks and copies the dict, which may have changed
+        ids = self._encode(prompt, params)
         tokens = self.check(ids, params)
         banned = banned_sequences(params, self.tokenizer, self.info)
         verdict = None if params.grammar is None else self.verdict(params.grammar, tenant=tenant)
@@ -290,16 +293,17 @@ class EngineCore:
             self._replica_set.flush()
 
     def encode(self, prompt: str | list[int], params: SamplingParams | None = None) -> list[int]:
-        """Return the token ids of a prompt, truncated as `params` requests.
+        """Return the token ids of a prompt, truncated as `params` requests, in a list that no one else has.
 
         Raise InvalidField for text if the model has no tokenizer.
         """
-        ids = self._encode(prompt)
+        return self._encode(list(prompt) if isinstance(prompt, list) else prompt, params)
+
+    def _encode(self, prompt: str | list[int], params: SamplingParams | None) -> list[int]:
+        ids = prompt if isinstance(prompt, list) else self._tokenize(prompt)
         return ids if params is None else params.truncate(ids, self.info.max_model_len)
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
+    def _tokenize(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
             raise InvalidField("prompt", prompt, "text, or a list of token ids")
         if self.tokenizer is None:

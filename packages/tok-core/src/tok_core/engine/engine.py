@@ -135,10 +135,8 @@ class Engine(_Base):
 
         Raises InvalidField before anything runs if any prompt cannot be served, EngineDead if a process dies.
         """
-        outputs: list[RequestOutput | None] = [None] * len(prompts)
-        for index, output in self._run(prompts, params, progress, cache_salt):
-            outputs[index] = output
-        return [output for output in outputs if output is not None]
+        outputs = dict(self._run(prompts, params, progress, cache_salt))
+        return [outputs[index] for index in range(len(outputs))]
 
     def stream(
         self,

@@ -183,6 +183,8 @@ class Mailbox:
         cache_salt: str | None,
     ) -> RequestStream:
         """Submit a request of the loop. Raises as `EngineCore.submit` does."""
+        if isinstance(prompt, list):
+            prompt = prompt.copy()  # the caller's, who may change it
         request = self._core.submit(
             prompt, params, request_id, self._sink, stream=stream, later=True, tenant=tenant, cache_salt=cache_salt
         )
