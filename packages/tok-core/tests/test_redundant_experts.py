@@ -17,6 +17,7 @@ from support.engines import random_prompts
 from support.expert_models import MOE_KINDS, WEIGHTS, quantised, single
 from support.moved_experts import moved_greedy
 from support.parallel_models import CPU, greedy, model_of, tokens_of
+from support.patience import wait_until
 from support.quantized_models import ROUNDED, SCHEMES
 from support.ranks import run_ranks
 from support.serving import free_port
@@ -76,6 +77,19 @@ def test_engines_that_move_experts_give_tokens_of_transformers(
             assert_transformers_answers(engine, old)
         stats = engine.stats()
         assert 0 < stats["expert_mean_tokens"] < stats["expert_rank_max_tokens"]
+
+
+def test_statistics_add_up_the_tokens_of_the_copies_of_an_expert(tmp_path: Path) -> None:
+    path, prompt = make_model("qwen3-moe", tmp_path / "model"), random_prompts((200,))
+    settings: dict[str, Any] = {"kv_cache_tokens": 4096, "dtype": "float32", "device": "cpu", "tp": 2, "ep": True}
+    found = []
+    for copies in (0, 12):  # or one of each expert
+        with Engine(EngineConfig(model=str(path), redundant_experts=copies, **settings)) as engine:
+            engine.generate(prompt, SamplingParams(temperature=0, max_tokens=1))  # whose only step counts tokens
+            wait_until(lambda engine=engine: engine.stats()["expert_mean_tokens"] > 0)
+            stats = engine.stats()
+            found.append((stats["expert_mean_tokens"], stats["expert_max_tokens"]))
+    assert found[0] == found[1]
 
 
 def test_moved_experts_of_every_format_keep_the_tokens_and_even_out_ranks(tmp_path: Path) -> None:

@@ -72,14 +72,18 @@ class Reporter:
                 self._sums[name] += taken
         self._missing_graphs = output.missing_graphs
         if output.expert_tokens is not None:
-            self._add_expert_tokens(output.expert_tokens)
+            self._add_expert_tokens(output.expert_tokens, output.slot_expert)
 
-    def _add_expert_tokens(self, tokens_LS: np.ndarray) -> None:
+    def _add_expert_tokens(self, tokens_LS: np.ndarray, expert_LS: np.ndarray | None) -> None:
         info = self._scheduler.info
         layers, slots = tokens_LS.shape
         ranks, experts = info.tp if info.ep else 1, slots - info.redundant_experts
         of_ranks_LR = tokens_LS.reshape(layers, ranks, -1).sum(2) * ranks / experts
-        of_layers_3L = tokens_LS.sum(1) / experts, tokens_LS.max(1), of_ranks_LR.max(1)
+        tokens_LE = tokens_LS
+        if expert_LS is not None:  # add up the tokens of an expert's copies
+            tokens_LE = np.zeros((layers, experts), tokens_LS.dtype)
+            np.add.at(tokens_LE, (np.arange(layers)[:, None], expert_LS), tokens_LS)
+        of_layers_3L = tokens_LS.sum(1) / experts, tokens_LE.max(1), of_ranks_LR.max(1)
         for name, of_layers in zip(EXPERT_TOKENS, of_layers_3L, strict=True):
             self._sums[name] += float(of_layers.sum())
 

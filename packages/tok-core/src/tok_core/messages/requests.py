@@ -90,7 +90,7 @@ class Stats(msgspec.Struct):
     launch_seconds, device_seconds  sums of StepOutput's
     missing_graphs                  CUDA graphs that were not captured yet at the last step
     expert_mean_tokens              mean tokens per expert, summed over all layers of the steps that counted them
-    expert_max_tokens               tokens of the busiest expert of a layer, or of its busiest copy, summed likewise
+    expert_max_tokens               tokens of the busiest expert of a layer, all its copies together, summed likewise
     expert_rank_max_tokens          mean tokens per expert of the busiest rank of a layer, summed likewise
     """
 

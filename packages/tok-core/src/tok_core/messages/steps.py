@@ -244,6 +244,7 @@ class StepOutput(msgspec.Struct, tag=True):
     launch_seconds   CPU time of the worker to enqueue the step
     device_seconds   time from the step's first operation on the device to its last
     expert_tokens    int32 `[layers, slots]`: tokens of each expert, or of each copy, by ranks; None: not counted
+    slot_expert      int32 `[layers, slots]`: the expert of each slot; None: no expert has copies, or not counted
     draft_token      int32 `[n, k]`: the tokens of `ModelDrafts.lent`, with any value where there is no slot
     accepted         int32 `[n]`: accepted drafted tokens of each sequence of `StepInput.verify_rows`
     predictable      int32: how many of the tokens that each decode row fed the worker would have predicted; for a
@@ -265,6 +266,7 @@ class StepOutput(msgspec.Struct, tag=True):
     device_seconds: float
     prompts: PromptValues | None = None
     expert_tokens: np.ndarray | None = None
+    slot_expert: np.ndarray | None = None
     draft_token: np.ndarray = msgspec.field(default_factory=lambda: EMPTY.reshape(0, 0))
     accepted: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)
     predictable: np.ndarray = msgspec.field(default_factory=lambda: EMPTY)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +57,12 @@ class ExpertLoad:
         if count_LS is not None:
             self.total_LS += count_LS
         return count_LS
+
+    def slot_expert(self) -> np.ndarray | None:
+        """Return the expert of each slot now, int32 `[layers, S]`; None if no expert has copies."""
+        if all(mixture.copies is None for mixture in self._mixtures):
+            return None
+        return np.array([mixture.placement.expert_S for mixture in self._mixtures], np.int32)
 
 
 class MixtureOfExperts(FeedForward):

@@ -95,6 +95,7 @@ class LaunchedStep:
     samples        sampled tokens; only the first `sampled_rows` columns of `samples.tokens` count
     prompts        prompt outputs; None: the step has none
     expert_tokens  tokens of each expert; None: not counted
+    slot_expert    see StepOutput
     draft_token    tokens of the draft model
     draft_outputs  of NgramDrafter; None: there is none
     began, done    the device's first and last operation of the step
@@ -106,6 +107,7 @@ class LaunchedStep:
     sampled_rows: int
     prompts: PromptOutputs | None
     expert_tokens: Tensor | None
+    slot_expert: np.ndarray | None
     draft_token: Tensor
     draft_outputs: DraftOutputs | None
     began: TimingEvent
@@ -129,6 +131,7 @@ class LaunchedStep:
             device_seconds=self.done.seconds_since(self.began),
             prompts=None if self.prompts is None else PromptValues(*(values.numpy() for values in self.prompts)),
             expert_tokens=None if self.expert_tokens is None else self.expert_tokens.numpy(),
+            slot_expert=self.slot_expert,
             draft_token=self.draft_token.numpy(),
             draft_seconds=0.0 if self.drafted is None else self.drafted.seconds_since(self.began),
             capture_seconds=self.capture_seconds,
@@ -245,8 +248,9 @@ class Runner:
         sampled_rows = len(step.sample_slot) if last_stage else 0
         samples = self._copy_samples(step, samples, sampled_rows)
         prompts = None if prompts is None else PromptOutputs(*map(copy_to_host, prompts))
-        expert_tokens = None if self._expert_load is None else self._expert_load.take()
-        expert_tokens = None if expert_tokens is None else copy_to_host(expert_tokens)
+        expert_tokens, slot_expert = None, None
+        if self._expert_load is not None and (count_LS := self._expert_load.take()) is not None:
+            expert_tokens, slot_expert = copy_to_host(count_LS), self._expert_load.slot_expert()
         self._last_done = done = TimingEvent(self.state.device)
         launch_seconds = time.perf_counter() - launch_start
         self._watch.end(step.step, launch_seconds, graph=graph is not None)
@@ -256,6 +260,7 @@ class Runner:
             sampled_rows=sampled_rows,
             prompts=prompts,
             expert_tokens=expert_tokens,
+            slot_expert=slot_expert,
             draft_token=draft_token,
             draft_outputs=draft_outputs,
             began=began,
