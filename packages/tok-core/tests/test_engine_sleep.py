@@ -262,6 +262,22 @@ def test_dropped_weights_that_cannot_be_read_again_leave_the_engine_asleep(path:
         assert tokens(engine) == expected(path)
 
 
+def test_relative_directories_are_read_again_after_the_current_one_has_changed(
+    path: Path, new: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    with sleeping(Path(path.name)) as engine:
+        monkeypatch.chdir(new.parent)
+        engine.sleep(2)
+        engine.wake_up()
+        assert tokens(engine) == expected(path)
+        engine.update_weights(new.name)
+        monkeypatch.chdir(tmp_path)
+        engine.sleep(2)
+        engine.wake_up()
+        assert tokens(engine) == expected(new)
+
+
 @pytest.mark.parametrize("action", ["pause", "wake_up", "check_weights", "load_weights"])
 def test_interrupted_wake_up_leaves_the_engine_asleep(path: Path, action: str) -> None:
     with sleeping(path) as engine:
@@ -295,6 +311,9 @@ def test_errors_name_the_field_and_what_is_allowed(path: Path) -> None:
             engine.sleep(0)
         with pytest.raises(InvalidField, match="tags is 'graphs'; allowed: weights, kv_cache"):
             engine.sleep(tags=["graphs"])
+        for tags in (5, "weights"):
+            with pytest.raises(InvalidField, match=f"tags is {tags!r}; allowed: a list of weights, kv_cache"):
+                engine.sleep(tags=tags)
         with pytest.raises(InvalidField, match="mode is 'soft'; allowed: keep, wait, abort"):
             engine.sleep(mode="soft")
         assert not engine.is_sleeping

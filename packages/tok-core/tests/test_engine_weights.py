@@ -17,7 +17,7 @@ from support.engines import cpu_engine, manager_of, random_prompts
 from support.patience import wait_until
 from support.quantized_models import write_quantized
 from support.tiny_models import change_weights, make_model, reference_greedy
-from tok_core import Engine, EngineConfig, EngineDead, ModelError, SamplingParams
+from tok_core import Engine, EngineConfig, EngineDead, InvalidField, ModelError, SamplingParams
 from tok_core.models import weights as model_weights
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -150,6 +150,17 @@ def test_failed_update_names_the_fault_and_leaves_the_old_weights(
         assert min(output.cached_tokens for output in outputs[1:]) > 0  # nothing has changed
         assert engine.weight_version == "default"
         assert not engine.is_paused
+
+
+@pytest.mark.parametrize("wrong", [5, None, "", Path("new")])
+def test_directory_or_version_that_is_no_text_is_refused_by_name(old: Path, wrong: Any) -> None:
+    with cpu_engine(old) as engine:
+        with pytest.raises(InvalidField, match=r"directory is .*; allowed: the path of a directory, as text"):
+            engine.update_weights(wrong)
+        with pytest.raises(InvalidField, match="version is 7; allowed: text"):
+            engine.update_weights(str(old), version=7)  # type: ignore[arg-type]
+        assert tokens(engine) == expected(old)
+        assert engine.weight_version == "default"
 
 
 def spoil(weights: dict[str, Tensor]) -> None:

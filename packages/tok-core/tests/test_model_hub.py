@@ -112,12 +112,12 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         thread.join()
 
 
-def test_resolve_returns_a_local_directory_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_returns_a_local_directory_as_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model("llama", tmp_path / "owner" / "tiny")
     assert resolve(str(path)) == path
     monkeypatch.chdir(tmp_path)
-    assert resolve("owner/tiny") == Path("owner/tiny")
-    assert resolve("./owner/tiny") == Path("owner/tiny")
+    assert resolve("owner/tiny") == path
+    assert resolve("./owner/tiny") == path
 
 
 def test_resolve_expands_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,15 @@ def test_statistics_add_up_the_tokens_of_the_copies_of_an_expert(tmp_path: Path)
     for copies in (0, 12):  # or one of each expert
         with Engine(EngineConfig(model=str(path), redundant_experts=copies, **settings)) as engine:
             engine.generate(prompt, SamplingParams(temperature=0, max_tokens=1))  # whose only step counts tokens
-            wait_until(lambda engine=engine: engine.stats()["expert_mean_tokens"] > 0)
-            stats = engine.stats()
-            found.append((stats["expert_mean_tokens"], stats["expert_max_tokens"]))
+            found.append(counted_tokens(engine))
     assert found[0] == found[1]
+
+
+def counted_tokens(engine: Engine) -> tuple[float, float]:
+    """Return the tokens of a mean expert and of the busiest one, once they are reported."""
+    wait_until(lambda: engine.stats()["expert_mean_tokens"] > 0)
+    stats = engine.stats()
+    return stats["expert_mean_tokens"], stats["expert_max_tokens"]
 
 
 def test_moved_experts_of_every_format_keep_the_tokens_and_even_out_ranks(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from tok_core.engine.dispatcher import Dispatcher
@@ -132,6 +133,11 @@ class EngineControl:
 
     def update_weights(self, weights: str, version: str | None) -> str:
         """Load the checkpoint in directory `weights` in all replicas, and return its version."""
+        if not isinstance(weights, str) or not weights:
+            raise InvalidField("directory", weights, "the path of a directory, as text")
+        if version is not None and not isinstance(version, str):
+            raise InvalidField("version", version, "text, or None for the number of the update")
+        weights = str(Path(weights).expanduser().absolute())  # other processes may have another current directory
         with self.operation:
             self._dispatcher.require_ready()
             if "weights" in self.asleep:
@@ -264,6 +270,8 @@ class EngineControl:
         """Return the tags without repetition; None: all. Raise InvalidField for unknown tags or without sleep mode."""
         if not self._sleep_mode:
             raise InvalidField("enable_sleep_mode", False, "true from the engine's start, for sleep and wake_up")
+        if isinstance(tags, str) or not isinstance(tags, Sequence | None):
+            raise InvalidField("tags", tags, f"a list of {', '.join(MEMORY_TAGS)}")
         for tag in tags or ():
             if tag not in MEMORY_TAGS:
                 raise InvalidField("tags", tag, ", ".join(MEMORY_TAGS))

@@ -12,7 +12,7 @@ UNWANTED_FILES = ["*/*", "consolidated*"]  # copies of the same weights in other
 
 
 def resolve(model: str, data_dir: str | None = None, revision: str | None = None) -> Path:
-    """Return the directory of `model`: an existing directory as it is, any other name as a hub id ("owner/name").
+    """Return the absolute path of `model`: of an existing directory, or of a hub id ("owner/name").
 
     A hub repository is downloaded once and stored below `data_dir`, or in the hub library's own cache if that is
     None; `revision` is its branch, tag or commit (None: main). Code in a repository is neither downloaded nor run.
@@ -46,7 +46,7 @@ def _resolve(what: str, source: str, data_dir: str | None, files: list[str], rev
     if source and local.is_dir():
         if revision is not None:
             raise InvalidField("revision", revision, f"none, since {what} is a directory")
-        return local, f"directory {source}"
+        return local.absolute(), f"directory {source}"  # the process may change its directory
     if not source or local.exists() or source.startswith(("/", "./", "../", "~")):
         raise ModelError(f"{what} {source!r}: is no directory; allowed: a directory or a hub id (owner/name)")
     return _download(what, source, data_dir, files, revision), f"hub repository {source}"
