@@ -330,6 +330,34 @@ def test_an_update_during_which_a_replica_restarts_is_not_applied(old: Path, new
         assert engine.weight_version == "default"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("address", 5), ("port", "29500"), ("port", 1 << 16), ("rank_offset", "1"), ("world_size", 2.0)),
+        *(("name", 5), ("protocol", "nccl"), ("bucket_bytes", "1")),
+    ],
+)
+def test_groups_of_wrong_values_are_refused_by_field(old: Path, field: str, value: object) -> None:
+    cancelled = threading.Event()
+    cancelled.set()  # ends a wait for a trainer
+    wanted: dict[str, Any] = {"address": "127.0.0.1", "port": 1, "rank_offset": 1, "world_size": 2, field: value}
+    with cpu_engine(old) as engine, pytest.raises(InvalidField, match=f"{field} is {value!r}; allowed: "):
+        engine.weight_transfer.join(**wanted, cancelled=cancelled)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("names", [5]), ("shapes", [["64"]]), ("shapes", [[64.0]]), ("shapes", [[1 << 63]])),
+        *(("group", 5), ("bucket_bytes", 1.5), ("version", 7)),
+    ],
+)
+def test_tensors_of_wrong_values_are_refused_by_field(old: Path, field: str, value: object) -> None:
+    wanted: dict[str, Any] = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], field: value}
+    with cpu_engine(old) as engine, pytest.raises(InvalidField, match=rf"^{field} is .*; allowed: "):
+        engine.weight_transfer.receive(**wanted)
+
+
 def test_groups_and_sessions_are_refused_by_field(old: Path, new: Path) -> None:
     with cpu_engine(old) as engine:
         transfer = engine.weight_transfer

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError
 from tok_core.messages import (
@@ -30,6 +30,7 @@ log = logging.getLogger("tok_core")
 
 JOIN_TIMEOUT_SECONDS = 300.0  # until the trainer's store must be reachable
 JOIN_WARNING_SECONDS = 10.0  # for which workers wait for the group's other members before the log says so
+MAX_PORT, MAX_SIZE = (1 << 16) - 1, (1 << 63) - 1
 CONNECT_TIMEOUT_SECONDS, RETRY_SECONDS = 5.0, 0.2
 
 VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
@@ -85,6 +86,12 @@ class WeightTransfer:
         Raises ModelError if the trainer is not reached within 5 minutes, or if the wait is cancelled, and EngineClosed
         if the engine is closed meanwhile.
         """
+        _require_types(str, name=name, address=address)
+        _require_types(int, port=port, rank_offset=rank_offset, world_size=world_size, bucket_bytes=bucket_bytes)
+        if not 1 <= port <= MAX_PORT:
+            raise InvalidField("port", port, f"integers from 1 to {MAX_PORT}")
+        if protocol not in get_args(GroupProtocol):
+            raise InvalidField("protocol", protocol, ", ".join(get_args(GroupProtocol)))
         place = f"group {name!r} at {address}:{port}"
 
         def check_wait() -> None:
@@ -169,6 +176,8 @@ class WeightTransfer:
         the session has failed.
         """
         _require_lists(names, dtypes, shapes, handles)
+        _require_types(str, group=group, version=version or "")
+        _require_types(int, bucket_bytes=bucket_bytes or 0)
         with self._control.operation:
             if handles is None:
                 self._require_group(group)
@@ -257,6 +266,8 @@ def _require_lists(
     handles: Sequence[Mapping[str, IpcHandle]] | None,
 ) -> None:
     """Raise InvalidField unless the lists describe tensors: one entry for each name, with known dtypes and shapes."""
+    for name in names:
+        _require_types(str, names=name)
     if not names or len(set(names)) < len(names):
         raise InvalidField(
             "names", f"{len(names)} names, {len(set(names))} of them different", "one or more, all different"
@@ -268,8 +279,15 @@ def _require_lists(
         if dtype not in TENSOR_DTYPES:
             raise InvalidField("dtypes", dtype, ", ".join(TENSOR_DTYPES))
     for shape in shapes:
-        if any(size < 0 for size in shape):
-            raise InvalidField("shapes", list(shape), "no negative sizes")
+        if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in shape):
+            raise InvalidField("shapes", list(shape), f"integers from 0 to {MAX_SIZE}")
+
+
+def _require_types(kind: type[str] | type[int], **fields: object) -> None:
+    """Raise InvalidField for the first field that is not of this type: manager and workers could not decode it."""
+    for field, value in fields.items():
+        if type(value) is not kind:
+            raise InvalidField(field, value, "text" if kind is str else "an integer")
 
 
 def _wait_for_store(address: str, port: int, check_wait: Callable[[], None]) -> None:

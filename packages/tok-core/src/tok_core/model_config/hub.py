@@ -41,15 +41,15 @@ def resolve_tokenizer(tokenizer: str, data_dir: str | None) -> Path:
 
 
 def _resolve(what: str, source: str, data_dir: str | None, files: list[str], revision: str | None) -> tuple[Path, str]:
-    """Return the directory of a model or tokenizer, and words for it."""
+    """Return the directory of a model or tokenizer, absolute since the process may leave its own, and words for it."""
     local = Path(source).expanduser()
     if source and local.is_dir():
         if revision is not None:
             raise InvalidField("revision", revision, f"none, since {what} is a directory")
-        return local.absolute(), f"directory {source}"  # the process may change its directory
+        return local.absolute(), f"directory {source}"
     if not source or local.exists() or source.startswith(("/", "./", "../", "~")):
         raise ModelError(f"{what} {source!r}: is no directory; allowed: a directory or a hub id (owner/name)")
-    return _download(what, source, data_dir, files, revision), f"hub repository {source}"
+    return _download(what, source, data_dir, files, revision).absolute(), f"hub repository {source}"
 
 
 def _download(what: str, source: str, data_dir: str | None, files: list[str], revision: str | None) -> Path:
