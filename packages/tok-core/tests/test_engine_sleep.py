@@ -262,7 +262,7 @@ def test_dropped_weights_that_cannot_be_read_again_leave_the_engine_asleep(path:
         assert tokens(engine) == expected(path)
 
 
-def test_relative_directories_are_read_again_after_the_current_one_has_changed(
+def test_relative_directories_hold_after_the_current_one_has_changed(
     path: Path, new: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(path.parent)

@@ -136,7 +136,7 @@ def test_qk_norms_and_scaled_caches_take_separate_kernels(tokens: int, device: t
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_projection_with_an_8_bit_weight_equals_the_reference_on_its_rounded_rows(
+def test_8_bit_projection_equals_the_reference_on_its_rounded_rows(
     tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     inputs = 96
@@ -161,7 +161,7 @@ def test_projection_with_an_8_bit_weight_equals_the_reference_on_its_rounded_row
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_projection_of_few_tokens_with_an_8_bit_weight_calls_no_separate_rotation(
+def test_8_bit_projection_of_few_tokens_calls_no_separate_rotation(
     tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = finished(scaled_weight(128, 96, torch.int8, None, device))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tok_kernels.batch import KVWrite
-from tok_kernels.linear.quantized_weights import ScaledWeight
 
 if TYPE_CHECKING:
     from tok_kernels.backend import Backend
+    from tok_kernels.linear.quantized_weights import ScaledWeight
 
 
 def write_qkv(rope_and_write_kv: Callable[..., Tensor], qkv_TF: Tensor, write: KVWrite) -> Tensor:
