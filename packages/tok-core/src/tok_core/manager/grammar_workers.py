@@ -139,7 +139,7 @@ class GrammarPool:
         """
         compiling = Counter(one.tenant for one in self.states.values() if one.worker and not one.ready)
         wanted = [one for one in self.states.values() if one.worker is None and one.requests]
-        while wanted and compiling.total() < MAX_COMPILING and self._make_room():
+        while wanted and compiling.total() < MAX_COMPILING and self._may_start_worker():
             state = min(wanted, key=lambda one: compiling[one.tenant])
             wanted.remove(state)
             compiling[state.tenant] += 1
@@ -200,7 +200,7 @@ class GrammarPool:
             self._faults.fail(rid, reason)
         self.drop(state)
 
-    def _make_room(self) -> bool:
+    def _may_start_worker(self) -> bool:
         """Return whether one more worker may start; stop workers without requests beyond the limits."""
         working = [one for one in self.states.values() if one.worker is not None]
         idle = [one for one in working if not one.requests]

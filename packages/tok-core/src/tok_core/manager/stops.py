@@ -73,7 +73,7 @@ class StopStringPrefilter:
     def put(self, set_id: int, stops: Sequence[bytes]) -> None:
         """Set the stop strings of `set_id`, replacing any earlier ones."""
         ends = [stop[-WORD:] for stop in stops if len(stop) > 1]
-        self._make_room(set_id, len(ends))
+        self._grow(set_id, len(ends))
         self._width[set_id] = len(ends)
         self._reach[set_id] = max(map(len, ends), default=1) - 1
         self._ends[: len(ends), set_id] = _words(int.from_bytes(end, "big") for end in ends)
@@ -119,7 +119,7 @@ class StopStringPrefilter:
             found[rows] |= ((text.take(rows, axis=1) ^ ends.take(sets)) & masks.take(sets) == 0).any(0)
         return found
 
-    def _make_room(self, set_id: int, strings: int) -> None:
+    def _grow(self, set_id: int, strings: int) -> None:
         strings, sets = max(0, strings - self._ends.shape[0]), max(0, set_id + 1 - self._ends.shape[1])
         sets = sets and max(sets, self._ends.shape[1])  # grow to at least twice as many as before
         if strings or sets:

@@ -141,7 +141,7 @@ class Admitter:
         if retained is not None:
             most = min(most, room)
             if priority is not None:
-                self._reclaimer.make_room_above(most, priority, builder.busy)
+                self._reclaimer.free_pages_for_class(most, priority, builder.busy)
             slots = self._starter.start_late(retained, pending, most, builder.step)
             if len(slots):
                 builder.start(slots)
@@ -151,6 +151,6 @@ class Admitter:
         slot, forks = self._starter.lead(pending, most)
         if priority is not None:
             end = min(int(self._table.target[slot]), int(self._table.length[slot]) + room)
-            self._reclaimer.make_room_above(self._paging.missing(slot, end), priority, builder.busy)
+            self._reclaimer.free_pages_for_class(self._paging.missing(slot, end), priority, builder.busy)
         # A requeued sample may be older than others of this step, but must not preempt them now.
         return [slot], 1 + forks, self._prefill.schedule(builder, slot, room, preempting=False)

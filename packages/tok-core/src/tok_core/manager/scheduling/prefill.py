@@ -48,7 +48,11 @@ class ChunkedPrefill:
         start = int(table.length[slot])
         count = min(budget, int(table.target[slot]) - start)
         missing = paging.missing(slot, start + count)
-        if not (self._make_room(builder, missing, slot) if preempting else self._reclaimer.make_room(missing)):
+        if not (
+            self._free_pages_by_preempting(builder, missing, slot)
+            if preempting
+            else self._reclaimer.free_pages(missing)
+        ):
             return 0
         paging.reserve(slot, start + count)
         builder.chunk(slot, start, count)
@@ -64,10 +68,10 @@ class ChunkedPrefill:
                 table.state[forks] = state
         return count
 
-    def _make_room(self, builder: BatchBuilder, count: int, slot: int) -> bool:
-        """Make `count` pages free for `slot`, preempting sequences of lower rank if needed; return whether they are."""
+    def _free_pages_by_preempting(self, builder: BatchBuilder, count: int, slot: int) -> bool:
+        """Free `count` pages for `slot`, preempting sequences of lower rank if needed; return whether they are free."""
         table = self._table
-        while not self._reclaimer.make_room(count):
+        while not self._reclaimer.free_pages(count):
             if self._retained_prompts.drop_lowest_ranked():
                 continue
             running = table.active()

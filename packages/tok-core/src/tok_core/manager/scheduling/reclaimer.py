@@ -79,8 +79,8 @@ class Reclaimer:
         self.release(np.array(list(request.slots.values()), np.int64))
         self._retained_prompts.drop(request.rid)
 
-    def make_room(self, count: int) -> bool:
-        """Make `count` pages free if possible, and return whether they are.
+    def free_pages(self, count: int) -> bool:
+        """Free pages until `count` are, if possible, and return whether they are.
 
         Pages of ended sequences are taken before cached pages are evicted.
         """
@@ -88,16 +88,16 @@ class Reclaimer:
             self.settle()
         return self._paging.evict_until_free(count)
 
-    def make_room_above(self, count: int, priority: int, spared: Int64) -> None:
+    def free_pages_for_class(self, count: int, priority: int, spared: Int64) -> None:
         """Free `count` pages, if possible, by evicting retained prompts and preempting slots of classes below this one.
 
         spared  slots that are not preempted
         """
-        while not (free := self.make_room(count)) and self._retained_prompts.drop_lowest_ranked(priority):
+        while not (free := self.free_pages(count)) and self._retained_prompts.drop_lowest_ranked(priority):
             pass
         for slot in () if free else self.rank_below(priority, spared):
             self.preempt_for_slots([slot])
-            if self.make_room(count):
+            if self.free_pages(count):
                 return
 
     def rank_below(self, priority: int, spared: Int64) -> list[int]:

@@ -36,6 +36,9 @@ from tok_core.messages import EngineInfo, Int64, StepInput
 class Scheduler:
     """Step scheduler: decode rows first, then prefill chunks in order of arrival, then new samples as memory allows.
 
+    Decode rows include those that verify drafted tokens. Sequences that await values of an earlier step, for their
+    drafts or their grammar, sit the step out.
+
     Requests of a lower `priority` value come first. If slots, pages or tokens of the step run short, lower classes
     (those of higher values) are preempted or wait. Within a class, `FairShares` chooses whose samples start next. When
     pages run out, cached pages are evicted first, then retained prompts; then sequences are preempted
@@ -230,7 +233,7 @@ class Scheduler:
             count = int(np.count_nonzero(full))
             if not count:
                 return slots
-            if self.reclaimer.make_room(count):
+            if self.reclaimer.free_pages(count):
                 self.paging.grow(slots[full], self.paging.allocator.allocate(count))
                 return slots
             if not short and table.ahead[slots[full]].any():
