@@ -18,6 +18,8 @@ from tok_kernels.linear.triton_config import (
     use_gemv,
 )
 
+HOPPER_SHARED_BYTES = 227 << 10
+
 
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs", "gated", "launch"),
@@ -93,7 +95,7 @@ def test_few_rows_launch_of_known_shapes_comes_from_the_table(
 def test_8_bit_few_rows_launch_of_known_shapes_comes_from_the_table(
     tokens: int, weight_rows: int, inputs: int, launch: FewRowsLaunch
 ) -> None:
-    assert scaled_few_rows_launch(tokens, weight_rows, inputs) == launch
+    assert scaled_few_rows_launch(tokens, weight_rows, inputs, HOPPER_SHARED_BYTES) == launch
 
 
 @pytest.mark.parametrize(
@@ -111,11 +113,24 @@ def test_8_bit_gemv_launch_of_known_inputs_comes_from_the_table(inputs: int, gat
     assert scaled_gemv_launch(inputs, gated=gated) == launch
 
 
+@pytest.mark.parametrize("shared_kib", [99, 163, 227], ids=["Ada", "A100", "Hopper"])
+@given(st.integers(1, 64), st.integers(1, 1 << 18), st.integers(1, 1 << 15))
+def test_stages_of_8_bit_few_rows_fit_in_shared_memory(
+    shared_kib: int, tokens: int, weight_rows: int, inputs: int
+) -> None:
+    launch = scaled_few_rows_launch(tokens, weight_rows, inputs, shared_kib << 10)
+    assert 2 <= launch.stages <= 8
+    assert launch.stages * (launch.block_n + launch.block_m) * launch.block_k < shared_kib << 10
+
+
 @given(st.integers(1, 64), st.integers(1, 1 << 18), st.integers(1, 1 << 15), st.booleans())
 def test_few_rows_launch_of_any_shape_covers_its_tokens(
     tokens: int, weight_rows: int, inputs: int, scaled: bool
 ) -> None:
-    launch = (scaled_few_rows_launch if scaled else few_rows_launch)(tokens, weight_rows, inputs)
+    if scaled:
+        launch = scaled_few_rows_launch(tokens, weight_rows, inputs, HOPPER_SHARED_BYTES)
+    else:
+        launch = few_rows_launch(tokens, weight_rows, inputs)
     assert tokens <= launch.block_m
     assert launch.splits == 1 or launch.splits * -(-weight_rows // launch.block_n) <= MAX_SPLIT_PROGRAMS
     assert launch.splits <= -(-inputs // launch.block_k)

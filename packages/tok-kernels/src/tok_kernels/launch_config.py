@@ -21,6 +21,7 @@ MIN_TILE_SPLIT_KEYS = 256
 MAX_SPLITS = 128
 # Maximum registers per thread with a cache of 8-bit elements; see `decode_launch`.
 MAX_REGISTERS_8_BIT_CACHE = 128
+_HOPPER_SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,15 @@ def supports_pdl(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (9, 0)
     return device.type == "meta"
+
+
+@lru_cache
+def max_shared_bytes(device: torch.device) -> int:
+    """Return the largest shared memory of a program in bytes; that of a Hopper GPU if the device is no GPU."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return _HOPPER_SHARED_BYTES
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:

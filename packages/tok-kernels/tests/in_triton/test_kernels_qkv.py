@@ -16,7 +16,9 @@ from tok_kernels.backends.reference import ReferenceBackend
 from tok_kernels.backends.triton import InvariantTritonBackend
 from tok_kernels.linear import triton_scaled
 from tok_kernels.linear.triton import project_and_write_kv
-from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_GEMV_TOKENS
+from tok_kernels.linear.triton_config import MAX_FEW_ROWS, MAX_GEMV_TOKENS, FewRowsLaunch
+from tok_kernels.linear.triton_few_rows import launch_few_rows
+from tok_kernels.linear.triton_qkv import make_rotation
 from tok_kernels.linear.triton_quantize import quantize_rows
 from tok_kernels.linear.triton_scaled import scaled_project_and_write_kv
 
@@ -158,6 +160,22 @@ def test_8_bit_projection_equals_the_reference_on_its_rounded_rows(
             assert q.dtype == torch.float16
             torch.testing.assert_close(q, expected, rtol=1e-2, atol=2e-2)
             assert_written_alike(ours, theirs, 2e-2)
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_8_bit_projection_of_divided_inputs_equals_the_reference(splits: int, device: torch.device) -> None:
+    heads, tokens, inputs = (6, 1, 40), 5, 320
+    weight = finished(scaled_weight((heads[0] + 2 * heads[1]) * heads[2], inputs, torch.int8, None, device))
+    x, bias = noise(tokens, inputs, dtype=torch.float16, device=device), noise(320, device=device).half()
+    ours = write_of(tokens, *heads[1:], device)
+    theirs = replace(copied(ours), dtype=torch.float16)
+    quantized, rotation = quantize_rows(x, weight), make_rotation(ours, 320, x.dtype)
+    launch = FewRowsLaunch(64, 64, 4, 2, splits=splits, prefetch=128)
+    launch_few_rows(launch, quantized, weight, bias, None, gated=False, rotation=rotation)
+    exact = quantized.values_TK.float() * quantized.scale_TG
+    expected = reference.scaled_project_and_write_kv(exact, weight, bias, theirs)
+    torch.testing.assert_close(rotation.out.view(expected.shape), expected, rtol=1e-2, atol=2e-2)
+    assert_written_alike(ours, theirs, 2e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -102,6 +102,7 @@ _MAX_NARROW_TOKENS = 32  # for more tokens, cuBLAS is faster with weights of les
 _8_BIT, _8_BIT_WIDE = FewRowsLaunch(64, 256, 4, 6), FewRowsLaunch(128, 256, 4, 4)
 _8_BIT_WIDE_16_TOKENS = FewRowsLaunch(64, 128, 4, 8, prefetch=512)
 _8_BIT_DEEP, _MIN_DEEP_INPUTS, _MAX_DEEP_TOKENS = FewRowsLaunch(64, 256, 4, 8, prefetch=512), 8192, 32
+_OTHER_SHARED_BYTES = 3 << 10  # at most, beside the stages
 
 
 def gemv_launch(tokens: int, outputs: int, inputs: int, *, gated: bool) -> GemvLaunch:
@@ -144,8 +145,11 @@ def few_rows_launch(tokens: int, weight_rows: int, inputs: int) -> FewRowsLaunch
     return _split(_fitted(launch, inputs), weight_rows, inputs)
 
 
-def scaled_few_rows_launch(tokens: int, weight_rows: int, inputs: int) -> FewRowsLaunch:
-    """Return the launch of the few-row GEMM for an 8-bit weight of `weight_rows` rows and `inputs` columns."""
+def scaled_few_rows_launch(tokens: int, weight_rows: int, inputs: int, shared_bytes: int) -> FewRowsLaunch:
+    """Return the launch of the few-row GEMM for an 8-bit weight of `weight_rows` rows and `inputs` columns.
+
+    It has as many of its stages as fit in `shared_bytes`, the largest shared memory of a program.
+    """
     block_m = next(max_tokens for max_tokens, _ in _FEW_ROWS if tokens <= max_tokens)
     if weight_rows >= _WIDE:
         launch = _8_BIT_WIDE_16_TOKENS if block_m == 16 else _8_BIT_WIDE
@@ -153,7 +157,9 @@ def scaled_few_rows_launch(tokens: int, weight_rows: int, inputs: int) -> FewRow
         launch = _split(_8_BIT_DEEP, weight_rows, inputs)
     else:
         launch = _8_BIT
-    return replace(_fitted(launch, inputs), block_m=block_m)
+    launch = replace(_fitted(launch, inputs), block_m=block_m)
+    stage_bytes = (launch.block_n + block_m) * launch.block_k
+    return replace(launch, stages=min(launch.stages, (shared_bytes - _OTHER_SHARED_BYTES) // stage_bytes))
 
 
 def _fitted(launch: FewRowsLaunch, inputs: int) -> FewRowsLaunch:
@@ -180,7 +186,11 @@ def invariant_few_row_launch(outputs: int, inputs: int, *, gated: bool) -> FewRo
 
 
 def scaled_gemv_launch(inputs: int, *, gated: bool) -> GemvLaunch:
-    """Return the launch of the GEMV kernel for an 8-bit weight with `inputs` columns."""
+    """Return the launch of the GEMV kernel for an 8-bit weight with `inputs` columns.
+
+    On an H200, those of gated and of deep weights take 1.5 and 1.4 µs less for a layer of Llama-3.1-8B than the last
+    launch; 16 outputs of a gated weight 0.6 µs less than blocks of 1,024 columns with Llama-3.2-1B.
+    """
     if gated and inputs >= 512:
         return GemvLaunch(16 if inputs <= 2048 else 8, 512, 4, vector=16)
     if inputs > 8192:

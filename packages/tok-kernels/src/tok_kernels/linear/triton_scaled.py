@@ -1,8 +1,9 @@
 """Compute linear layers with 8-bit weights: W8A16 for one token, and W8A8 for more.
 
-The GEMV kernel computes one token, the few-row GEMM up to 64 tokens, and cuBLAS more. If a Triton kernel adds the
-residual or applies the gated activation after cuBLAS, this kernel also applies the scales, since cuBLAS is faster
-without them. cuBLAS multiplies weights with block-wise scales from two tokens on.
+The GEMV kernel computes one token, the few-row GEMM up to 64 tokens, and cuBLAS more. The first two also rotate queries
+and keys, and write the KV cache. If a Triton kernel adds the residual or applies the gated activation after cuBLAS,
+this kernel also applies the scales, since cuBLAS is faster without them. cuBLAS multiplies weights with block-wise
+scales from two tokens on.
 
 Tensor cores accumulate float8 products with 14 bits (`use_fast_accum`). With accumulation in float32, cuBLAS takes 6 to
 10 % longer, and the few-row GEMM 18 to 40 %.
@@ -20,9 +21,16 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from tok_kernels.batch import KVWrite
+from tok_kernels.launch_config import max_shared_bytes
 from tok_kernels.linear.quantized_weights import QuantizedRows, ScaledWeight
 from tok_kernels.linear.triton import check_linear, gated_linear, launch_gemv, linear
-from tok_kernels.linear.triton_config import MAX_FEW_ROWS, scaled_few_rows_launch, scaled_gemv_launch, use_gemv
+from tok_kernels.linear.triton_config import (
+    MAX_FEW_ROWS,
+    FewRowsLaunch,
+    scaled_few_rows_launch,
+    scaled_gemv_launch,
+    use_gemv,
+)
 from tok_kernels.linear.triton_few_rows import launch_few_rows
 from tok_kernels.linear.triton_qkv import can_fuse, make_rotation
 from tok_kernels.linear.triton_quantize import apply_scales, gate_and_quantize, quantize_rows
@@ -57,7 +65,7 @@ def scaled_linear(
         return launch_gemv(launch, x_TK, weight, bias_N, norm, residual_TN, gated=False)
     rows = quantize_rows(x_TK, weight, norm)
     if len(x_TK) <= MAX_FEW_ROWS and weight.group is None:
-        few_rows = scaled_few_rows_launch(len(x_TK), *weight.values_NK.shape)
+        few_rows = _few_rows_launch(x_TK, weight)
         return launch_few_rows(few_rows, rows, weight, bias_N, residual_TN, gated=False)
     return _cublas(rows, weight, bias_N, residual_TN)
 
@@ -79,7 +87,7 @@ def scaled_gated_linear(
         return launch_gemv(launch, x_TK, gate_up, bias_F, norm, None, gated=True)
     rows = quantize_rows(x_TK, gate_up, norm)
     if len(x_TK) <= MAX_FEW_ROWS and gate_up.group is None:
-        few_rows = scaled_few_rows_launch(len(x_TK), *gate_up.values_NK.shape)
+        few_rows = _few_rows_launch(x_TK, gate_up)
         return launch_few_rows(few_rows, rows, gate_up, bias_F, None, gated=True)
     if down is None or not _is_supported(x_TK, down):
         return silu_and_mul(_cublas(rows, gate_up, bias_F, None))
@@ -112,10 +120,15 @@ def scaled_project_and_write_kv(
         launch = replace(launch, block_n=launch.block_n // 2)
         launch_gemv(launch, x_TK, weight, bias_N, norm, None, gated=False, rotation=rotation)
     else:
-        few_rows = scaled_few_rows_launch(tokens, rows, inputs)
+        few_rows = _few_rows_launch(x_TK, weight)
         quantized = quantize_rows(x_TK, weight, norm)
         launch_few_rows(few_rows, quantized, weight, bias_N, None, gated=False, rotation=rotation)
     return rotation.out.view(tokens, -1, write.cache.k.shape[3])
+
+
+def _few_rows_launch(x_TK: Tensor, weight: ScaledWeight) -> FewRowsLaunch:
+    rows, inputs = weight.values_NK.shape
+    return scaled_few_rows_launch(len(x_TK), rows, inputs, max_shared_bytes(x_TK.device))
 
 
 def _cublas(rows: QuantizedRows, weight: ScaledWeight, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
