@@ -200,6 +200,17 @@ def test_update_repacks_weights_as_the_start_does(scheme: str, tmp_path: Path) -
         assert tokens(engine) == doubled
 
 
+@pytest.mark.parametrize(("first", "second"), [("gptq", "gptq-v2"), ("gptq-v2", "gptq")])
+def test_zero_points_of_the_other_version_of_gptq_are_refused(first: str, second: str, tmp_path: Path) -> None:
+    own, other = (write_quantized("llama", tmp_path, scheme)[0] for scheme in (first, second))
+    message = f"checkpoint_format is '{second.replace('-', '_')}'; allowed: {first.replace('-', '_')}, the running"
+    with cpu_engine(own) as engine:
+        before = tokens(engine)
+        with pytest.raises(ModelError, match=message):
+            engine.update_weights(str(other))
+        assert tokens(engine) == before
+
+
 def test_quantised_checkpoint_takes_weights_of_its_own_format(old: Path, new: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path, out in ((old, first), (new, second)):

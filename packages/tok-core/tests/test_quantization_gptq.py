@@ -232,3 +232,10 @@ def test_dynamic_rules_for_mixtral_are_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     with pytest.raises(ModelError, match=r"dynamic is {.*w2': {}}; allowed: {} for Mixtral, whose matrices have other"):
         read_quantization(path)
+
+
+def test_group_numbers_out_of_order_are_refused_without_desc_act(tmp_path: Path) -> None:
+    path, _ = write_quantized("llama", tmp_path, "gptq-desc-act")
+    with_keys(path, desc_act=False)
+    with pytest.raises(ModelError, match=r"tensor \S+proj\.g_idx has other groups of columns than desc_act false"):
+        model_of(path, quantization=read_quantization(path))

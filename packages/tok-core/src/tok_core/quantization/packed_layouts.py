@@ -60,6 +60,11 @@ class GPTQMethod(PackedMethod):
     offset: int = 1
     redundant = ("g_idx",)  # unless columns name their groups
 
+    @property
+    def tensor_format(self) -> str:
+        """Return `checkpoint_format` of a checkpoint in this layout."""
+        return "gptq" if self.offset else "gptq_v2"
+
     def part_targets(
         self, layer: LinearLayer, rows: Slice, packed_FW: Tensor, scale_FG: Tensor, zero_FG: Tensor | None
     ) -> Iterator[tuple[str, WeightTarget]]:

@@ -32,6 +32,7 @@ from tok_core.quantization import (
     StackedTarget,
     StoredTensor,
     WeightTarget,
+    read_quantization,
 )
 from tok_core.runtime import HEARTBEAT
 
@@ -75,11 +76,30 @@ def check_checkpoint(model: CausalLM, path: Path) -> None:
     """Raise ModelError if `load_checkpoint` would, and change nothing.
 
     Reads the values only of tensors that `load_checkpoint` may refuse for their values: matrices to quantise, scales,
-    and tensors cast to a dtype of smaller range.
+    and tensors cast to a dtype of smaller range. Refuses GPTQ zero points of another version than the model's, too.
     """
+    _check_zero_points(model, path)
     names, model_targets = _match_tensors(model, path)
     for file, file_names in names.items():
         _check_values(file, file_names, model_targets, model.dtype)
+
+
+def _check_zero_points(model: CausalLM, path: Path) -> None:
+    """Raise ModelError if the checkpoint's `checkpoint_format` is gptq and the model's gptq_v2, or vice versa.
+
+    Both have the same tensors, but zero points of gptq are stored less 1.
+    """
+    layers = [(prefix, linear) for prefix, linear in _linears(model) if isinstance(linear.method, GPTQMethod)]
+    if not layers or not (path / "config.json").is_file():
+        return
+    quantization = read_quantization(path)
+    for prefix, linear in layers:
+        stored, own = quantization.method_of([f"{prefix}{name}" for name in linear.parts]), linear.method
+        if isinstance(stored, GPTQMethod) and isinstance(own, GPTQMethod) and stored.offset != own.offset:
+            raise ModelError(
+                f"{path / 'config.json'}: quantization_config: checkpoint_format is {stored.tensor_format!r}; allowed: "
+                f"{own.tensor_format}, the running model's"
+            )
 
 
 def _match_tensors(model: CausalLM, path: Path) -> tuple[dict[Path, dict[str, str]], Mapping[str, WeightTarget]]:
@@ -232,28 +252,36 @@ def _tensors_to_load(
     """
     seen = set()
     for file, file_names in names.items():
-        for name, own in list(file_names.items()):
-            if own in seen:
-                raise ModelError(f"{file}: tensor {name} is stored twice (the prefix {PREFIX} makes no difference)")
-            seen.add(own)
-            if own in model_targets:
-                continue
-            if own not in skipped and not _is_zero_bias(file, name, own, formats):
-                with _opened(file) as tensors:
+        with _opened(file) as tensors:
+            for name, own in list(file_names.items()):
+                if own in seen:
+                    raise ModelError(f"{file}: tensor {name} is stored twice (the prefix {PREFIX} makes no difference)")
+                seen.add(own)
+                if own in model_targets:
+                    continue
+                layer, method = _module(own), formats.get(_module(own))
+                if isinstance(method, GPTQMethod) and own in skipped and own.endswith(".g_idx"):
+                    _check_group_order(file, name, tensors.get_tensor(name), method)
+                if own not in skipped and not (own.endswith(".bias") and _is_zero_bias(tensors, name, method)):
                     shape = tensors.get_slice(name).get_shape()
-                layer = _module(own)
-                format_known = f", whose {layer} is {formats[layer]}" if layer in formats else ""
-                raise ModelError(f"{file}: tensor {name} {shape} has no place in the model{format_known}")
-            del file_names[name]
+                    format_known = f", whose {layer} is {method}" if method is not None else ""
+                    raise ModelError(f"{file}: tensor {name} {shape} has no place in the model{format_known}")
+                del file_names[name]
     return names
 
 
-def _is_zero_bias(file: Path, name: str, own: str, formats: Mapping[str, LinearMethod]) -> bool:
-    """Return whether a tensor is a bias of zeros, which AutoGPTQ writes for layers without a bias."""
-    if not isinstance(formats.get(own.removesuffix(".bias")), GPTQMethod):
-        return False
-    with _opened(file) as tensors:
-        return not tensors.get_tensor(name).any()
+def _is_zero_bias(tensors: TensorFile, name: str, method: LinearMethod | None) -> bool:
+    """Return whether a bias holds zeros, which AutoGPTQ writes for layers without a bias."""
+    return isinstance(method, GPTQMethod) and not tensors.get_tensor(name).any()
+
+
+def _check_group_order(file: Path, name: str, group_K: Tensor, method: GPTQMethod) -> None:
+    """Raise ModelError unless groups are consecutive columns, as in a layer without `desc_act`."""
+    if not torch.equal(group_K, torch.arange(len(group_K), dtype=group_K.dtype) // (method.group or len(group_K))):
+        raise ModelError(
+            f"{file}: tensor {name} has other groups of columns than desc_act false of quantization_config implies; "
+            "allowed: desc_act true"
+        )
 
 
 def _load_file(
