@@ -1,16 +1,17 @@
-"""Quantised mixtures of experts that do not fit their config, or are corrupt, are refused in one line."""
+"""Routers of quantised mixtures of experts; those that do not fit their config, or are corrupt, are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from support.expert_models import ROUTERS, changed, quantised, single
-from support.parallel_models import model_of
+from support.parallel_models import logits_of, model_of
 from support.quantized_models import SCHEMES
 from support.tiny_models import make_model
 from tok_core import ModelError
@@ -78,6 +79,18 @@ def test_routers_and_experts_of_another_format_than_stored_are_named(
     ignore: list[str], message: str, float8_experts: Path, tmp_path: Path
 ) -> None:
     config = {**SCHEMES["fp8-dynamic"].config, "ignore": ignore}
-    path = changed(float8_experts, tmp_path / "other", quantization_config=config)
+    path = changed(float8_experts, tmp_path / "other", quantization_config=config, transformers_version="4.57.1")
     with pytest.raises(ModelError, match=message):
         model_of(path, quantization=read_quantization(path))
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fine-grained-fp8"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe"])
+def test_routers_that_transformers_5_does_not_list_are_dense(kind: str, scheme: str, tmp_path: Path) -> None:
+    """In transformers 5 "mlp.gate" has a class of its own, so what quantises linear layers does not list it."""
+    path, dense = quantised(single(make_model(kind, tmp_path / "stacked"), tmp_path / "single"), scheme, tmp_path / "q")
+    key = "ignore" if scheme == "fp8-dynamic" else "modules_to_not_convert"
+    config = {**SCHEMES[scheme].config, key: ["lm_head", "mlp.shared_expert_gate"]}
+    path = changed(path, tmp_path / "unlisted", quantization_config=config, transformers_version="5.2.0")
+    model = model_of(path, quantization=read_quantization(path))
+    assert all(map(np.array_equal, logits_of(model), logits_of(model_of(dense))))

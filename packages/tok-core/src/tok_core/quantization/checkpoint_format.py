@@ -79,9 +79,15 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
         allowed = "{} for Mixtral, whose matrices have other names in checkpoints than in the model"
         raise config.wrong("dynamic", config.values["dynamic"], allowed)
     found = READERS[name](config)
-    if name in ("awq", "gptq"):  # leave routers dense, and may not list them
-        found = replace(found, ignored=(*found.ignored, *routers))
+    # These formats leave routers dense, and may not list them. In transformers 5, "mlp.gate" is no linear layer.
+    dense = routers if name in ("awq", "gptq") else routers[:1] if _by_transformers_5(model) else ()
+    if dense:
+        found = replace(found, ignored=(*found.ignored, *dense))
     return found
+
+
+def _by_transformers_5(model: Fields) -> bool:
+    return str(model.values.get("transformers_version", "")) >= "5"
 
 
 def _is_mixtral(model: Fields) -> bool:
