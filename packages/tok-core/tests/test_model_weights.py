@@ -281,6 +281,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ("{", "is not an index"),
         ("{}", "is not an index of safetensors files: KeyError"),
         ('{"weight_map": [1]}', "is not an index"),
+        ('{"weight_map": {}}', "names no file in weight_map"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "names the file '../model"),
         ('{"weight_map": {"a": 1}}', "names the file 1"),
     ],

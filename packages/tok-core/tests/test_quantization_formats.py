@@ -165,6 +165,26 @@ def test_format_that_is_not_computed_is_refused_by_the_name_of_its_key(
 
 
 @pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": None}, "quant_algo is 'FP8'; allowed: null"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo is 'FP8'; allowed: null"),
+        ({"quant_algo": None, "kv_cache_quant_algo": None}, None),
+    ],
+)
+def test_formats_that_modelopt_names_in_a_file_of_its_own_are_refused(
+    algorithms: dict[str, object], message: str | None, tmp_path: Path
+) -> None:
+    path = make_model("llama", tmp_path / "model")
+    (path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": algorithms}))
+    if message is None:
+        assert read_quantization(path) == QuantizationConfig()
+        return
+    with pytest.raises(ModelError, match=f"hf_quant_config.json: quantization: {message}, since formats of ModelOpt"):
+        read_quantization(path)
+
+
+@pytest.mark.parametrize(
     ("scheme", "keys"),
     [
         ("gptq", {"method": "gptq", "format": "gptq", "checkpoint_format": "gptq", "pack_dtype": "int32", "meta": {}}),

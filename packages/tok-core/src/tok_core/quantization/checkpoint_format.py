@@ -64,6 +64,7 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
     config = model.section("quantization_config")
     routers = DENSE_ROUTER if "num_experts_per_tok" in model else ()
     if config is None:
+        _check_modelopt(path / "hf_quant_config.json")
         if requested == "auto":
             return QuantizationConfig()
         if requested not in ONLINE:
@@ -88,6 +89,15 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
 
 def _by_transformers_5(model: Fields) -> bool:
     return str(model.values.get("transformers_version", "")) >= "5"
+
+
+def _check_modelopt(file: Path) -> None:
+    """Raise ModelError if `file`, in which ModelOpt describes a checkpoint beside config.json, names a format."""
+    quantization = Fields.of_file(file).section("quantization") if file.is_file() else None
+    for key in ("quant_algo", "kv_cache_quant_algo"):
+        if quantization is not None and key in quantization:
+            allowed = "null, since formats of ModelOpt are not supported"
+            raise quantization.wrong(key, quantization.values[key], allowed)
 
 
 def _is_mixtral(model: Fields) -> bool:

@@ -179,6 +179,8 @@ def checkpoint_files(path: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index}: is not an index of safetensors files: {error!r}") from error
+    if not names:
+        raise ModelError(f"{index}: names no file in weight_map")
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
             raise ModelError(f"{index}: names the file {name!r}, which is not in {path}")
