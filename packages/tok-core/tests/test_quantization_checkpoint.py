@@ -135,6 +135,13 @@ def test_other_files_are_copied_but_no_dense_weights(tmp_path: Path) -> None:
     assert not written & {"pytorch_model.bin", "pytorch_model.bin.index.json", "model.gguf"}
 
 
+def test_files_of_weights_have_the_permissions_of_the_dense_ones(tmp_path: Path) -> None:
+    path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
+    (path / "model.safetensors").chmod(0o640)
+    assert list(quantize_checkpoint(path, out, "fp8-dynamic"))
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
 def test_model_that_cannot_be_quantised_is_refused_before_writing(tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "out"
     with pytest.raises(InvalidField, match="scheme is 'int3'; allowed: fp8-dynamic, fp8-block, int4-g128, int4-g64"):

@@ -154,6 +154,7 @@ def _write(source: Path, out: Path, chosen: QuantizationScheme, files: list[Path
                     tensors |= written
                     yield WrittenTensor(name, error, source_name)
         save_file(tensors, out / file.name, {"format": "pt"})
+        shutil.copymode(file, out / file.name)  # safetensors lets only the owner read its files
         file_of |= dict.fromkeys(tensors, file.name)
     if len(files) > 1:
         total = sum((out / file.name).stat().st_size for file in files)
