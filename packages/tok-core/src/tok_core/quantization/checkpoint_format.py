@@ -88,7 +88,8 @@ def read_quantization(path: Path, requested: Quantization = "auto") -> Quantizat
 
 
 def _by_transformers_5(model: Fields) -> bool:
-    return str(model.values.get("transformers_version", "")) >= "5"
+    major = str(model.values.get("transformers_version", "")).partition(".")[0]
+    return major.isdecimal() and int(major) >= 5
 
 
 def _check_modelopt(file: Path) -> None:
