@@ -318,10 +318,11 @@ def test_unparsable_arguments_exit_with_code_2(arguments: list[str]) -> None:
     ("arguments", "message"),
     [
         (["batch", "/no/such/file", "-o", "out"], "FILE.jsonl is '/no/such/file'; allowed: an existing file"),
+        (["batch", __file__, "-o", ""], "--output is '.'; allowed: the name of a file"),
         (["quantize", str(MODEL_DIR), "/"], "OUT is '/'; allowed: a directory that does not exist yet"),
     ],
 )
-def test_error_names_an_argument_without_dashes(
+def test_error_names_the_argument_as_it_is_given(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from tok_core import AsyncEngine, EngineConfig, InvalidField
 from tok_server.batch.execution.line_runner import LineSource
 from tok_server.batch.offline.offline import InvalidInput, OfflineBatch, successful_answers
 from tok_server.batch.offline.progress import duration
-from tok_server.batch.storage import validation
+from tok_server.batch.storage import blobs, validation
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.database import StoreError
 from tok_server.batch.storage.lines import Stopped, read_lines
@@ -152,7 +154,28 @@ async def test_retry_failed_refuses_an_output_of_another_input(
     (tmp_path / "in").write_bytes(jsonl(MIXED[line] for line in lines))
     with pytest.raises(StoreError, match="out"):
         await answer(engine, tmp_path / "in", tmp_path / "out", retry_failed=True)
+    with pytest.raises(InvalidField, match="output"):
+        await answer(engine, tmp_path / "in", tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == before
+
+
+async def test_output_for_which_the_disk_has_no_space_is_written_by_the_next_run(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").write_bytes(jsonl(MIXED))
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs.os, "fsync", full_disk)
+        with pytest.raises(StoreError, match=r"out: cannot be written: No space left on device; run the same command"):
+            await answer(engine, tmp_path / "in", tmp_path / "out")
+    assert names(tmp_path) == {"in", "out.partial"}
+    before = engine.stats()["output_tokens"]
+    await answer(engine, tmp_path / "in", tmp_path / "out")
+    assert engine.stats()["output_tokens"] == before
+    assert names(tmp_path) == {"in", "out"}
+
+
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_partial_answers_to_another_input_are_refused(engine: AsyncEngine, tmp_path: Path) -> None:

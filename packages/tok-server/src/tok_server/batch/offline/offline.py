@@ -69,6 +69,8 @@ class OfflineBatch:
     """
 
     def __init__(self, file: Path, output: Path, model: str, *, retry_failed: bool = False) -> None:
+        if not output.name:
+            raise InvalidField("output", str(output), "the name of a file")
         self.partial = output.with_name(output.name + ".partial")
         self._file = file
         self._output = output
@@ -152,6 +154,9 @@ class OfflineBatch:
 
         To retry failed lines of an output that was written from these very answers, begin without any.
         """
+        if self._retry and self._output.exists():  # before `_open` makes partial answers, beside which it is replaced
+            for _ in successful_answers(self._output, LineSource(self._file, self.lines)):
+                pass
         answers = self._open()
         try:
             written = self._retry and self._output.exists() and self._is_written(answers)
@@ -182,12 +187,16 @@ class OfflineBatch:
             answers.add(group)
 
     def _write(self, source: LineSource, answers: Answers) -> None:
-        with atomic_write(self._output) as stream:
+        try:
+            with atomic_write(self._output) as stream:
 
-            def write_line(text: bytes, _: bool) -> None:
-                stream.write(text + b"\n")
+                def write_line(text: bytes, _: bool) -> None:
+                    stream.write(text + b"\n")
 
-            for_each_line(source, answers, None, write_line, lambda: self._ended)
+                for_each_line(source, answers, None, write_line, lambda: self._ended)
+        except OSError as error:
+            text = f"{self._output}: cannot be written: {error.strerror}; run the same command again to resume"
+            raise StoreError(text) from error
 
 
 class _Response(msgspec.Struct):
