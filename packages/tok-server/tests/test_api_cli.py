@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import socket
@@ -14,6 +15,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from support.patience import PATIENCE
 from tok_core import EngineConfig, InvalidField
 from tok_core.config import BackendName, Device, DType, KVCacheDType, LoadFormat, Quantization
 from tok_core.sampling_params import MAX_N
@@ -296,6 +298,9 @@ def test_tok_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str
         (["--draft", "small"], "--draft is 'small'; allowed: only together with speculate"),
         (["--dp", "65"], "--dp is 65; allowed: integers from 1 to 64"),
         (["--api-key", " "], "--api-key is"),
+        (["--allow-origin", "example.org"], "--allow-origin is 'example.org'; allowed: *, or an origin such as"),
+        (["--allow-origin", "http://a/b"], "--allow-origin is 'http://a/b'; allowed: *, or an origin such as"),
+        (["--allowed-host", "http://a"], "--allowed-host is 'http://a'; allowed: *, or a host name"),
     ],
 )
 def test_serve_reports_an_invalid_flag_value_in_one_line(
@@ -344,6 +349,14 @@ def test_output_into_a_closed_pipe_ends_without_a_traceback() -> None:
         assert process.stderr is not None
         assert process.stderr.read() == b""
         assert process.wait() == 1
+
+
+def test_help_prints_question_marks_for_what_the_encoding_lacks() -> None:
+    command = [sys.executable, "-m", "tok_server.cli", "quantize", "--help"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(command, env=ascii_only, capture_output=True, check=False, timeout=PATIENCE)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert b"each block of 128 ? 128" in b" ".join(ran.stdout.split())
 
 
 def test_serve_reports_a_port_in_use_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

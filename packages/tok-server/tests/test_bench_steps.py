@@ -109,6 +109,14 @@ def test_batch_sizes_that_are_no_integers_are_refused(text: str) -> None:
         read_batch_sizes(text)
 
 
+def test_prompts_beyond_the_model_are_refused_by_the_flag_that_sets_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "steps", "--device", "cpu", "--prompt-tokens", "9999"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "tok bench: error: --prompt-tokens is 9999; allowed: at most 1024, the model's own, together"
+    )
+
+
 def test_command_prints_json_for_each_batch_size(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "bench steps --device cpu --batch-sizes 1,2 --prompt-tokens 5 --steps 3 --reps 1 --max-running 4 --json"
     assert main([*words.split(), "--kv-cache-tokens", "1024", "--model", str(tiny_model)]) == 0

@@ -33,6 +33,11 @@ def test_warm_starts_an_engine_with_the_flags_of_serve_and_closes_it(
     assert capsys.readouterr().out.startswith(f"{out}: 3 MiB, after a start of ")
 
 
+def test_warm_names_its_own_flag_for_an_empty_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", str(MODEL_DIR), "--out", ""]) == 2
+    assert capsys.readouterr().err == "tok warm: error: --out is ''; allowed: a directory\n"
+
+
 def test_warm_is_refused_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "kernels"
     assert main(["warm", str(MODEL_DIR), "--out", str(out), "--device", "cpu"]) == 2

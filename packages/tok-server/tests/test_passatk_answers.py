@@ -38,7 +38,7 @@ def test_answer_pattern_may_have_no_group_or_an_optional_group() -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "(a)(b)"])
 def test_invalid_answer_pattern_raises_value_error(pattern: str) -> None:
-    with pytest.raises(ValueError, match="answer pattern is"):
+    with pytest.raises(ValueError, match="--answer-pattern is"):
         FinalAnswerPattern(pattern)
 
 
@@ -75,6 +75,7 @@ def test_read_tasks_handles_blank_lines_limit_and_bare_answers(tmp_path: Path) -
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
+        ("\xff", "line 2: not JSON .*utf-8"),
         ("[1]", "line 2: is '\\[1\\]'; allowed: an object"),
         ('{"question": "a"}', "line 2: answer is missing"),
         ('{"answer": "1"}', "line 2: question is missing"),
@@ -84,7 +85,7 @@ def test_read_tasks_handles_blank_lines_limit_and_bare_answers(tmp_path: Path) -
 )
 def test_read_tasks_error_names_the_line_and_field(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "bad.jsonl"
-    file.write_text('{"question": "a", "answer": "1"}\n' + line + "\n")
+    file.write_bytes(b'{"question": "a", "answer": "1"}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
         read_tasks(file, FinalAnswerPattern())
 

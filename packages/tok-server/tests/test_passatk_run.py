@@ -138,12 +138,23 @@ def test_pass_at_k_refuses_invalid_flag_values(given: tuple[str, ...], field: st
     assert raised.value.field == field
 
 
-@pytest.mark.parametrize("given", [("missing.jsonl",), ("--answer-pattern", "(")])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("missing.jsonl",), "missing.jsonl: No such file or directory"),
+        (("--answer-pattern", "("), "--answer-pattern is '('; allowed: regular expressions"),
+    ],
+)
 def test_pass_at_k_exits_with_code_2_for_a_bad_file_or_pattern(
-    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    given: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(options(*given)) == 2
-    assert capsys.readouterr().err.startswith("tok pass-at-k: error: ")
+    assert capsys.readouterr().err.startswith(f"tok pass-at-k: error: {message}")
+
+
+def test_pass_at_k_names_its_own_flag_for_too_many_samples(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="samples is 99999; allowed: integers from 1 to 16384"):
+        main(options("--samples", "99999", "--limit", "1", "--device", "cpu", "--out", str(tmp_path)))
 
 
 def test_pass_at_k_command_samples_a_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

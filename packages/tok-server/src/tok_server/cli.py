@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Any, NoReturn, cast
 
 from tok_core import InvalidField, TokError
@@ -37,6 +38,8 @@ POSITIONALS = {("quantize", "out"): "OUT", ("batch", "file"): "FILE.jsonl"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 (it failed) or 2 (bad flags)."""
+    if isinstance(sys.stdout, TextIOWrapper):  # print ? for a character that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = make_parser(arguments[:1])
     options = parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -112,6 +113,7 @@ MIN_VALUES = {
     "max_unread": 4096,  # bytes; less would end ordinary streams
     "min_client_priority": -MAX_CLIENT_PRIORITY,
 }
+ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#\s]+/?")
 SECONDS = ("header_timeout", "body_timeout", "write_timeout", "idle_timeout", "request_timeout")
 
 
@@ -161,6 +163,12 @@ class Settings(Limits, frozen=True, kw_only=True):
             raise InvalidField("host", self.host, "an address or a host name")
         if not 0 <= self.port <= 65_535:
             raise InvalidField("port", self.port, "integers from 0 (any free port) to 65535")
+        for origin in self.allow_origins:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise InvalidField("allow_origin", origin, "*, or an origin such as https://example.org")
+        for host in self.allowed_hosts:
+            if not host or "/" in host:
+                raise InvalidField("allowed_host", host, "*, or a host name such as example.org")
         for key in self.api_keys:
             _check_key("api_key", key)
         if self.admin_key is not None:

@@ -9,7 +9,7 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from tok_core import Engine, InvalidField
+from tok_core import Engine, EngineConfig, InvalidField
 from tok_core.messages import EngineInfo
 from tok_server.bench.steps import LEAD_TOKENS, StepTime, measure
 from tok_server.bench.workloads.offline import without_tokenizer
@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> int:
     floor = step_floor(config)
     with (
         without_tokenizer(config.model, config.data_dir) as model,
-        Engine(structs.replace(config, model=model)) as engine,
+        _start(structs.replace(config, model=model), options.prompt_tokens) as engine,
     ):
         require_capacity(engine.info, max(batches), tokens)
         times = measure(engine, batches, options.prompt_tokens, options.steps, options.reps, floor)
@@ -39,6 +39,17 @@ def main(options: argparse.Namespace) -> int:
         else:
             show(list(times), engine.info, options.prompt_tokens, Console())
     return 0
+
+
+def _start(config: EngineConfig, prompt_tokens: int) -> Engine:
+    """Return an engine. Its error about the length, for which there is no flag here, names the flags that set it."""
+    try:
+        return Engine(config)
+    except InvalidField as error:
+        if error.field != "max_model_len":
+            raise
+        allowed = f"{error.allowed}, together with --steps and {LEAD_TOKENS} tokens before them"
+        raise InvalidField("prompt_tokens", prompt_tokens, allowed) from error
 
 
 def read_batch_sizes(text: str) -> list[int]:

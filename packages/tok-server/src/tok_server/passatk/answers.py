@@ -29,9 +29,9 @@ class FinalAnswerPattern:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"answer pattern is {pattern!r}; allowed: regular expressions ({error})") from error
+            raise ValueError(f"--answer-pattern is {pattern!r}; allowed: regular expressions ({error})") from error
         if self._pattern.groups > 1:
-            raise ValueError(f"answer pattern is {pattern!r}; allowed: at most one group")
+            raise ValueError(f"--answer-pattern is {pattern!r}; allowed: at most one group")
 
     def find(self, text: str) -> str | None:
         """Return the text's answer in normal form; None if it has none."""
@@ -69,7 +69,7 @@ def read_tasks(file: Path, pattern: FinalAnswerPattern, limit: int | None = None
     ValueError that names file, line and field; OSError for a file that cannot be read.
     """
     tasks: list[EvalTask] = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(tasks) >= limit:
                 break
@@ -80,8 +80,9 @@ def read_tasks(file: Path, pattern: FinalAnswerPattern, limit: int | None = None
     return tasks
 
 
-def _task(line: str, location: str, pattern: FinalAnswerPattern) -> EvalTask:
+def _task(data: bytes, location: str, pattern: FinalAnswerPattern) -> EvalTask:
     try:
+        line = data.decode()
         entry = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{location}: not JSON ({error})") from error

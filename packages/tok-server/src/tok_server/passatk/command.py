@@ -72,10 +72,16 @@ def main(args: argparse.Namespace) -> int:
     try:
         pattern = FinalAnswerPattern(args.answer_pattern)
         tasks = read_tasks(args.problems or HELD_OUT_FILE, pattern, args.limit)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"tok pass-at-k: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"tok pass-at-k: error: {error}", file=sys.stderr)
         return 2
-    return _run(args, tasks, pattern)
+    try:
+        return _run(args, tasks, pattern)
+    except InvalidField as error:
+        raise error.renamed("samples") if error.field == "n" else error from None
 
 
 def _check(args: argparse.Namespace) -> None:
