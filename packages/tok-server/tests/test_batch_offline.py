@@ -22,7 +22,7 @@ from tok_core import AsyncEngine, EngineConfig, InvalidField
 from tok_server.batch.execution.line_runner import LineSource
 from tok_server.batch.offline.offline import InvalidInput, OfflineBatch, successful_answers
 from tok_server.batch.offline.progress import duration
-from tok_server.batch.storage import blobs, validation
+from tok_server.batch.storage import validation
 from tok_server.batch.storage.answers import Answers, LineAnswer, Totals
 from tok_server.batch.storage.database import StoreError
 from tok_server.batch.storage.lines import Stopped, read_lines
@@ -164,7 +164,7 @@ async def test_output_for_which_the_disk_has_no_space_is_written_by_the_next_run
 ) -> None:
     (tmp_path / "in").write_bytes(jsonl(MIXED))
     with monkeypatch.context() as patch:
-        patch.setattr(blobs.os, "fsync", full_disk)
+        patch.setattr(os, "fsync", full_disk)
         with pytest.raises(StoreError, match=r"out: cannot be written: No space left on device; run the same command"):
             await answer(engine, tmp_path / "in", tmp_path / "out")
     assert names(tmp_path) == {"in", "out.partial"}
