@@ -18,7 +18,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 VLLMMode = Literal["abort", "wait", "keep"]
 VLLM_MODES: dict[str, VLLMMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
-"""What may happen to open requests when vLLM's endpoints pause the engine or let it sleep."""
+"""Modes in which vLLM's endpoints pause the engine or let it sleep: open requests end early, end first, or stay."""
 
 
 def trainer_context(request: web.Request) -> Context:
