@@ -127,7 +127,7 @@ def draws_of(model: CausalLM) -> list[Draws]:
     for step in steps:
         put = {name: torch.from_numpy(array) for name, array in sampling_arrays(step).items()}
         with torch.inference_mode():
-            sampled = sample_tokens(choose(CPU), state, step, put, model.logits(hidden), model.shards)
+            sampled = sample_tokens(model, choose(CPU), state, step, put, hidden)
         found.append(
             [x.double().numpy() for x in (sampled.token, sampled.logprob, sampled.top_token, sampled.top_logprob)]
         )

@@ -21,6 +21,8 @@ from support.trainer import read_line, sharer
 from tok_core import Engine, EngineConfig, EngineError, ModelError, SamplingParams
 from tok_core.manager.speculation import HostSpeculator
 from tok_core.messages import IpcHandle
+from tok_core.worker import cuda_graphs
+from tok_core.worker.sampling import MAX_SAMPLED_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -247,7 +249,9 @@ def test_prefix_groups_change_no_token_in_fp32(path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_cuda_graphs_change_no_token_in_fp32(path: Path) -> None:
+@pytest.mark.parametrize("sampled_rows", [MAX_SAMPLED_ROWS, 5])
+def test_cuda_graphs_change_no_token_in_fp32(path: Path, sampled_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_SAMPLED_ROWS", sampled_rows)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=20 + 3 * i, n=1 + i % 5, top_p=1 - 0.1 * (i == 4))
         for i in range(len(ASKED))

@@ -22,6 +22,7 @@ from tok_core.worker import cuda_graphs
 from tok_core.worker.cuda_graphs import DecodeGraphs
 from tok_core.worker.layer_kinds import different_layers, different_layers_only
 from tok_core.worker.runner import Runner
+from tok_core.worker.sampling import MAX_SAMPLED_ROWS
 from tok_core.worker.sleep import SleepingMemory
 from tok_core.worker.staging import Staging
 from tok_core.worker.startup.dummy_steps import dummy_step, dummy_verify_rows, run_dummy_step
@@ -86,6 +87,21 @@ def test_start_captures_the_largest_graphs_and_steps_the_others_once(graphs: Dec
     for step in (dummy_step(decode=4, groups=2, prefix=16), dummy_step(decode=4, cached=LONG, prefix=LONG)):
         assert graphs.find(step) is graphs.find(step) is not found[0]
     assert len(graphs) == 7
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_graph_of_rows_sampled_in_blocks_samples_the_same_tokens(
+    graphs: DecodeGraphs, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    step, sampled = dummy_step(decode=8, groups=int(shared), prefix=16 * shared), list[list[int]]()
+    for size in (MAX_SAMPLED_ROWS, 3):
+        monkeypatch.setattr(cuda_graphs, "MAX_SAMPLED_ROWS", size)
+        graphs.capture(SIZES)
+        graph = graphs.find(step)
+        assert graph is not None
+        sampled.append(graph.sampled_tokens.flatten().tolist())
+    assert len(sampled[0]) == 2 * 8
+    assert sampled[0] == sampled[1]
 
 
 def test_steps_with_drafts_replay_other_graphs_whose_rows_form_packs(

@@ -9,6 +9,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -155,21 +156,26 @@ def test_memory_estimate_counts_page_tables_and_cuda_graph_rows(directory: Path)
     assert total_graph_rows(576, drafts=True) == 2 * total_graph_rows(576)
 
 
-def test_rows_of_an_unsharded_vocabulary_are_sampled_in_one_block(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("size", "blocks"), [(20, [20]), (8, [8, 8, 4])])
+def test_rows_sampled_in_blocks_equal_rows_sampled_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, size: int, blocks: list[int]
 ) -> None:
     runner, rows, sample = runner_of(directory, 20, 64, 16, 64), list[int](), ReferenceBackend.sample
+    words = -(-runner.model.config.vocab_size // 32)
+    step = dummy_step(decode=20, masked=20, mask_words=words, filtered=20, penalised=20, top_logprobs=2)
+    expected = run_dummy_step(runner, step)
 
     def recording(logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
         rows.append(len(logits_RV))
         return sample(logits_RV, batch)
 
     monkeypatch.setattr(ReferenceBackend, "sample", staticmethod(recording))
-    monkeypatch.setattr(sampling, "MAX_GATHERED_ROWS", 8)
-    words = -(-runner.model.config.vocab_size // 32)
-    step = dummy_step(decode=20, masked=20, mask_words=words, filtered=20, penalised=20, top_logprobs=2)
-    assert len(run_dummy_step(runner, step).token) == 20
-    assert rows == [20]
+    monkeypatch.setattr(sampling, "MAX_SAMPLED_ROWS", size)
+    monkeypatch.setattr(sampling, "MAX_GATHERED_ROWS", 4)  # counts for sharded vocabularies only
+    output = run_dummy_step(runner, step)
+    assert rows == blocks
+    for name in ("token", "logprob", "top_token", "top_logprob"):
+        np.testing.assert_array_equal(getattr(output, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("coordinates", [RankCoordinates(), RankCoordinates(0, 2), RankCoordinates(1, 2)], ids=str)

@@ -34,10 +34,11 @@ from tok_core.models import CausalLM, StreamReader
 from tok_core.runtime import HEARTBEAT
 from tok_core.worker.layer_kinds import different_layers_only
 from tok_core.worker.ngram_drafts import NgramDrafter, padded_draft_rows
+from tok_core.worker.sampling import MAX_SAMPLED_ROWS, sample_in_blocks
 from tok_core.worker.staging import Staging
 from tok_core.worker.state import WorkerState
 from tok_core.worker.step_tensors import cascade_level, decode_kv_start, group_arrays, has_draft_rows, pack_arrays
-from tok_kernels import AttentionBatch, Backend, DecodeRows, DraftRows, SamplingBatch
+from tok_kernels import AttentionBatch, Backend, DecodeRows, DraftRows, Sampled, SamplingBatch
 
 # Graphs of few rows come in two variants, for short and for long contexts: the best kernel launch differs, and a graph
 # fixes it.
@@ -409,12 +410,19 @@ class DecodeGraphs:
     def _sample(self, staged: dict[str, Tensor], hidden: Tensor, rows: DecodeRows) -> Tensor:
         """Sample every row without options; return `DecodeGraph.sampled_tokens`."""
         state = self._state
-        batch = SamplingBatch(
-            *(rows.temperature, rows.seed, rows.sample, rows.next_position),
-            shards=self._model.shards,
-            processed=state.processed_logprobs,
-        )
-        sampled = self._backend.sample(self._model.logits(hidden), batch)
+
+        def sample(block: slice) -> Sampled:
+            batch = SamplingBatch(
+                temperature=rows.temperature[block],
+                seed=rows.seed[block],
+                sample=rows.sample[block],
+                position=rows.next_position[block],
+                shards=self._model.shards,
+                processed=state.processed_logprobs,
+            )
+            return self._backend.sample(self._model.logits(hidden[block]), batch)
+
+        sampled = sample_in_blocks(sample, len(hidden), MAX_SAMPLED_ROWS)
         return self._backend.record_sampled_tokens(staged["slots"], sampled.token, sampled.logprob, state.columns)
 
 

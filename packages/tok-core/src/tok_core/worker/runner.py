@@ -405,8 +405,7 @@ class Runner:
             hidden = hidden[staged["logit_row"].long()]
         elif graph is not None:
             hidden = hidden[: len(step.decode_slot)]  # without padding rows
-        logits_RV = self.model.logits(hidden)
-        sampled = sample_tokens(self.backend, self.state, step, staged, logits_RV, self.model.shards)
+        sampled = sample_tokens(self.model, self.backend, self.state, step, staged, hidden)
         tokens = self.backend.record_sampled_tokens(
             staged["sample_slot"], sampled.token, sampled.logprob, self.state.columns
         )

@@ -1,4 +1,4 @@
-"""Sample a step's tokens from its logits: gather each row's sampling parameters, and call the backend.
+"""Sample a step's tokens: compute logits, gather each row's sampling parameters, and call the backend.
 
 `sampling_arrays` runs on the host, before the step's arrays are staged. `sample_tokens` runs on the last pipeline stage
 in steps that do not sample within a CUDA graph.
@@ -9,7 +9,7 @@ penalties, biases, masks, top log-probabilities. The step lists the rows of each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from tok_core.messages import StepInput
+from tok_core.models import CausalLM
 from tok_core.parallel import VocabularyShards
 from tok_core.sampling_params import DEVICE_COLUMNS, Stage
 from tok_core.worker.state import WorkerState
 from tok_kernels import Backend, Contexts, Filters, LogitBias, Masks, Penalties, Sampled, SamplingBatch
 
-MAX_GATHERED_ROWS = 256  # rows sampled at once if ranks gather logits of the whole vocabulary; bounds their memory
+MAX_SAMPLED_ROWS = 2048  # rows sampled at once; bounds the memory of their logits
+MAX_GATHERED_ROWS = 256  # the same, if ranks gather logits of the whole vocabulary
 
 _OPTION_ROWS = ("filter_row", "penalty_row", "bias_row", "mask_row", "top_row")
 
@@ -53,29 +55,34 @@ def sampling_batch(state: WorkerState, slot_R: Tensor) -> SamplingBatch:
 
 
 def sample_tokens(
+    model: CausalLM,
     backend: Backend,
     state: WorkerState,
     step: StepInput,
     staged: Mapping[str, Tensor],
-    logits_RV: Tensor,
-    shards: VocabularyShards | None,
+    hidden_RN: Tensor,
 ) -> Sampled:
     """Sample the tokens of the step's R rows.
 
     staged  `sampling_arrays(step)` on the device
-    shards  the part of the vocabulary that the logits cover; None: all of it
+    hidden  residual stream after the last layer, of the rows that sample
 
-    Options need logits of the whole vocabulary. If the vocabulary is sharded and any row has an option, rows are
-    sampled in blocks of MAX_GATHERED_ROWS, and all ranks gather the logits of blocks with options. Logits of masked
-    rows change in place.
+    Options need logits of the whole vocabulary. If the vocabulary is sharded and any row has an option, all ranks
+    gather the logits of blocks with options.
     """
-    rows, has_options = len(step.sample_slot), any(len(getattr(step, name)) for name in _OPTION_ROWS)
-    size = MAX_GATHERED_ROWS if shards is not None and has_options else max(rows, 1)
-    blocks = [slice(start, start + size) for start in range(0, max(rows, 1), size)]
-    sampled = [
-        _sample(backend, logits_RV[block], _RowBlock(state, step, staged, block).sampling_batch(), shards)
-        for block in blocks
-    ]
+    has_options = any(len(getattr(step, name)) for name in _OPTION_ROWS)
+
+    def sample(block: slice) -> Sampled:
+        batch = _RowBlock(state, step, staged, block).sampling_batch()
+        return _sample(backend, model.logits(hidden_RN[block]), batch, model.shards)
+
+    size = MAX_GATHERED_ROWS if model.shards is not None and has_options else MAX_SAMPLED_ROWS
+    return sample_in_blocks(sample, len(step.sample_slot), size)
+
+
+def sample_in_blocks(sample: Callable[[slice], Sampled], rows: int, size: int) -> Sampled:
+    """Call `sample` for blocks of at most `size` of the `rows`, one after the other, and concatenate the results."""
+    sampled = [sample(slice(start, start + size)) for start in range(0, max(rows, 1), size)]
     if len(sampled) == 1:
         return sampled[0]
     return Sampled(

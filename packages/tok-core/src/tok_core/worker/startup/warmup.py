@@ -17,7 +17,7 @@ from tok_core.worker.cuda_graphs import graph_sizes
 from tok_core.worker.draft_model import DRAFT_GRAPH_SIZES
 from tok_core.worker.layer_kinds import different_layers, different_layers_only
 from tok_core.worker.runner import Runner
-from tok_core.worker.sampling import MAX_GATHERED_ROWS
+from tok_core.worker.sampling import MAX_GATHERED_ROWS, MAX_SAMPLED_ROWS
 from tok_core.worker.startup.dummy_steps import (
     dummy_drafts,
     dummy_step,
@@ -48,7 +48,7 @@ def warm_up(runner: Runner, measured: StepMemory, max_step_tokens: int, mask_wor
     state, sizes = runner.state, graph_sizes(measured.graph_rows) if measured.graph_rows else []
     # Allocate one block and free it: steps then reuse it, and the allocator does not call the driver again.
     torch.empty(int(measured.step_bytes * SLACK), dtype=torch.uint8, device=state.device)
-    warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), state.slots)
+    warm_up_gemms(runner.model, min(max_step_tokens, state.slots * runner.max_len), min(state.slots, MAX_SAMPLED_ROWS))
     began = time.monotonic()
     with different_layers_only(runner.model, state):
         for step in (*steps_of(runner, max_step_tokens, mask_words), *draft_steps_of(runner, max_step_tokens)):

@@ -15,7 +15,7 @@ from tok_kernels.sampling.triton.block_sampling import RandomKeys, SampledRows, 
 from tok_kernels.sampling.triton.filters import resample_filtered
 from tok_kernels.sampling.triton.penalties import apply_penalties
 
-_MAX_CHUNK_ENTRIES = 1 << 27  # logits edited at once; limits the memory to 512 MiB
+_MAX_CHUNK_ENTRIES = 1 << 26  # logits edited at once; limits the memory to 256 MiB
 
 
 def resample_edited(
