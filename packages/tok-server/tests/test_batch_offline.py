@@ -247,6 +247,12 @@ def test_invalid_input_or_output_path_is_refused_naming_the_field(
     assert names(tmp_path) == {"in"}
 
 
+@pytest.mark.parametrize("output", ["-", ""])
+def test_output_that_is_no_file_is_refused(tmp_path: Path, output: str) -> None:
+    with pytest.raises(InvalidField, match="allowed: the name of a file"):
+        OfflineBatch(tmp_path / "in", Path(output), NAME)
+
+
 async def test_malformed_lines_are_reported_before_anything_runs(tmp_path: Path) -> None:
     bad = b"nonsense\n" * 150
     (tmp_path / "in").write_bytes(jsonl(MIXED) + bad)

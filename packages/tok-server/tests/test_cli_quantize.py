@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ import torch
 from support.quantized_models import write_kv_scales
 from support.tiny_models import make_model
 from tok_core.model_config import read_config
+from tok_core.models import weights
+from tok_core.models.weights.checkpoint_quantization import WrittenTensor
 from tok_server.cli import main
 from tok_server.demo import MODEL_DIR
 
@@ -43,6 +49,26 @@ def test_all_experts_of_a_layer_share_a_row_of_the_table(tmp_path: Path, capsys:
         assert f"mlp.shared_expert.{name}_proj" in rows
     assert main(["models", str(tmp_path / "fp8")]) == 0
     assert "float8 with a scale for each row; dense: lm_head" in capsys.readouterr().out
+
+
+def test_terminated_quantize_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, quantize, survived = tmp_path / "out", weights.quantize_checkpoint, list[int]()
+
+    def terminating(*arguments: Any) -> Iterator[WrittenTensor]:
+        for tensor in quantize(*arguments):
+            assert out.is_dir()
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield tensor
+
+    monkeypatch.setattr(weights, "quantize_checkpoint", terminating)
+    handler = signal.signal(signal.SIGTERM, lambda number, _: survived.append(number))
+    try:
+        assert main(["quantize", str(MODEL_DIR), str(out)]) == 130
+        assert not out.exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert survived == [signal.SIGTERM]  # the process's own handler is back
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +26,8 @@ def main(options: argparse.Namespace) -> int:
     errors: dict[str, list[tuple[float, str]]] = {}
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with _termination_interrupts(), bar as progress:
         task, sources = progress.add_task("rounding", total=stored_tensors(source)), set[str]()
         for tensor in quantize_checkpoint(source, out, options.scheme):
             sources.add(tensor.source)
@@ -36,6 +40,16 @@ def main(options: argparse.Namespace) -> int:
     Console().print(_table(errors))
     print(f"wrote {out}")
     return 0
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, too: an interruption leaves no half-written model."""
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _layer_and_kind(name: str) -> tuple[str, str]:

@@ -69,7 +69,7 @@ class OfflineBatch:
     """
 
     def __init__(self, file: Path, output: Path, model: str, *, retry_failed: bool = False) -> None:
-        if not output.name:
+        if not output.name or output == Path("-"):  # a run on standard output could not be resumed
             raise InvalidField("output", str(output), "the name of a file")
         self.partial = output.with_name(output.name + ".partial")
         self._file = file
