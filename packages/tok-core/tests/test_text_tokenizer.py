@@ -13,6 +13,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from support.tiny_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from tok_core.errors import InvalidField, ModelError
@@ -205,6 +206,32 @@ def test_tokens_only_in_added_tokens_decoder_are_added(tmp_path: Path) -> None:
     assert tokenizer.pieces[size:] == [b"<one>", b"<two>"]
     assert size in tokenizer.special_ids
     assert size + 1 not in tokenizer.special_ids
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "</s>"},
+        {"pad_token": {"content": "</s>", "rstrip": True, "__type": "AddedToken"}},
+        {"added_tokens_decoder": {"265": {"content": "ab", "special": True}}},
+        {"added_tokens_decoder": {"265": {"content": "ab", "rstrip": True, "normalized": False}}},
+        {"added_tokens_decoder": {"2": {"content": "</s>", "special": True, "lstrip": True}}},
+        {"extra_special_tokens": ["ab"]},
+        {"additional_special_tokens": ["ab"]},
+        {"extra_special_tokens": {"pair": "ab"}},
+    ],
+)
+def test_configured_tokens_match_text_as_in_transformers(tmp_path: Path, config: dict[str, object]) -> None:
+    encoder = sentencepiece_like()
+    assert encoder.token_to_id("ab") == 265  # a token of the model, which tokenizer.json does not list as added
+    encoder.add_special_tokens([AddedToken("</s>", rstrip=True)])
+    tokenizer = Tokenizer.load(saved(encoder, tmp_path, config))
+    library = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    for text in ("a </s>  ab", "bab aab  </s> ab b", "aabb ab  a"):
+        ids = library.encode(text)
+        assert tokenizer.encode(text) == ids
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip) == library.decode(ids, skip_special_tokens=skip)
 
 
 def test_added_token_with_an_unavailable_id_is_rejected(tmp_path: Path) -> None:

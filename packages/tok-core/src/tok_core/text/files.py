@@ -30,6 +30,14 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return {role: content for role, content in found.items() if content is not None}
 
 
+def other_special_tokens(directory: Path) -> list[str]:
+    """Return special tokens without a role, which tokenizer_config.json lists, or names in an object."""
+    config = read_json(directory, CONFIG)
+    listed = config.get("extra_special_tokens", config.get("additional_special_tokens"))  # the older name
+    values = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
+    return [content for value in values if (content := _content(value)) is not None]
+
+
 def _content(value: object) -> str | None:
     # `value` is the token itself, or an object that also says how the token is matched in text.
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import tokenizers
 
 from tok_core.errors import InvalidField, ModelError
-from tok_core.text.files import CONFIG, read_json, special_tokens
+from tok_core.text.files import CONFIG, other_special_tokens, read_json, special_tokens
 from tok_core.text.pieces import PieceDecoder, piece_decoder
 
 Int32 = npt.NDArray[np.int32]
@@ -150,27 +150,42 @@ def _read_encoder(file: Path, roles: dict[str, str]) -> tokenizers.Tokenizer:
     encoder.no_truncation()
     encoder.no_padding()
     _add_configured(encoder, file.parent)
-    known = [content for content in roles.values() if encoder.token_to_id(content) is not None]
-    # Tokens with a role are special even if tokenizer.json does not list them as added.
-    encoder.add_special_tokens(known)
+    _mark_special(encoder, file.parent, roles)
     return encoder
 
 
 def _add_configured(encoder: tokenizers.Tokenizer, directory: Path) -> None:
-    """Add tokens that only tokenizer_config.json lists, in order of id, as in older repositories."""
+    """Add the tokens that tokenizer_config.json lists, in order of id; it takes precedence over tokenizer.json."""
     entries = read_json(directory, CONFIG).get("added_tokens_decoder")
     if not isinstance(entries, dict):
         return
     try:
-        added = [(int(key), tokenizers.AddedToken(**entry)) for key, entry in entries.items()]
+        configured = {int(key): tokenizers.AddedToken(**entry) for key, entry in entries.items()}
     except (TypeError, ValueError) as error:
         raise ModelError(f"{directory / CONFIG}: added_tokens_decoder is malformed: {error}") from error
-    for index, token in sorted(added, key=lambda item: item[0]):
-        if encoder.token_to_id(token.content) is not None:
-            continue
-        encoder.add_tokens([token])
-        if encoder.token_to_id(token.content) != index:
+    added = encoder.get_added_tokens_decoder()
+    known = {token.content: encoder.token_to_id(token.content) for token in configured.values()}
+    for token in configured.values():
+        if (index := known[token.content]) is not None and index in added:
+            token.special = token.special or added[index].special  # the library never undoes this
+    encoder.add_tokens([token for _, token in sorted(configured.items())])  # each call takes time for all added tokens
+    for index, token in configured.items():
+        if known[token.content] is None and encoder.token_to_id(token.content) != index:
             raise ModelError(f"{directory / CONFIG}: token {token.content!r} cannot be given id {index}")
+
+
+def _mark_special(encoder: tokenizers.Tokenizer, directory: Path, roles: dict[str, str]) -> None:
+    """Make tokens with a role special, and others that the configuration calls special if nothing else lists them.
+
+    They keep how they are matched in text.
+    """
+    added = encoder.get_added_tokens_decoder()
+    special = []
+    for content in (*roles.values(), *other_special_tokens(directory)):
+        index = encoder.token_to_id(content)
+        if index is not None and (index not in added or content in roles.values()):
+            special.append(added.get(index, tokenizers.AddedToken(content, normalized=False)))
+    encoder.add_special_tokens(special)
 
 
 def _pieces(vocabulary: dict[str, int], decoder: PieceDecoder, special: frozenset[int]) -> list[bytes]:
