@@ -130,6 +130,23 @@ def test_tools_select_the_named_tool_use_template(tmp_path: Path) -> None:
         assert chat.render(CONVERSATIONS[0], tools=tools) == by_transformers(tmp_path, CONVERSATIONS[0], True, tools)
 
 
+def test_templates_in_files_of_their_own_are_used_by_name(tmp_path: Path) -> None:
+    model(tmp_path, "configuration")
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} é", encoding="utf-8")
+    chat = ChatTemplate.load(tmp_path)
+    for tools in (None, TOOLS):
+        assert chat.render(CONVERSATIONS[0], tools=tools) == by_transformers(tmp_path, CONVERSATIONS[0], True, tools)
+
+
+def test_a_template_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    model(tmp_path, "configuration")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja cannot be read"):
+        ChatTemplate.load(tmp_path)
+
+
 def test_chat_template_uses_the_given_clock(tmp_path: Path) -> None:
     chat = ChatTemplate.load(model(tmp_path, LLAMA_LIKE), now=lambda: datetime(1999, 12, 31))
     assert "Year: 1999" in chat.render(CONVERSATIONS[0])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from support.scripted_model import make_scripted_model
 from support.serving import NAME, Server, serving
@@ -271,6 +273,28 @@ def test_continue_final_message_continues_the_last_message(server: Server) -> No
     assert text_of(server, messages=messages, add_generation_prompt=False).endswith("It has @think<|eot_id|>")
     answer = server.chat(messages=messages, continue_final_message=True).json()
     assert answer["choices"][0]["message"]["content"] == "It is."  # type: ignore[index]
+
+
+TRIMMING_TEMPLATE = """{% for message in messages %}[{{ message.role }}]
+{{ "(reasoned) " if message.reasoning_content is string }}
+{{- message.content | trim if trims else message.content }}<|eot_id|>{% endfor %}"""
+
+
+def test_a_message_continues_as_in_transformers(tmp_path: Path) -> None:
+    model = make_scripted_model(tmp_path / "model", SCRIPTS, TRIMMING_TEMPLATE)
+    library = PreTrainedTokenizerFast.from_pretrained(str(model))
+    with serving(model) as server:
+        for content in ("A: ", "A:", " A\n", "A \n"):
+            messages = [*USER, {"role": "assistant", "content": content, "reasoning_content": ""}]
+            for trims in (True, False):
+                expected = library.apply_chat_template(
+                    messages, tokenize=False, continue_final_message=True, trims=trims
+                )
+                fields = {"continue_final_message": True, "chat_template_kwargs": {"trims": trims}}
+                assert text_of(server, messages=messages, **fields) == expected
+        blank = [*USER, {"role": "assistant", "content": " "}]
+        fields = {"continue_final_message": True, "chat_template_kwargs": {"trims": True}}
+        assert text_of(server, messages=blank, **fields).endswith("[assistant]\n")
 
 
 def test_only_the_continued_message_decides_if_reasoning_is_open(server: Server) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATE = "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"  # directory of templates with other names than "default"
 MAX_REASON_CHARS = 1000  # characters quoted from a template's error message
 
 
@@ -104,9 +105,11 @@ class ChatTemplate:
 
 
 def _sources(directory: Path) -> dict[str, str]:
-    file = directory / TEMPLATE
-    if file.is_file():
-        return {"default": file.read_text(encoding="utf-8")}
+    files = {file.stem: file for file in sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))}
+    if (directory / TEMPLATE).is_file():
+        files["default"] = directory / TEMPLATE
+    if files:
+        return {name: _read(file) for name, file in files.items()}
     match read_json(directory, CONFIG).get("chat_template"):
         case str(source):
             return {"default": source}
@@ -116,6 +119,13 @@ def _sources(directory: Path) -> dict[str, str]:
             except (KeyError, TypeError) as error:
                 raise ModelError(f"{directory / CONFIG}: chat_template is malformed: {error!r}") from error
     raise ModelError(f"{directory} has no chat template: neither {TEMPLATE} nor chat_template in {CONFIG}")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
 
 
 def _compile(environment: Environment, name: str, source: str) -> Callable[[Mapping[str, object]], str]:

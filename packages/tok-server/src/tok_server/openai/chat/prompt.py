@@ -142,6 +142,7 @@ def _text(request: ChatCompletionRequest, template: ChatTemplate, allowed_calls:
     messages = template_messages(request.messages)
     continues = bool(value_or_none(request.continue_final_message))
     add_generation_prompt = value_or_none(request.add_generation_prompt)
+    content = str(messages[-1]["content"]) if messages else ""
     mark = _mark_last_message(messages, add_generation_prompt) if continues else ""
     try:
         text = template.render(
@@ -152,7 +153,7 @@ def _text(request: ChatCompletionRequest, template: ChatTemplate, allowed_calls:
         )
     except InvalidField as error:
         raise invalid("messages", str(error)) from error
-    return _cut_at_mark(text, mark) if continues else text
+    return _cut_at_mark(text, mark, content) if continues else text
 
 
 def _mark_last_message(messages: list[dict[str, object]], add_generation_prompt: bool | None) -> str:
@@ -166,16 +167,17 @@ def _mark_last_message(messages: list[dict[str, object]], add_generation_prompt:
         path = f"messages[{len(messages) - 1}].role"
         raise invalid(path, f"{path}: continue_final_message requires an assistant message with content at the end")
     mark = secrets.token_hex(16)  # random: no message can contain it
-    last["content"] = f"{last['content']}{mark}"
+    last["content"] = f"{last['content']}{mark} "  # a template that trims contents drops the space
     return mark
 
 
-def _cut_at_mark(text: str, mark: str) -> str:
-    before, matched, _ = text.rpartition(mark)
+def _cut_at_mark(text: str, mark: str, content: str) -> str:
+    """Return the text before the mark, which ends as the template writes the `content` of a last message."""
+    before, matched, after = text.rpartition(mark)
     if not matched:
         reason = "the model's chat template omits the last message, so that it cannot be continued"
         raise invalid("continue_final_message", f"continue_final_message: {reason}")
-    return before
+    return before if after.startswith(" ") else before.removesuffix(content[len(content.rstrip()) :])
 
 
 def _variables(request: ChatCompletionRequest, template: ChatTemplate) -> Mapping[str, object]:
@@ -273,7 +275,7 @@ def _assistant(message: AssistantMessage, path: str) -> TemplateMessage:
             _call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
     reasoning = value_or_none(message.reasoning_content)
-    if reasoning:
+    if reasoning is not None:
         template_message["reasoning_content"] = reasoning
     return template_message
 
