@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
-from support.serving import Server
+from support.serving import Server, serving
+from support.tiny_models import make_model
 from support.tolerance import near
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -79,6 +83,44 @@ def test_text_offsets_of_an_echo_point_into_the_whole_text(server: Server) -> No
     parts = streamed(server, prompt=TEXT, max_tokens=6, logprobs=0, echo=True)[0]
     assert parts["text"] == choice["text"]
     assert near(parts["logprobs"], found)
+
+
+def test_a_character_that_an_echoed_prompt_cuts_off_stays_cut(server: Server) -> None:
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    first, second = (tokenizer.pieces.index(bytes([byte])) for byte in "é".encode())
+    fields = {"prompt": [*tokenizer.encode("ab"), first], "echo": True, "logprobs": 0, "logit_bias": {str(second): 100}}
+    (choice,) = whole(server, **fields, max_tokens=2)
+    assert choice["text"] == "ab\ufffd\ufffd\ufffd"
+    assert choice["logprobs"]["text_offset"][-3:] == [2, 3, 4]
+    assert streamed(server, **fields, max_tokens=2)[0]["logprobs"]["text_offset"] == choice["logprobs"]["text_offset"]
+
+
+def test_text_offsets_count_no_space_that_the_echo_leaves_out(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    write_llama2_tokenizer(model / "tokenizer.json")
+    with serving(model) as server:
+        for prompt in ("ab", " a b"):
+            (choice,) = whole(server, prompt=prompt, max_tokens=4, echo=True, logprobs=0, allowed_token_ids=[4, 5])
+            text, found = choice["text"], choice["logprobs"]
+            assert found["tokens"][:2] == ["<s>", " "]
+            assert text == "".join(found["tokens"][2:])
+            assert text.startswith(prompt)
+            for token, offset in list(zip(found["tokens"], found["text_offset"], strict=True))[2:]:
+                assert text[offset:].startswith(token)
+
+
+def write_llama2_tokenizer(file: Path) -> None:
+    """Write a tokenizer that puts a space before each text, and leaves it out when it decodes."""
+    tokens = ["<s>", "<|end_of_text|>", "<|eot_id|>", "▁", "a", "b"]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(tokens[:3])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(file))
+    config = file.with_name("tokenizer_config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": "<s>"}))
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])

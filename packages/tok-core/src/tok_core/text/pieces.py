@@ -29,14 +29,19 @@ class PieceDecoder:
     lead: int = 0
     bare_first: bool = False
 
-    def join(self, pieces: Sequence[bytes]) -> bytes:
-        """Return the bytes of a whole text of its own, as opposed to one that continues another."""
-        pieces = [piece for piece in pieces if piece]
-        if pieces and self.bare_first:
-            pieces[0] = pieces[0].replace(b" ", b"")
-        text = b"".join(pieces)
-        spaces = len(text) - len(text.lstrip(b" "))
-        return text[min(self.lead, spaces) :]
+    def own_text(self, pieces: Sequence[bytes]) -> list[bytes]:
+        """Return what each piece adds to a text of its own, as opposed to one that continues another."""
+        shown, lead = list(pieces), self.lead
+        if self.bare_first:
+            first = next((index for index, piece in enumerate(pieces) if piece), 0)
+            shown[first : first + 1] = [piece.replace(b" ", b"") for piece in pieces[first : first + 1]]
+        for index, piece in enumerate(shown):
+            spaces = min(lead, len(piece) - len(piece.lstrip(b" ")))
+            shown[index] = piece[spaces:]
+            lead -= spaces
+            if shown[index] or not lead:
+                break
+        return shown
 
 
 def piece_decoder(decoder: Mapping[str, object] | None) -> PieceDecoder:

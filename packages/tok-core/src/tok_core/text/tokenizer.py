@@ -81,7 +81,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids` as a text of its own; invalid UTF-8 becomes U+FFFD."""
-        return self._decoder.join(self.pieces_of(ids, skip_special_tokens)).decode(errors="replace")
+        return b"".join(self.own_text(ids, skip_special_tokens)).decode(errors="replace")
+
+    def own_text(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[bytes]:
+        """Return the bytes that each id adds to the text that `decode` returns."""
+        return self._decoder.own_text(self.pieces_of(ids, skip_special_tokens))
 
     def continuation(self, ids: Int32, keep_bytes: int | None = None, skip_special_tokens: bool = True) -> str:
         """Return the text by which generated `ids` continue their prompt: all that a Detokeniser shows of them.

@@ -19,7 +19,8 @@ class EchoedPrompt:
     """
 
     def __init__(self, token_ids: Sequence[int], texts: TokenTexts, top_logprobs: int | None) -> None:
-        self.text = texts.joined(token_ids)
+        self._shown = texts.own_text(token_ids)
+        self.text = b"".join(self._shown).decode(errors="replace")
         self._token_ids = token_ids
         self._texts = texts
         self._top_logprobs = top_logprobs
@@ -43,7 +44,8 @@ class EchoedPrompt:
             TokenLogprob(token, 0.0) if entry is None else TokenLogprob(token, entry.logprob, entry.top[:top_logprobs])
             for token, entry in zip(self._token_ids, entries, strict=True)
         ]
-        found = completion_logprobs(known, self._texts, self._offsets)
+        found = completion_logprobs(known, self._texts, self._offsets, self._shown)
+        self._offsets.finish()
         return CompletionLogprobs(
             tokens=found.tokens,
             token_logprobs=_mask_missing(found.token_logprobs, entries),

@@ -46,6 +46,10 @@ class TextOffsets:
         self._length += len(self._decoder.decode(visible_bytes))
         return offset
 
+    def finish(self) -> None:
+        """End the text: a character that is incomplete becomes one U+FFFD, and further tokens begin another one."""
+        self._length += len(self._decoder.decode(b"", final=True))
+
     def copy(self) -> TextOffsets:
         """Return an independent copy at the same position."""
         result = TextOffsets()
@@ -63,13 +67,20 @@ def _is_utf8_prefix(head: bytes) -> bool:
     return True
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, offsets: TextOffsets) -> CompletionLogprobs:
-    """Convert the log-probabilities of one choice, or of one delta of it, to the form of completions."""
+def completion_logprobs(
+    entries: Sequence[TokenLogprob], texts: TokenTexts, offsets: TextOffsets, shown: Sequence[bytes] | None = None
+) -> CompletionLogprobs:
+    """Convert the log-probabilities of one choice, or of one delta of it, to the form of completions.
+
+    shown  bytes that each token adds to the text; None: those that it adds to a text that goes on
+    """
+    if shown is None:
+        shown = [texts.visible_bytes(entry.token_id) for entry in entries]
     return CompletionLogprobs(
         tokens=[texts.name(entry.token_id, "bytes:") for entry in entries],
         token_logprobs=[clamp_logprob(entry.logprob) for entry in entries],
         top_logprobs=[_top(entry, texts) for entry in entries],
-        text_offset=[offsets.next(texts.visible_bytes(entry.token_id)) for entry in entries],
+        text_offset=[offsets.next(visible) for visible in shown],
     )
 
 

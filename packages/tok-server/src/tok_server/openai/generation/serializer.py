@@ -103,9 +103,11 @@ class TokenTexts:
         """Return the bytes that the token adds to the text: by default none for special tokens."""
         return self.tokenizer.pieces_of([token], self._skip_special_tokens)[0] if self.tokenizer else b""
 
-    def joined(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens."""
-        return self.tokenizer.decode(token_ids, self._skip_special_tokens) if self.tokenizer else ""
+    def own_text(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token adds to a text of their own, which may lack the first token's space."""
+        if self.tokenizer is None:
+            return [b""] * len(token_ids)
+        return self.tokenizer.own_text(token_ids, self._skip_special_tokens)
 
     def name(self, token: int, prefix: str) -> str:
         """Return what log-probabilities call the token: its `text`, or its id."""
