@@ -81,6 +81,13 @@ def test_top_logprobs_always_include_the_sampled_token(tokenizer: Tokenizer) -> 
     assert [len(likeliest or {}) for likeliest in shown.top_logprobs] == [2, 1]
 
 
+def test_top_logprobs_name_the_sampled_token_with_its_own_logprob(tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocab_size  # ids from there on have the same text, none
+    entry = TokenLogprob(size, -9.0, ((size + 1, -0.5), (65, -1.0), (size + 2, -2.0)))
+    shown = completion_logprobs([entry], TokenTexts(tokenizer), TextOffsets())
+    assert shown.top_logprobs == [{"": -9.0, tokenizer.piece(65).decode(): -1.0}]
+
+
 def test_logprobs_without_a_tokenizer_name_tokens_by_id() -> None:
     shown = completion_logprobs([TokenLogprob(7, -1.0)], TokenTexts(None), TextOffsets())
     assert shown.tokens == ["token_id:7"]

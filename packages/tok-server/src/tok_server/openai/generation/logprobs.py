@@ -85,10 +85,11 @@ def completion_logprobs(
 
 
 def _top(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
-    """Return the top-k tokens and the sampled one by text. Of tokens with the same text, the first one stays."""
+    """Return the top-k tokens and the sampled one by text. Of equal texts, its own or the first one stays."""
     result: dict[str, float] = {}
-    for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+    for token, logprob in entry.top:
         result.setdefault(texts.name(token, "bytes:"), clamp_logprob(logprob))
+    result[texts.name(entry.token_id, "bytes:")] = clamp_logprob(entry.logprob)
     return result
 
 
