@@ -213,6 +213,14 @@ def test_truncated_prompt_keeps_its_last_tokens(engine: Engine, kept: int, token
     assert output.outputs[0].token_ids == short.outputs[0].token_ids
 
 
+def test_a_truncated_text_keeps_its_begin_token(engine: Engine) -> None:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode("the quick brown fox")
+    (output,) = engine.generate(["the quick brown fox"], greedy(truncate_prompt_tokens=3))
+    assert output.prompt_token_ids == [tokenizer.bos_id, *ids[-2:]]
+
+
 def test_prompt_truncated_to_the_models_length_leaves_room_for_the_output(engine: Engine) -> None:
     (output,) = engine.generate([[7] * 2000], greedy(truncate_prompt_tokens=-1))
     assert len(output.prompt_token_ids) == manager_of(engine).scheduler.info.max_model_len - NEW

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from support.serving import Answer, Server, serving
 from tok_core.text import Tokenizer
@@ -146,6 +147,25 @@ def test_prompt_is_truncated_to_its_last_tokens(server: Server, tokenizer: Token
     fields = {"truncate_prompt_tokens": -1, "max_tokens": 4, "return_token_ids": True}
     kept = [one["prompt_token_ids"] for one in json_of(server.complete(prompt=[ids, ids[:5]], **fields))["choices"]]
     assert kept == [ids[-(server.engine.info.max_model_len - 4) :], ids[:5]]
+
+
+@pytest.mark.parametrize("repeats", [1, 3000])
+def test_a_truncated_text_keeps_its_begin_token_as_in_transformers(
+    server: Server, tiny_model: Path, repeats: int
+) -> None:
+    library = PreTrainedTokenizerFast.from_pretrained(str(tiny_model), truncation_side="left")
+    for kept, add_special_tokens in ((1, True), (2, True), (9, True), (9, False), (700, True)):
+        text = "naïve 日本 " * repeats
+        fields: dict[str, Any] = {"truncate_prompt_tokens": kept, "add_special_tokens": add_special_tokens}
+        messages = [{"role": "user", "content": text}]
+        rendered = library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        whole, chat = (
+            library(one, truncation=True, max_length=kept, add_special_tokens=add_special_tokens).input_ids
+            for one in (text, rendered)
+        )
+        fields |= {"max_tokens": 1, "return_token_ids": True}
+        assert json_of(server.complete(prompt=text, **fields))["choices"][0]["prompt_token_ids"] == whole
+        assert json_of(server.chat(messages=messages, **fields))["prompt_token_ids"] == chat
 
 
 def test_streams_carry_the_prompts_token_ids_once_per_choice(server: Server, tokenizer: Tokenizer) -> None:

@@ -89,7 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop                strings that end a sample; they are not part of its text
     include_stop_str_in_output   what ends a sample, a stop string or a token, is part of its text
     skip_special_tokens   special tokens are not part of the text
-    truncate_prompt_tokens   keep only so many of the prompt's last tokens; -1: as many as the model's length allows
+    truncate_prompt_tokens   keep only so many of the prompt's last tokens; -1: as many as the model's length allows.
+                             Of a text, the tokens that encoding adds at its beginning are kept, too, and count
     stop_token_ids      ids that end a sample, in addition to the model's own end ids
     ignore_eos          the model's own end ids do not end a sample
     priority            requests with a lower value are served first and preempted last
@@ -151,12 +152,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Return whether the logits depend on earlier tokens, by any penalty."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
-    def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
-        """Return the end of the prompt that `truncate_prompt_tokens` keeps: at -1, what leaves room for the output."""
+    def truncate(self, prompt: list[int], max_model_len: int, begin: int = 0) -> list[int]:
+        """Return what `truncate_prompt_tokens` keeps of the prompt: its first `begin` tokens, and its end.
+
+        At -1, it keeps what leaves room for the output.
+        """
         kept = self.truncate_prompt_tokens
         if kept == -1:
             kept = max(max_model_len - (1 if self.max_tokens is None else self.max_tokens), 1)
-        return prompt if kept is None else prompt[-kept:]
+        if kept is None or kept >= len(prompt):
+            return prompt
+        begin = min(begin, kept)
+        return prompt[:begin] + prompt[len(prompt) - kept + begin :]
 
 
 def seeded(params: SamplingParams, seed: int) -> SamplingParams:

@@ -301,7 +301,10 @@ class EngineCore:
 
     def _encode(self, prompt: str | list[int], params: SamplingParams | None) -> list[int]:
         ids = prompt if isinstance(prompt, list) else self._tokenize(prompt)
-        return ids if params is None else params.truncate(ids, self.info.max_model_len)
+        if params is None or params.truncate_prompt_tokens is None:
+            return ids
+        begin = 0 if isinstance(prompt, list) or self.tokenizer is None else self.tokenizer.begin_count
+        return params.truncate(ids, self.info.max_model_len, begin)
 
     def _tokenize(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):

@@ -38,6 +38,7 @@ class Tokenizer:
     roles        special tokens by role ("bos_token", "eos_token", ...)
     bos_id       id that begins a text; None if the model has none
     eos_ids      ids of the tokenizer's own end token: at most one; the model's configuration may name more
+    begin_count  number of special tokens that `encode` adds before a text
     """
 
     def __init__(self, encoder: tokenizers.Tokenizer, decoder: PieceDecoder, roles: dict[str, str]) -> None:
@@ -55,6 +56,7 @@ class Tokenizer:
         self.bos_id = _role_id(encoder, roles, "bos_token")
         eos_id = _role_id(encoder, roles, "eos_token")
         self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+        self.begin_count = [*encoder.encode("a").special_tokens_mask, 0].index(0)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -75,7 +75,7 @@ def make_chat_job(
         prompt_logprobs=check_prompt_logprobs(request),
         grammar=None if requested is None else requested.grammar,
     )
-    prompt = chat_prompt(request, engine, formats)
+    prompt = chat_prompt(request, engine, formats, truncates=params.truncate_prompt_tokens is not None)
     constrained = answer_format(
         prompt.allowed_calls, prompt.markup, params.grammar, field_names.get("grammar", "response_format")
     )
@@ -85,7 +85,7 @@ def make_chat_job(
     return GenerationJob(
         id=new_id("chatcmpl"),
         model=model,
-        prompts=[params.truncate(prompt.token_ids, engine.info.max_model_len)],
+        prompts=[params.truncate(prompt.token_ids, engine.info.max_model_len, prompt.begin_count)],
         params=params,
         markup=constrained.markup,
         stop_when=parse_stop_when(

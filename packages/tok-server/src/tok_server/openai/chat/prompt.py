@@ -31,7 +31,7 @@ from tok_client.types import (
 from tok_core import AsyncEngine, InvalidField
 from tok_core.text import ChatTemplate, Tokenizer
 from tok_server.openai.chat.tools import AllowedToolCalls, allowed_tool_calls
-from tok_server.openai.generation import check_prompt_size, value_or_none
+from tok_server.openai.generation import check_prompt_size, text_end, value_or_none
 from tok_server.parsing import THINK_CLOSE, THINK_OPEN, CallFormat, Markup, hermes, llama3
 from tok_server.settings import Formats
 from tok_server.wire import ApiError, invalid, unsupported
@@ -52,17 +52,23 @@ MAX_MESSAGES = 8192  # messages of a chat: a template takes some microseconds fo
 class ChatPrompt:
     """A chat's prompt in tokens, the tools that the model may call, and the markup of its answer.
 
-    `ignored`: fields that the template cannot express.
+    `begin_count`: number of tokens before the template's text. `ignored`: fields that the template cannot express.
     """
 
     token_ids: list[int]
+    begin_count: int
     allowed_calls: AllowedToolCalls
     markup: Markup
     ignored: tuple[str, ...]
 
 
-def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> ChatPrompt:
-    """Return the request's prompt. Slow for long chats. Errors: ApiError naming what the model or template lacks."""
+def chat_prompt(
+    request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats, *, truncates: bool = False
+) -> ChatPrompt:
+    """Return the request's prompt. Slow for long chats. Errors: ApiError naming what the model or template lacks.
+
+    truncates  the caller keeps only the end: of a far too long prompt, that is all that is tokenised
+    """
     tokenizer = engine.tokenizer
     template = _request_template(request, engine, formats) or engine.chat_template
     if tokenizer is None or template is None:
@@ -79,8 +85,9 @@ def chat_prompt(request: ChatCompletionRequest, engine: AsyncEngine, formats: Fo
     )
     # By default no special tokens are added: the template's text already holds them.
     special = bool(value_or_none(request.add_special_tokens))
-    token_ids = _tokens(text, tokenizer, engine.info.max_model_len, special)
-    return ChatPrompt(token_ids, allowed_calls, markup, _ignored(request, template, markup.reasoning))
+    token_ids = _tokens(text, tokenizer, engine.info.max_model_len, special, truncates=truncates)
+    begin_count = tokenizer.begin_count if special else 0
+    return ChatPrompt(token_ids, begin_count, allowed_calls, markup, _ignored(request, template, markup.reasoning))
 
 
 def chat_text(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> str:
@@ -120,9 +127,14 @@ def _compiled(source: str, tokenizer: Tokenizer) -> ChatTemplate:
         raise invalid("chat_template", f"chat_template is no template that Jinja compiles ({reason})") from error
 
 
-def _tokens(text: str, tokenizer: Tokenizer, max_model_len: int, add_special_tokens: bool) -> list[int]:
+def _tokens(
+    text: str, tokenizer: Tokenizer, max_model_len: int, add_special_tokens: bool, *, truncates: bool
+) -> list[int]:
     try:
-        check_prompt_size(text, tokenizer, max_model_len, "messages")
+        if truncates:
+            text = text_end(text, tokenizer, max_model_len)
+        else:
+            check_prompt_size(text, tokenizer, max_model_len, "messages")
         return tokenizer.encode(text, add_special_tokens)
     except InvalidField as error:
         raise invalid("messages", str(error)) from error

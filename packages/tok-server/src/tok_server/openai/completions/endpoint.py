@@ -58,8 +58,7 @@ def parse(
         grammar=None if chosen_format is None else chosen_format.grammar,
     )
     best_of = best_of_count(request, params)
-    max_model_len = engine.info.max_model_len
-    prompts = [params.truncate(one, max_model_len) for one in _prompts(request, best_of or params.n, engine)]
+    prompts = _prompts(request, best_of or params.n, params, engine)
     job = GenerationJob(
         id=new_id("cmpl"),
         model=model,
@@ -86,13 +85,19 @@ def _prompt_logprobs(request: CompletionRequest) -> int | None:
     return max((one for one in requested if one is not None), default=None)
 
 
-def _prompts(request: CompletionRequest, n: int, engine: AsyncEngine) -> list[list[int]]:
+def _prompts(request: CompletionRequest, n: int, params: SamplingParams, engine: AsyncEngine) -> list[list[int]]:
     prompts = request.prompts()
     if len(prompts) * n > MAX_CHOICES:
         allowed = f"at most {MAX_CHOICES} choices (prompts × n)"
         raise invalid("prompt", f"prompt holds {len(prompts)} prompts, n is {n}; allowed: {allowed}")
     special = value_or_none(request.add_special_tokens) is not False
-    return tokenise_prompts(prompts, engine, "prompt", add_special_tokens=special)
+    truncates = params.truncate_prompt_tokens is not None
+    ids = tokenise_prompts(prompts, engine, "prompt", add_special_tokens=special, truncates=truncates)
+    if not truncates:
+        return ids
+    tokenizer = engine.tokenizer if special and isinstance(prompts[0], str) else None
+    begin = 0 if tokenizer is None else tokenizer.begin_count
+    return [params.truncate(one, engine.info.max_model_len, begin) for one in ids]
 
 
 def best_of_count(request: CompletionRequest, params: SamplingParams) -> int | None:

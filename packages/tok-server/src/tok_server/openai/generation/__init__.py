@@ -37,6 +37,7 @@ from tok_server.openai.generation.prompts import (
     check_prompt_size,
     has_few_token_ids,
     prompt_field_name,
+    text_end,
     tokenise_prompts,
 )
 from tok_server.openai.generation.request_fields import (
@@ -110,6 +111,7 @@ __all__ = [
     "sampling_params",
     "send_events",
     "stop_when_result",
+    "text_end",
     "tokenise_prompts",
     "total_usage",
     "value_or_none",

@@ -31,19 +31,30 @@ def has_few_token_ids(field: str, body: bytes) -> bool:
 
 
 def tokenise_prompts(
-    prompts: list[str | list[int]], engine: AsyncEngine, field: str, *, add_special_tokens: bool = True
+    prompts: list[str | list[int]],
+    engine: AsyncEngine,
+    field: str,
+    *,
+    add_special_tokens: bool = True,
+    truncates: bool = False,
 ) -> list[list[int]]:
-    """Return each prompt's token ids; all prompts are of one kind. `field`: name of their field. Errors: ApiError."""
+    """Return each prompt's token ids; all prompts are of one kind. Errors: ApiError.
+
+    field      name of the prompts' field
+    truncates  the caller keeps only the end of each prompt: of a far too long text, that is all that is tokenised
+    """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
         return [prompt for prompt in prompts if isinstance(prompt, list)]
     if engine.tokenizer is None:
         raise invalid(field, f"{field} is text, but the model has no tokenizer; allowed: token ids")
     try:
-        for index, text in enumerate(texts):
-            check_prompt_size(
-                text, engine.tokenizer, engine.info.max_model_len, prompt_field_name(field, index, len(texts))
-            )
+        max_model_len = engine.info.max_model_len
+        if truncates:
+            texts = [text_end(text, engine.tokenizer, max_model_len) for text in texts]
+        else:
+            for index, text in enumerate(texts):
+                check_prompt_size(text, engine.tokenizer, max_model_len, prompt_field_name(field, index, len(texts)))
         return engine.tokenizer.encode_batch(texts, add_special_tokens)
     except InvalidField as error:
         raise invalid(field, str(error)) from error
@@ -64,6 +75,20 @@ def check_prompt_size(text: str, tokenizer: Tokenizer, max_model_len: int, field
         raise _too_long(field, size, f"at most {max_bytes} bytes", max_model_len)
     if len(text) > LIKELY_CHARS_PER_TOKEN * max_model_len and _is_far_too_long(text, tokenizer, max_model_len):
         raise _too_long(field, size, f"texts of fewer than {max_model_len} tokens", max_model_len)
+
+
+def text_end(text: str, tokenizer: Tokenizer, max_model_len: int) -> str:
+    """Return the end of a long text, of about 2 × `max_model_len` tokens or more: truncation keeps at most half of it.
+
+    Errors: InvalidField("text") for lone surrogates.
+    """
+    count, start = 0, len(text)
+    if start <= LIKELY_CHARS_PER_TOKEN * max_model_len:
+        return text
+    while start > 0 and count <= 2 * max_model_len:
+        end, start = start, max(0, start - min(SLICE_CHARS, LIKELY_CHARS_PER_TOKEN * max_model_len))
+        count += len(tokenizer.encode(text[start:end], add_special_tokens=False))
+    return text[start:]
 
 
 def max_prompt_bytes(tokenizer: Tokenizer, max_model_len: int) -> int:
