@@ -258,6 +258,30 @@ def test_tools_and_their_results_reach_the_template(server: Server) -> None:
     assert '"arguments": "no json"' in text_of(server, messages=messages)
 
 
+# As DeepSeek's: calls are in messages whose content is null, and their arguments are text.
+NULL_TESTING_TEMPLATE = """{% for message in messages %}[{{ message.role }}]
+{%- if message.content is none %}
+{%- for call in message.tool_calls %}<call>{{ call['type'] + call['function']['name'] + call['function']['arguments'] }}
+{%- endfor %}
+{%- else %}{{ message['content'] }}
+{%- endif %}<|eot_id|>{% endfor %}"""
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_reach_a_template_that_expects_null_content_and_arguments_as_text(
+    tmp_path: Path, content: str | None
+) -> None:
+    function = {"name": "weather", "arguments": '{"city":  "Köln"}'}
+    calling = {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
+    calling["tool_calls"][0]["id"] = "c1"  # type: ignore[index]
+    messages = [*USER, calling, {"role": "tool", "tool_call_id": "c1", "content": "sunny"}]
+    with serving(make_scripted_model(tmp_path / "model", SCRIPTS, NULL_TESTING_TEMPLATE)) as server:
+        text = text_of(server, messages=messages)
+    assert text == (
+        '[user]hi<|eot_id|>[assistant]<call>functionweather{"city":  "Köln"}<|eot_id|>[tool]sunny<|eot_id|>'
+    )
+
+
 def test_enable_thinking_and_reasoning_effort_reach_the_template(server: Server) -> None:
     assert "<think>" not in text_of(server)
     assert text_of(server, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")

@@ -8,6 +8,7 @@ HTML escaping, loop controls, and the `generation` tag.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"  # directory of templates with other names than "default"
+_NULL_CONTENT = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none\b", re.IGNORECASE)
 MAX_REASON_CHARS = 1000  # characters quoted from a template's error message
 
 
@@ -70,6 +72,11 @@ class ChatTemplate:
     def mentions(self, text: str) -> bool:
         """Return whether a template's source contains `text`: the model also writes markup that the template writes."""
         return any(text in source for source in self.sources.values())
+
+    @cached_property
+    def tests_null_content(self) -> bool:
+        """Return whether a template treats messages whose content is None in another way than those without text."""
+        return any(_NULL_CONTENT.search(source) for source in self.sources.values())
 
     def render(
         self,

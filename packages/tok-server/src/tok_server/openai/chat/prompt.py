@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -156,16 +156,39 @@ def _text(request: ChatCompletionRequest, template: ChatTemplate, allowed_calls:
     add_generation_prompt = value_or_none(request.add_generation_prompt)
     content = str(messages[-1]["content"]) if messages else ""
     mark = _mark_last_message(messages, add_generation_prompt) if continues else ""
+    if template.tests_null_content:
+        _set_null_content(messages)
+    render = partial(
+        template.render,
+        add_generation_prompt=add_generation_prompt is not False and not continues,
+        tools=list(allowed_calls.template_tools) or None,
+        variables=_variables(request, template),
+    )
     try:
-        text = template.render(
-            messages,
-            add_generation_prompt is not False and not continues,
-            list(allowed_calls.template_tools) or None,
-            _variables(request, template),
-        )
+        text = render(messages)
     except InvalidField as error:
-        raise invalid("messages", str(error)) from error
+        try:
+            text = render(_with_arguments_as_text(messages, request.messages))  # as DeepSeek's templates expect
+        except InvalidField:
+            raise invalid("messages", str(error)) from error
     return _cut_at_mark(text, mark, content) if continues else text
+
+
+def _set_null_content(messages: Sequence[TemplateMessage]) -> None:
+    """Set the content of messages that only call tools to None, as the template expects it."""
+    for message in messages:
+        if "tool_calls" in message and not message["content"]:
+            message["content"] = None
+
+
+def _with_arguments_as_text(messages: Sequence[TemplateMessage], originals: Sequence[Message]) -> list[TemplateMessage]:
+    """Return the messages with the arguments of calls as the request has them: as JSON text, not as objects."""
+    return [
+        message | {"tool_calls": msgspec.to_builtins(original.tool_calls)}
+        if "tool_calls" in message and isinstance(original, AssistantMessage)
+        else message
+        for message, original in zip(messages, originals, strict=True)
+    ]
 
 
 def _mark_last_message(messages: list[dict[str, object]], add_generation_prompt: bool | None) -> str:
