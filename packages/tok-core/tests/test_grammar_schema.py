@@ -133,6 +133,12 @@ EXACT: list[tuple[Any, list[str], list[str]]] = [
         ["[1]"],
     ),
     ({"$defs": {"n": {"type": "integer", "maximum": 9}}, "$ref": "#/$defs/n", "minimum": 8}, ["8"], ["7", "10"]),
+    ({"$defs": {"größe": {"const": 1}}, "$ref": "#/$defs/gr%C3%B6%C3%9Fe"}, ["1"], ["2"]),
+    (
+        {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
+        ['{"next": null}', '{"next": {"next": null}}'],
+        ["{}"],
+    ),
     ({"$id": "urn:x", "$schema": "x", "x-more": 1, "type": "null", "default": 3}, ["null"], ["1"]),
     (True, ["1", '{"a": [true]}', '"x"', "-1.5e+10"], ["x", "01", "{a}"]),
 ]
@@ -154,6 +160,13 @@ def test_schema_grammar_accepts_and_rejects_given_texts(
         check(schema, text)
 
 
+def test_schema_grammar_leaves_out_properties_and_items_that_never_end(tiny: Tiny) -> None:
+    node = {"properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+    schema = {"properties": {"a": {"$ref": "#/$defs/node"}, "b": {"items": {"$ref": "#/$defs/node"}}}}
+    texts = set(tiny.texts({"$defs": {"node": node}, **schema}, 20))
+    assert texts == {"{}", '{"b": []}'}
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "format": "iri"}, "format as one of"),
     ({"type": "string", "pattern": "a", "minLength": 3}, "one of pattern, format"),
@@ -173,6 +186,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "two of 'pattern'"),
     ({"$ref": "#/$defs/none"}, "$ref to what is there"),
     ({"$ref": "other.json"}, "$ref within the schema"),
+    ({"type": "object", "minProperties": 2, "maxProperties": 1}, "minProperties is above maxProperties"),
+    ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "a value that ends"),
+    ({"items": {"anyOf": [{"$ref": "#"}, False]}, "minItems": 1}, "a value that ends"),
     ({"$ref": "#"}, "consist of themselves"),
     ({"anyOf": [{"$ref": "#"}]}, "consist"),
     ({"properties": {"a": 3}}, "a schema, an object or true or false"),

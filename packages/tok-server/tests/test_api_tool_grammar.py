@@ -157,6 +157,55 @@ def test_unsupported_tool_schema_is_refused_naming_the_tool() -> None:
     with pytest.raises(ApiError) as refused:
         answer_format(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
     assert refused.value.param == "tools[1].function.parameters"
+    named = {"type": "function", "function": {"name": "odd"}}
+    with pytest.raises(ApiError) as refused:
+        answer_format(offered(tools=tools, tool_choice=named), Markup(calls="hermes"))
+    assert refused.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"type": ["object", "null"], "maxProperties": 0}, "{}", "null"),
+        ({"$defs": {"a": {"enum": ["b", {}]}}, "$ref": "#/$defs/a"}, "{}", '"b"'),
+    ],
+)
+def test_arguments_of_a_required_call_are_an_object(parameters: dict[str, object], good: str, bad: str) -> None:
+    found = offered(tools=[function("f", parameters=parameters)], tool_choice="required")
+    assert matches(found, Markup(calls="hermes"), call("f", good))
+    assert not matches(found, Markup(calls="hermes"), call("f", bad))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        ({"type": "string"}, 'the type "object"'),
+        ({"$defs": {"a": {"type": "string"}}, "$ref": "#/$defs/a"}, "something is valid"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "a value that ends"),
+    ],
+)
+def test_tool_schema_without_a_finite_object_is_refused(parameters: dict[str, object], why: str) -> None:
+    tools = [function("time"), function("odd", parameters=parameters)]
+    with pytest.raises(ApiError, match=why) as refused:
+        answer_format(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
+    assert refused.value.param == "tools[1].function.parameters"
+
+
+def test_endless_response_format_beside_tools_is_refused_by_its_field() -> None:
+    endless = Grammar(kind="json_schema", value='{"items": {"$ref": "#"}, "minItems": 1}')
+    with pytest.raises(ApiError, match="a value that ends") as refused:
+        answer_format(offered(), Markup(calls="hermes"), endless, "guided_json")
+    assert refused.value.param == "guided_json"
+
+
+def test_grammar_of_calls_that_is_too_long_is_refused_naming_the_tools() -> None:
+    sets = {
+        f"p{i}": {"type": "array", "uniqueItems": True, "items": {"enum": list(range(i, i + 8))}} for i in range(20)
+    }
+    tools = [function("f", parameters={"type": "object", "properties": sets})]
+    with pytest.raises(ApiError, match=r"^tools cannot be enforced: grammar has \d+ characters") as refused:
+        answer_format(offered(tools=tools, tool_choice="required"), Markup(calls="hermes"))
+    assert (refused.value.status, refused.value.param) == (400, "tools")
 
 
 def test_tool_schemas_that_are_too_large_are_refused_naming_the_tools() -> None:

@@ -17,11 +17,12 @@ from tok_core.grammar.matchers import (
 )
 from tok_core.grammar.regex import Unsupported, complement, one_of, regular
 from tok_core.grammar.rules import NOTHING, Rules, literal, sequence
-from tok_core.grammar.text import expression
+from tok_core.grammar.text import ENDLESS, expression
 from tok_core.grammar.worker_processes import COMPILING, IDLE, WorkerLost, WorkerProcesses, process_checker
 
 __all__ = [
     "COMPILING",
+    "ENDLESS",
     "IDLE",
     "MAX_KNOWN_MASKS",
     "NOTHING",

@@ -5,6 +5,8 @@ An expression is text that can stand in a sequence as it is: a rule's name, a li
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -13,6 +15,8 @@ from tok_core.grammar.regex import Unsupported, check_text
 MAX_RULES = 20_000
 MAX_RULE_WORK = 2_000_000  # steps: some seconds
 NOTHING: Final = '""'
+OR: Final = " | "
+_ELEMENT: Final = re.compile(r'"[^"]*"|(r\d+)(\*|\{0,\d*\})?')  # a literal, or a rule's name; group 2: it is optional
 
 
 class Rules:
@@ -62,11 +66,11 @@ class Rules:
     def either(self, options: Iterable[str]) -> str:
         """Return an expression for a choice between the options, of which there is at least one."""
         distinct = list(dict.fromkeys(options))
-        return distinct[0] if len(distinct) == 1 else self.rule(" | ".join(distinct))
+        return distinct[0] if len(distinct) == 1 else self.rule(OR.join(distinct))
 
     def maybe(self, one: str) -> str:
         """Return an expression for `one` or nothing."""
-        return one if one == NOTHING else self.rule(f"{NOTHING} | {one}")
+        return one if one == NOTHING else self.rule(f"{NOTHING}{OR}{one}")
 
     def repeat(self, one: str, least: int, most: int | None) -> str:
         """Return an expression for `one` repeated `least` to `most` times; `most` None: unbounded."""
@@ -77,9 +81,38 @@ class Rules:
             return f"{name}*" if least == 0 else f"{name}+" if least == 1 else f"{name}{{{least},}}"
         return f"{name}{{{least},{most}}}"
 
+    def endless(self, expressions: Sequence[str]) -> list[bool]:
+        """Return for each expression whether it has no finite text, because a rule that it needs needs itself."""
+        ending = self._ending()
+        return [not _needed(one) <= ending for one in expressions]
+
     def text(self, root: str) -> str:
-        """Return the whole grammar; `root` is the body of its root rule."""
-        return "".join(f"{name} ::= {body}\n" for name, body in (("root", root), *self._bodies.items()))
+        """Return the whole grammar without alternatives that never end; `root` is the body of its root rule."""
+        ending = self._ending()
+        bodies = {"root": root, **{name: body for name, body in self._bodies.items() if name in ending}}
+        return "".join(f"{name} ::= {_without_endless(body, ending)}\n" for name, body in bodies.items())
+
+    def _ending(self) -> set[str]:
+        """Return the rules that have a finite text."""
+        needed_by = defaultdict[str, list[tuple[str, set[str]]]](list)
+        ready, found = list[str](), set[str]()
+        for name, body in self._bodies.items():
+            for alternative in _alternatives(body):
+                needed = _needed(alternative)
+                for one in needed:
+                    needed_by[one].append((name, needed))
+                if not needed:
+                    ready.append(name)
+        while ready:
+            ended = ready.pop()
+            if ended in found:
+                continue
+            found.add(ended)
+            for name, needed in needed_by[ended]:
+                needed.discard(ended)
+                if not needed:
+                    ready.append(name)
+        return found
 
 
 def literal(text: str) -> str:
@@ -91,6 +124,27 @@ def literal(text: str) -> str:
 def sequence(parts: Sequence[str]) -> str:
     """Return an expression for the parts in order."""
     return " ".join(part for part in parts if part != NOTHING) or NOTHING
+
+
+def _alternatives(body: str) -> list[str]:
+    return [body] if body.startswith("Regex(") else body.split(OR)
+
+
+def _needed(alternative: str) -> set[str]:
+    """Return the rules of which each text of the alternative holds one."""
+    if alternative.startswith("Regex("):
+        return set()
+    return {found[1] for found in _ELEMENT.finditer(alternative) if found[1] and not found[2]}
+
+
+def _without_endless(body: str, ending: set[str]) -> str:
+    """Return the body without alternatives that need a rule that never ends, and without optional uses of one."""
+    if body.startswith("Regex("):
+        return body
+    kept = (one for one in body.split(OR) if _needed(one) <= ending)
+    return OR.join(
+        _ELEMENT.sub(lambda one: one[0] if not one[1] or one[1] in ending else NOTHING, each) for each in kept
+    )
 
 
 def _written(code: int) -> str:

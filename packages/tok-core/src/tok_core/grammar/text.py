@@ -11,7 +11,7 @@ from tok_core.grammar.rules import Rules, literal, sequence
 from tok_core.sampling_params import Grammar
 
 MAX_CHOICES = 10_000
-ROOT = "root"
+ENDLESS = "schemas with a value that ends; every value of this one holds another without end"
 
 
 def rules_of(grammar: Grammar) -> str:
@@ -31,6 +31,8 @@ def _rules_of(grammar: Grammar) -> str:
             raise Unsupported("Lark rules without %json; JSON schemas are grammars of their own")
         return grammar.value
     body = expression(grammar, rules)
+    if rules.endless([body])[0]:
+        raise Unsupported(ENDLESS)
     return rules.text(sequence([literal(grammar.prefix), body, literal(grammar.suffix)]))
 
 

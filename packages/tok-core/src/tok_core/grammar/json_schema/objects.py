@@ -41,6 +41,8 @@ def object_of(schema: Schema, path: str, value: Value, rules: Rules) -> str:
             raise Unsatisfiable(f"schemas under which something is valid ({name[:80]!r} is required and not allowed)")
     pairs = _further(names, further, patterns, path, value, rules)
     least, most = size(schema, "minProperties") or 0, size(schema, "maxProperties")
+    if most is not None and most < least:
+        raise Unsatisfiable("schemas under which something is valid: minProperties is above maxProperties")
     if not found and pairs and least <= 1:
         return sequence([literal("{"), between(rules.either(pairs), least, most, rules), literal("}")])
     if least > len(required) or (most is not None and (most < len(found) or pairs)):

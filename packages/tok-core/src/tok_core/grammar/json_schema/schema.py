@@ -27,6 +27,7 @@ import json
 from collections.abc import Callable
 from itertools import chain, combinations, product
 from typing import ParamSpec, TypeVar
+from urllib.parse import unquote
 
 from tok_core.grammar.json_schema.arrays import array_of
 from tok_core.grammar.json_schema.keywords import (
@@ -204,7 +205,7 @@ class SchemaRules:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise Unsupported(f"$ref within the schema, as #/… (at {path})")
         found = self._whole
-        for part in reference.split("/")[1:]:
+        for part in unquote(reference).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and name in found:
                 found = found[name]

@@ -188,6 +188,8 @@ class _Parser(Generic[E]):
         start = self._at
         self._at += 1
         negated = self._take("^")
+        if self._pattern.startswith("]", self._at):  # literal in Python; ends the set in JavaScript
+            raise self._refused("a set that begins with ']', which is allowed there only as \\], begins", start)
         spans: list[tuple[int, int]] = []
         classes = False
         while True:

@@ -22,7 +22,9 @@ from tok_client.types import (
     JSONObject,
     NamedFunction,
 )
+from tok_core import InvalidField
 from tok_core.grammar import (
+    ENDLESS,
     NOTHING,
     Json,
     Rules,
@@ -38,7 +40,7 @@ from tok_core.grammar import (
 from tok_core.sampling_params import Grammar
 from tok_server.openai.generation import value_or_none
 from tok_server.parsing import NO_MARKUP, CallFormat, Markup, hermes, reasoning
-from tok_server.wire import encode, invalid, unsupported
+from tok_server.wire import ApiError, encode, invalid, unsupported
 
 MAX_TOOLS = 1024
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
@@ -54,12 +56,14 @@ class AllowedToolCalls:
 
     template_tools  the tools as chat templates take them; empty: none are offered
     allowed         tools that may be called, by name
+    index           position of each tool in the request, by name
     required        an answer must hold at least one call
     parallel        an answer may hold more than one call; never if tool_choice names a function, as in OpenAI's API
     """
 
     template_tools: Sequence[Mapping[str, object]] = ()
     allowed: Mapping[str, FunctionDefinition] = field(default_factory=dict)
+    index: Mapping[str, int] = field(default_factory=dict)
     required: bool = False
     parallel: bool = True
 
@@ -76,6 +80,7 @@ def allowed_tool_calls(request: ChatCompletionRequest) -> AllowedToolCalls:
     return AllowedToolCalls(
         template_tools=[msgspec.to_builtins(tool) for tool in value_or_none(request.tools) or ()],
         allowed=allowed,
+        index={name: index for index, name in enumerate(tools)},
         required=required,
         parallel=value_or_none(request.parallel_tool_calls) is not False and not isinstance(choice, NamedFunction),
     )
@@ -173,14 +178,21 @@ def answer_format(
     answer = _answer(allowed_calls, markup.calls, content_rule, rules)
     if markup.reasoning:
         answer = sequence([_think_block(markup.thinking, rules), answer])
-    return AnswerFormat(Grammar(kind="ebnf", value=rules.text(answer)), markup)
+    try:
+        return AnswerFormat(Grammar(kind="ebnf", value=rules.text(answer)), markup)
+    except InvalidField as error:  # the rules are too long
+        name = "tools" if markup.calls is not None else field
+        raise invalid(name, f"{name} cannot be enforced: {error}") from error
 
 
 def _content_rule(requested: Grammar, field: str, rules: Rules) -> str:
     try:
-        return expression(requested, rules)
+        content = expression(requested, rules)
+        if rules.endless([content])[0]:
+            raise Unsupported(ENDLESS)
     except (Unsupported, RecursionError) as error:
         raise invalid(field, f"{field} cannot be enforced; allowed: {error}") from error
+    return content
 
 
 def _answer(
@@ -209,12 +221,12 @@ def _calls_rule(allowed_calls: AllowedToolCalls, call_format: CallFormat, rules:
         raise invalid(
             "tools", f"tools have {size} bytes of parameters; allowed: at most {MAX_TOOL_SCHEMA_BYTES} together"
         )
-    one = rules.either(
-        [
-            _call_rule(function, index, call_format, rules)
-            for index, function in enumerate(allowed_calls.allowed.values())
-        ]
-    )
+    functions = [(function, allowed_calls.index[name]) for name, function in allowed_calls.allowed.items()]
+    each = [_call_rule(function, index, call_format, rules) for function, index in functions]
+    for (function, index), endless in zip(functions, rules.endless(each), strict=True):
+        if endless:
+            raise _unenforced(function, index, ENDLESS)
+    one = rules.either(each)
     if call_format == "hermes":
         one = sequence([literal(f"{hermes.OPEN}\n"), one, literal(f"\n{hermes.CLOSE}")])
     if not allowed_calls.parallel:
@@ -230,14 +242,21 @@ def _call_rule(function: FunctionDefinition, index: int, call_format: CallFormat
         whole = cast(Json, _object(NO_PARAMETERS if schema is None else schema))
         arguments = SchemaRules(whole, rules).root()
     except (Unsupported, RecursionError) as error:
-        path = f"tools[{index}].function.parameters"
-        raise invalid(path, f"{path} ({function.name}) cannot be enforced; allowed: {error}") from error
+        raise _unenforced(function, index, str(error)) from error
     return sequence([literal(f'{{"name": "{function.name}", "{member}": '), arguments, literal("}")])
 
 
+def _unenforced(function: FunctionDefinition, index: int, allowed: str) -> ApiError:
+    path = f"tools[{index}].function.parameters"
+    return invalid(path, f"{path} ({function.name}) cannot be enforced; allowed: {allowed}")
+
+
 def _object(schema: Mapping[str, object]) -> JSONObject:
-    """Add type "object" to a schema without a type: arguments are always an object."""
-    return dict(schema) if "type" in schema or "$ref" in schema else {**schema, "type": "object"}
+    """Restrict a schema to objects, which arguments always are. Raise Unsupported if its type allows none."""
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise Unsupported('the type "object" (at $)')
+    return {**schema, "type": "object"}
 
 
 def _think_block(thinking: bool, rules: Rules) -> str:
