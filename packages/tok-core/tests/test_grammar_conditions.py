@@ -280,6 +280,15 @@ HOSTILE: list[tuple[Any, str]] = [
     ({"$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, "nested at most 64"),
     ({"$defs": {"a": {"if": {"$ref": "#/$defs/a"}, "then": False}}, "$ref": "#/$defs/a"}, "nested at most 64"),
     ({"type": "array", "contains": {"const": 1}, "minContains": 1 << 30}, "at most 500"),
+    (
+        {
+            "$defs": {"a": {"anyOf": [{"properties": {"a": {"const": i}}} for i in range(30)]}},
+            "properties": {
+                f"p{i}": {"allOf": [{"$ref": "#/$defs/a"}] * 2, "required": [f"q{i}" * 9]} for i in range(40)
+            },
+        },
+        "fewer alternatives",
+    ),
 ]
 
 

@@ -211,8 +211,11 @@ def test_grammar_of_calls_that_is_too_long_is_refused_naming_the_tools() -> None
 def test_tool_schemas_that_are_too_large_are_refused_naming_the_tools() -> None:
     kinds = [{"properties": {"kind": {"const": f"{i}"}}, "required": ["kind"]} for i in range(980)]
     long = {"type": "object", "properties": {"a": {"const": "x" * 70_000}}}
+    patterns = {f"p{i}": {"type": "string", "pattern": f"{'ab[cd]e?' * 50}{i}"} for i in range(400)}
     for parameters, path in (
         ([{"type": "object", "oneOf": kinds}], "tools[0].function.parameters"),
+        ([{"type": "object", "oneOf": kinds[:100]}] * 9, "tools[1].function.parameters"),
+        ([{"type": "object", "properties": patterns}], "tools[0].function.parameters"),
         ([long] * 4, "tools"),
     ):
         tools = [function(f"f{index}", parameters=one) for index, one in enumerate(parameters)]

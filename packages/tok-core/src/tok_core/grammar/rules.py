@@ -14,25 +14,31 @@ from tok_core.grammar.regex import Unsupported, check_text
 
 MAX_RULES = 20_000
 MAX_RULE_WORK = 2_000_000  # steps: some seconds
+CHARS_PER_STEP = 10  # characters of a regular expression that are written in a step
 NOTHING: Final = '""'
 OR: Final = " | "
 _ELEMENT: Final = re.compile(r'"[^"]*"|(r\d+)(\*|\{0,\d*\})?')  # a literal, or a rule's name; group 2: it is optional
 
 
 class Rules:
-    """Rules of one grammar; equal rules are stored once. Methods raise Unsupported if there are too many."""
+    """Rules of one grammar; equal rules are stored once. Methods raise Unsupported if there are too many.
 
-    def __init__(self) -> None:
+    max_work  steps after which `work` raises Unsupported
+    """
+
+    def __init__(self, max_work: int = MAX_RULE_WORK) -> None:
         self._bodies: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._work = 0
+        self._max_work = max_work
 
     def work(self, steps: int) -> None:
-        """Count steps of building the rules, each below a microsecond. Raise Unsupported beyond MAX_RULE_WORK."""
+        """Count steps of building the rules, each about a microsecond. Raise Unsupported beyond the limit."""
         self._work += steps
-        if self._work > MAX_RULE_WORK:
+        if self._work > self._max_work:
             raise Unsupported(
-                "schemas with fewer alternatives and values to compare, or fewer references to large parts"
+                "schemas with fewer alternatives and values to compare, shorter patterns, or "
+                "fewer references to large parts"
             )
 
     def rule(self, body: str) -> str:
@@ -60,6 +66,7 @@ class Rules:
         """Return an expression for a regular expression (see `tok_core.grammar.regex.regular`)."""
         if not expression:
             return NOTHING
+        self.work(len(expression) // CHARS_PER_STEP)
         quoted = expression.replace("\\", "\\\\").replace('"', '\\"')
         return self.rule(f'Regex("{quoted}")')
 

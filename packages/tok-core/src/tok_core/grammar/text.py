@@ -11,6 +11,7 @@ from tok_core.grammar.rules import Rules, literal, sequence
 from tok_core.sampling_params import Grammar
 
 MAX_CHOICES = 10_000
+STEPS_PER_CHAR = 5  # of `Rules.work`, to parse a regular expression
 ENDLESS = "schemas with a value that ends; every value of this one holds another without end"
 
 
@@ -44,6 +45,7 @@ def expression(grammar: Grammar, rules: Rules) -> str:
         case "json_schema":
             return SchemaRules(_json(grammar.value), rules).root()
         case "regex":
+            rules.work(STEPS_PER_CHAR * len(grammar.value))
             return rules.regular(regex(grammar.value, characters))
         case "choice":
             return rules.either(map(literal, _choices(grammar.value)))

@@ -67,7 +67,7 @@ def _further(
         return [pair for pair in made if pair is not None]
     if further is False:
         return []
-    name = rules.regular(other_than(names)) if names else string(0, None, rules)
+    name = other_than(names, rules) if names else string(0, None, rules)
     pair = _pair(name, further, f"{path}.*", value)
     return [] if pair is None else [pair]
 

@@ -55,7 +55,7 @@ class NamePatterns:
                     f"patternProperties of which plainly no two match one name "
                     f"({pattern[:80]!r} and {more[:80]!r} at {self._path})"
                 )
-        return self._rules.regular(matching(pattern))
+        return matching(pattern, self._rules)
 
 
 def is_any(schema: Json) -> bool:

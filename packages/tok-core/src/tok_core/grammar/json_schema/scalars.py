@@ -73,4 +73,4 @@ def _string(schema: Schema, rules: Rules) -> str:
     if not isinstance(value, str) or (asked[0] == "format" and value not in FORMATS):
         allowed = "a regular expression" if asked[0] == "pattern" else f"one of {', '.join(FORMATS)}"
         raise Unsupported(f"{asked[0]} as {allowed}")
-    return rules.regular(matching(value if asked[0] == "pattern" else FORMATS[value]))
+    return matching(value if asked[0] == "pattern" else FORMATS[value], rules)

@@ -309,8 +309,7 @@ class SchemaRules:
         if without and kind in ("null", "boolean"):
             return self._listed([None] if kind == "null" else [True, False], {"not": {"enum": without}}, path)
         if without and kind == "string" and schema.keys().isdisjoint(OF_TYPE["string"]):
-            self._rules.work(20 * sum(len(str(one)) for one in without))
-            return [self._rules.regular(other_than([str(one) for one in without]))]
+            return [other_than([str(one) for one in without], self._rules)]
         if without:
             raise Unsupported(f"'not' about values of type {kind} that are not listed (at {path})")
         if kind == "object":

@@ -10,6 +10,7 @@ from tok_core.grammar.regex import (
     Spans,
     Unsatisfiable,
     Unsupported,
+    cached,
     characters,
     common,
     complement,
@@ -26,10 +27,12 @@ from tok_core.grammar.rules import sequence as sequence_of
 
 QUOTE: Final = literal('"')
 MAX_STRING_LENGTH: Final = 1_000_000
+STEPS_PER_EXCLUDED_CHAR, STEPS_PER_PATTERN_CHAR = 20, 10  # steps of `Rules.work`
 MAX_COUNTED_CHARS: Final = 32  # characters that an automaton counts; with more, it would have too many states
 
 _BACKSLASH: Final = literal("\\")
 _PLAIN: Final = complement(one_of('"\\'), ((0x20, LAST),))  # characters that need no escape
+_REST: Final = sequence(repeat(characters(_PLAIN), 0, None), QUOTE)  # of a string
 _SHORT: Final[dict[int, str]] = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 _UNICODE: Final = "u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"  # without halves of surrogate pairs
 _ANY: Final = either([characters(_PLAIN), sequence(_BACKSLASH, either([characters(one_of('"\\/bfnrt')), _UNICODE]))])
@@ -77,31 +80,39 @@ def string(least: int, most: int | None, rules: Rules) -> str:
     )
 
 
-def matching(pattern: str) -> str:
+def matching(pattern: str, rules: Rules) -> str:
     """Return the expression for strings that match the regular expression as a whole."""
-    return sequence(QUOTE, regex(pattern, _escaped), QUOTE)
+    rules.work(STEPS_PER_PATTERN_CHAR * len(pattern))
+    return rules.regular(sequence(QUOTE, regex(pattern, _escaped), QUOTE))
 
 
-def other_than(names: list[str]) -> str:
+def other_than(names: list[str], rules: Rules) -> str:
     """Return the expression for strings, without escapes, that differ from all of the names."""
-    return sequence(QUOTE, _differing(tuple(sorted(set(names)))))
+    rules.work(STEPS_PER_EXCLUDED_CHAR * sum(map(len, names)))
+    return rules.regular(sequence(QUOTE, _differing(sorted(set(names)))))
 
 
-def _differing(rest: tuple[str, ...]) -> str:
+def _differing(rest: list[str]) -> str:
     """Return the expression for the rest of a string, closing quotation mark included, that is none of `rest`.
 
     `rest` is sorted and without duplicates.
     """
-    if not rest:
-        return sequence(repeat(characters(_PLAIN), 0, None), QUOTE)
-    heads = dict.fromkeys(name[0] for name in rest if name)
+    below: dict[str, list[str]] = {}
+    for name in filter(None, rest):
+        below.setdefault(name[0], []).append(name[1:])
     options = [] if "" in rest else [QUOTE]
-    options.append(sequence(characters(complement(one_of("".join(heads)), _PLAIN)), _differing(())))
-    reachable = [head for head in heads if common(one_of(head), _PLAIN)]  # without escapes
-    below = {head: tuple(name[1:] for name in rest if name[:1] == head) for head in reachable}
-    return either([*options, *(sequence(literal(head), _differing(names)) for head, names in below.items())])
+    options.append(sequence(_plain_except("".join(below)), _REST))
+    reachable = {head: names for head, names in below.items() if _plain_except(head) != _plain_except("")}
+    return either([*options, *(sequence(literal(head), _differing(names)) for head, names in reachable.items())])
 
 
+@cached
+def _plain_except(heads: str) -> str:
+    """Return the expression for a character that needs no escape and is none of `heads`."""
+    return characters(complement(one_of(heads), _PLAIN))
+
+
+@cached
 def _escaped(spans: Spans) -> str:
     """Return the expression for one character of the set, escaped where necessary.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from functools import lru_cache, wraps
+from typing import Final, TypeVar
 
 FIRST: Final = 1  # xgrammar's rules cannot name the character 0
 LAST: Final = 0x10FFFF
@@ -13,12 +14,24 @@ Spans = tuple[tuple[int, int], ...]
 """Ranges (first, last) of code points, both inclusive; ascending and not adjacent."""
 
 
+MAX_CACHED_SIZE: Final = 16  # spans or characters of a cached set: requests may have sets of any size
+MAX_CACHED_SETS: Final = 1024
+
+T = TypeVar("T", Spans, str)
+
+
 class Unsupported(ValueError):
     """Error for a grammar that is invalid or cannot be expressed; the message says what is allowed, and where."""
 
 
 class Unsatisfiable(Unsupported):
     """Error for a schema without a valid value that a grammar can write."""
+
+
+def cached(function: Callable[[T], str]) -> Callable[[T], str]:
+    """Return the function with a cache for the sets of MAX_CACHED_SIZE at most that it was called with last."""
+    small = lru_cache(MAX_CACHED_SETS)(function)
+    return wraps(function)(lambda of: small(of) if len(of) <= MAX_CACHED_SIZE else function(of))
 
 
 def check_text(text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from tok_core.grammar.regex.character_sets import LAST, Spans, Unsupported, check_text, common
+from tok_core.grammar.regex.character_sets import LAST, Spans, Unsupported, cached, check_text, common
 
 NOTHING: Final = ""
 MAX_REGEX_CHARS = 100_000  # characters of a repetition that is written out
@@ -22,6 +22,7 @@ def literal(text: str) -> str:
     return "".join(map(_written, map(ord, text)))
 
 
+@cached
 def characters(spans: Spans) -> str:
     """Return an expression for one character of the set, which must not be empty."""
     # Split by length in UTF-8: for a range across lengths, xgrammar (0.2.8) accepts overlong forms.

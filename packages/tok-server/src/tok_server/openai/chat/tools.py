@@ -47,6 +47,8 @@ _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 MAX_TOOL_SCHEMA_BYTES: Final = 256 * 1024
 """Limit of all tool schemas together to which calls are constrained, in bytes of JSON."""
+MAX_TOOL_RULE_WORK: Final = 500_000
+"""Limit of the steps that build an answer's rules: 0.2 to 0.7 s, in which all other requests share the GIL."""
 NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -172,7 +174,7 @@ def answer_format(
             what = "an EBNF grammar" if requested.kind == "ebnf" else "a Lark grammar"
             raise invalid(field, f"{field} is {what}; allowed together with tools: JSON, a regex, a choice")
         return AnswerFormat(requested, NO_MARKUP)  # these rules describe the whole answer
-    rules = Rules()
+    rules = Rules(MAX_TOOL_RULE_WORK)
     content = None if allowed_calls.required else requested
     content_rule = _content_rule(content, field, rules) if content else None
     answer = _answer(allowed_calls, markup.calls, content_rule, rules)
