@@ -25,6 +25,8 @@ def literal(text: str) -> str:
 @cached
 def characters(spans: Spans) -> str:
     """Return an expression for one character of the set, which must not be empty."""
+    if len(spans) == 1 and spans[0][0] == spans[0][1]:  # nearly always
+        return f"[{_written(spans[0][0])}]"
     # Split by length in UTF-8: for a range across lengths, xgrammar (0.2.8) accepts overlong forms.
     groups = [common(spans, (length,)) for length in _LENGTHS]
     return either(f"[{''.join(_span(*span) for span in group)}]" for group in groups if group)
