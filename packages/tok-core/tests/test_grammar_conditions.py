@@ -284,7 +284,7 @@ HOSTILE: list[tuple[Any, str]] = [
         {
             "$defs": {"a": {"anyOf": [{"properties": {"a": {"const": i}}} for i in range(30)]}},
             "properties": {
-                f"p{i}": {"allOf": [{"$ref": "#/$defs/a"}] * 2, "required": [f"q{i}" * 9]} for i in range(40)
+                f"p{i}": {"allOf": [{"$ref": "#/$defs/a"}] * 2, "required": [f"q{i}" * 9]} for i in range(20)
             },
         },
         "fewer alternatives",
