@@ -268,7 +268,7 @@ NULL_TESTING_TEMPLATE = """{% for message in messages %}[{{ message.role }}]
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_calls_reach_a_template_that_expects_null_content_and_arguments_as_text(
+def test_calls_reach_a_template_that_expects_null_content_and_text(
     tmp_path: Path, content: str | None
 ) -> None:
     function = {"name": "weather", "arguments": '{"city":  "Köln"}'}
