@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -133,6 +134,20 @@ def test_killed_trainer_leaves_the_old_weights_and_another_may_follow(
             transfer.receive(**announce(new))
         assert tokens(engine) == expected(new)
         assert engine.stats()["restarts"] == 0
+
+
+def test_groups_of_ended_trainers_keep_no_connections(old: Path) -> None:
+    files = []
+    with cpu_engine(old) as engine:
+        for number in range(4):
+            port, name = free_port(), f"group-{number}"
+            with trainer(port, 2, group=name) as process:
+                engine.weight_transfer.join("127.0.0.1", port, rank_offset=1, world_size=2, name=name)
+                assert read_line(process) == "joined"
+                files.append(psutil.Process().num_fds())
+            wait_until(runner_of(engine)._receiver._groups[name].lost.is_set)
+    # The first trainer's process starts a fork server. The group that has ended last is closed at the next join.
+    assert files[2] == files[3], files
 
 
 def rename(tensors: dict[str, Tensor]) -> None:

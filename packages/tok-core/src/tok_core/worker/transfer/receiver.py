@@ -33,8 +33,11 @@ class WeightReceiver:
         self._staging: IncomingWeights | None = None
 
     def join(self, task: JoinGroup) -> None:
-        """Join a group, in place of one of the same name."""
+        """Join a group, in place of one of the same name. Free the connections of groups whose trainers have ended."""
         self.leave(task.name)
+        for group in self._groups.values():
+            if not group.is_open:
+                group.close()
         self._groups[task.name] = TrainerGroup(task, self._number, self._device)
 
     def leave(self, name: str) -> None:
