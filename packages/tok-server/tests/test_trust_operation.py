@@ -148,6 +148,23 @@ def test_request_log_has_request_id_token_counts_and_times(server: Server, caplo
     assert "\n" not in second.getMessage()
 
 
+def test_log_has_no_error_line_for_each_request_that_a_stopping_server_refuses(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    def levels(request_id: str) -> set[int]:
+        return {one.levelno for one in caplog.records if request_id in one.getMessage()}
+
+    server.context.draining = True
+    try:
+        with caplog.at_level(logging.INFO, "tok.server"):
+            answer = server.complete(prompt="one")
+            wait_until(lambda: len(levels(answer.headers["x-request-id"])) > 0)
+    finally:
+        server.context.draining = False
+    assert answer.status == 503
+    assert levels(answer.headers["x-request-id"]) == {logging.INFO}
+
+
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Span]]]:
     """Run a collector of spans; yield its URL and the spans it receives."""

@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from tok_core import EngineClosed, EngineDead
 from tok_core.runtime import EXTRA_FIELDS
 from tok_server.http.body import check_encoding
 from tok_server.http.connections import Connection
 from tok_server.http.context import CONTEXT, Context
 from tok_server.observability import COUNTS, RequestCounts
-from tok_server.wire import NOT_SERVED, OPENAI_ERRORS, from_exception, new_id, unavailable
+from tok_server.wire import NOT_SERVED, OPENAI_ERRORS, UNAVAILABLE, ApiError, from_exception, new_id, unavailable
 
 log = logging.getLogger("tok.server")
 
@@ -53,8 +54,7 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         context.metrics.refuse(failure.limit)
         if status >= 500:
             trace = error if status == 500 else None
-            level = logging.WARNING if status == NOT_SERVED else logging.ERROR
-            log.log(level, "%s: %s", counts.id, error or type(error).__name__, exc_info=trace)
+            log.log(_failure_level(error, status), "%s: %s", counts.id, error or type(error).__name__, exc_info=trace)
         error_response = context.error_formats.get(request.path, OPENAI_ERRORS).respond(failure, counts.id)
         status = error_response.status
         return error_response
@@ -66,6 +66,14 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         if context.rate_limits:
             context.rate_limits.charge(counts.key, counts.tokens)
         _record(context, request, counts, status)
+
+
+def _failure_level(error: Exception, status: int) -> int:
+    """Return the log level of a failed request: INFO if none can be served now, which the log has at its cause."""
+    not_open = isinstance(error, EngineDead) and error.min_open_priority is None
+    if not_open or isinstance(error, EngineClosed) or (isinstance(error, ApiError) and status == UNAVAILABLE):
+        return logging.INFO
+    return logging.WARNING if status == NOT_SERVED else logging.ERROR
 
 
 def _check_access(request: web.Request, context: Context, counts: RequestCounts) -> None:

@@ -20,6 +20,7 @@ from tok_core import ContextLengthExceeded, EngineError, InvalidField, RequestFa
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 NOT_SERVED = 501
+UNAVAILABLE = 503
 OVERLOADED = 529  # of Anthropic's API, instead of 503
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
@@ -98,7 +99,7 @@ def not_served(message: str, code: str) -> ApiError:
 
 def unavailable(message: str, code: str) -> ApiError:
     """Return a 503: the engine cannot answer now; clients may retry."""
-    return ApiError(503, message, kind=SERVER, code=code, headers={"Retry-After": "1"})
+    return ApiError(UNAVAILABLE, message, kind=SERVER, code=code, headers={"Retry-After": "1"})
 
 
 def limited(
