@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import wait
 
 import numpy as np
 import xgrammar
@@ -68,7 +69,7 @@ class LateWorker:
         self._workers = workers
         self._said: list[Verdict | MatcherReply] = []
         self.at = COMPILING
-        self.lost = False
+        self.lost = self.orphaned = False
 
     def send(self, work: MatcherCall) -> None:
         if self.lost:
@@ -78,7 +79,7 @@ class LateWorker:
 
     def receive(self) -> list[Verdict | MatcherReply]:
         if self.lost:
-            raise WorkerLost(self.at)
+            raise WorkerLost(self.at, orphaned=self.orphaned)
         self._said += self._worker.receive()
         if self._workers.rng.random() < 0.6:
             return []
@@ -100,7 +101,9 @@ class LateWorkers(LocalWorkers):
         self.all: list[LateWorker] = []
 
     def begin(self, grammar: Grammar) -> LateWorker:  # type: ignore[override]
-        self.all.append(LateWorker(super().begin(grammar), self))
+        worker = super().begin(grammar)
+        wait([worker._future])  # else a busy machine compiles for longer than the simulated manager turns
+        self.all.append(LateWorker(worker, self))
         return self.all[-1]
 
 

@@ -19,6 +19,7 @@ from support.patience import wait_until
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import EngineError, InvalidField, ModelError
 from tok_core.grammar.checker import Checker, GrammarLimits, LocalExaminer, refuse
+from tok_core.grammar.worker_processes import WorkerProcesses
 from tok_core.grammar.worker_processes.examiner import ProcessExaminer, process_checker
 from tok_core.sampling_params import Grammar
 
@@ -89,6 +90,22 @@ def test_killed_examiner_process_is_replaced(task: GrammarLimits) -> None:
         lost.result(WAIT)
     assert verdict(checker, Grammar(kind="regex", value="last")) == ""
     checker.close()
+
+
+def test_worker_of_a_killed_process_is_no_verdict_even_if_another_process_runs(task: GrammarLimits) -> None:
+    processes = WorkerProcesses(msgspec.structs.replace(task, cpu_seconds=WAIT, memory=16 << 30))
+    worker = processes.begin(SLOW)
+    assert processes._process is not None
+    processes._process.kill()
+    processes._process.wait()
+    other = processes.begin(GOOD)
+    examiner = ProcessExaminer(task, processes)
+    with pytest.raises(EngineError, match="has died"):
+        examiner._verdict(worker)
+    assert examiner._verdict(other) == ""
+    worker.close()
+    other.close()
+    processes.close()
 
 
 def test_worker_ends_if_its_parent_died_before_the_call_to_prctl() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,7 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.guided import BYTES, COMPILER, LateWorkers, expected_guided, guided_manager, prepare, spell, text_of
+from support.guided import (
+    BYTES,
+    COMPILER,
+    LateWorker,
+    LateWorkers,
+    expected_guided,
+    guided_manager,
+    prepare,
+    spell,
+    text_of,
+)
 from support.patience import PATIENCE, wait_until
 from support.schedules import (
     EOS,
@@ -156,6 +166,31 @@ def test_lost_grammar_worker_fails_only_the_request_it_was_following() -> None:
             assert all(found[rid, sample] == expected_guided([rid], sample, params) for sample in range(2))
         assert_all_given_back(manager)
         manager.close()
+
+
+def test_grammar_workers_lost_with_their_process_fail_no_request() -> None:
+    workers = LateWorkers(seed=0)
+    manager, ports = guided_manager(engine_info(max_running=8), workers=workers)
+    prepare(manager, GRAMMARS[:2])
+    params = [SamplingParams(n=2, max_tokens=30, seed=0, grammar=grammar) for grammar in GRAMMARS[:2]]
+    lost: list[LateWorker] = []
+
+    def lose(manager: Manager) -> bool:
+        states = manager.grammars.pool.states.values()
+        if not lost and all(state.waiting for state in states):
+            lost.extend(workers.all)
+            for worker, state in zip(lost, states, strict=True):
+                worker.lost, worker.orphaned, worker.at = True, True, max(state.waiting)
+        return False
+
+    drive(manager, ports, {0: [submit(rid, [rid], params[rid % 2]) for rid in range(4)]}, until=lambda: lose(manager))
+    assert len(lost) == 2
+    assert not [one for report in ports.reports for one in report.refused]
+    found = tokens_of(ports)
+    for rid, sample in product(range(4), range(2)):
+        assert found[rid, sample] == expected_guided([rid], sample, params[rid % 2])
+    assert_all_given_back(manager)
+    manager.close()
 
 
 def test_forced_text_is_prefilled_instead_of_sampled() -> None:

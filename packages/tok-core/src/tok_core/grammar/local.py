@@ -88,10 +88,6 @@ class LocalWorkers:
         """Start to compile the grammar in a thread and return its worker."""
         return LocalWorker(self._thread.submit(self._compile, grammar))
 
-    def lost_all(self) -> bool:
-        """Return False: local workers are never lost."""
-        return False
-
     def close(self) -> None:
         """Cancel queued compilations; do not wait for the current one."""
         self._thread.shutdown(wait=False, cancel_futures=True)

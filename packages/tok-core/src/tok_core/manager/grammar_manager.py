@@ -292,7 +292,7 @@ class GrammarManager:
         try:
             messages = worker.receive()
         except WorkerLost as lost:
-            self._handle_loss(state, lost.sequence)
+            self._handle_loss(state, lost.sequence, orphaned=lost.orphaned)
             return
         for message in messages:
             state.since = now
@@ -302,7 +302,7 @@ class GrammarManager:
                 self._take(state, message)
         late = now - state.since > PATIENCE and (state.waiting or not state.ready)
         if late and state.worker is not None:
-            self._handle_loss(state, worker.at)
+            self._handle_loss(state, worker.at, orphaned=False)
 
     def _handle_verdict(self, state: GrammarState, verdict: Verdict) -> None:
         """Process the verdict on a grammar: compiled, refused or failed."""
@@ -375,8 +375,11 @@ class GrammarManager:
             if matcher in own or matcher in request.parked_matchers.values():
                 self._fail(rid, refused, failed)
 
-    def _handle_loss(self, state: GrammarState, sequence: int) -> None:
-        """Handle a worker that has ended while it was at `sequence`; start another for the remaining sequences."""
+    def _handle_loss(self, state: GrammarState, sequence: int, *, orphaned: bool) -> None:
+        """Handle a worker that has ended while it was at `sequence`; start another for the remaining sequences.
+
+        orphaned  as in `WorkerLost`: neither its grammar nor its sequence is to blame
+        """
         self.pool.stop(state)
         state.known.clear()
         state.work = MatcherCall([], [])
@@ -386,7 +389,7 @@ class GrammarManager:
             return
         guilty = None if sequence in (COMPILING, IDLE) else state.matchers.get(sequence)
         too_many = state.losses >= MAX_LOSSES
-        if too_many or not self.pool.workers.lost_all():
+        if too_many or not orphaned:
             if (sequence == COMPILING and state.first is None) or (guilty is None and too_many):
                 for rid in state.requests:
                     self._faults.refuse(rid, TOO_MUCH)

@@ -62,10 +62,13 @@ class ProcessExaminer:
                 raise EngineError(f"grammars cannot be checked: nothing was said for {PATIENCE:g} s")
             try:
                 messages = worker.receive()
-            except WorkerLost:
+            except WorkerLost as lost:
                 if worker.stopped:
                     raise EngineError("the grammar is not checked any more: nobody waits for it") from None
-                self.processes.require_alive()
+                if self.processes.closed:
+                    raise EngineError("grammars cannot be checked any more: the engine was closed") from None
+                if lost.orphaned:
+                    raise EngineError("grammars cannot be checked: the process that checks them has died") from None
                 return self._task.too_much
             for message in messages:
                 assert isinstance(message, Verdict)

@@ -26,18 +26,29 @@ PIECE: Final = 1 << 18  # bytes per read from a socket
 
 
 class WorkerLost(Exception):
-    """Error for a worker that has ended; `sequence` is the one that it was advancing, COMPILING, or IDLE."""
+    """Error for a worker that has ended.
 
-    def __init__(self, sequence: int) -> None:
+    sequence  the one that it was advancing, COMPILING, or IDLE
+    orphaned  whether the process that forked it has died, and all of its workers with it
+    """
+
+    def __init__(self, sequence: int, *, orphaned: bool = False) -> None:
         super().__init__(sequence)
         self.sequence = sequence
+        self.orphaned = orphaned
 
 
 class WorkerProcess:
-    """Parent's handle of a worker process. Not thread-safe, apart from `stop`; `send` and `receive` never block."""
+    """Parent's handle of a worker process. Not thread-safe, apart from `stop`; `send` and `receive` never block.
 
-    def __init__(self, processes: WorkerProcesses, number: int, peer: socket.socket, mark: mmap.mmap) -> None:
+    orders  socket of the process that has forked it
+    """
+
+    def __init__(
+        self, processes: WorkerProcesses, orders: socket.socket, number: int, peer: socket.socket, mark: mmap.mmap
+    ) -> None:
         self._processes = processes
+        self._orders = orders
         self._number = number
         self._socket = peer
         self._mark = mark
@@ -72,7 +83,7 @@ class WorkerProcess:
         self._flush()
         found = [self._decode(data) for data in self._messages()]
         if ended and not found:
-            raise WorkerLost(self.at)
+            raise WorkerLost(self.at, orphaned=self._processes.has_died(self._orders))
         return found
 
     @property
@@ -169,14 +180,14 @@ class WorkerProcesses:
             os.ftruncate(shared, mmap.PAGESIZE)
             mark = mmap.mmap(shared, mmap.PAGESIZE)
             CURRENT_SEQUENCE.pack_into(mark, 0, COMPILING)
-            number = self._fork(its.fileno(), shared)
+            orders, number = self._fork(its.fileno(), shared)
         except BaseException:
             mine.close()
             raise
         finally:
             its.close()
             os.close(shared)
-        worker = WorkerProcess(self, number, mine, mark)
+        worker = WorkerProcess(self, orders, number, mine, mark)
         self._poll.register(mine.fileno(), select.EPOLLIN)
         worker._send(msgspec.msgpack.encode(grammar))
         return worker
@@ -196,18 +207,16 @@ class WorkerProcesses:
         """Stop watching the worker's socket."""
         self._poll.unregister(worker.fileno())
 
-    def require_alive(self) -> None:
-        """Raise EngineError if the forking process has died, and all workers with it, or if `close` was called."""
+    @property
+    def closed(self) -> bool:
+        """Return whether `close` was called."""
         with self._lock:
-            if self._closed:
-                raise EngineError("grammars cannot be checked any more: the engine was closed")
-        if self.lost_all():
-            raise EngineError("grammars cannot be checked: the process that checks them has died")
+            return self._closed
 
-    def lost_all(self) -> bool:
-        """Return whether the forking process has died, and all workers with it."""
+    def has_died(self, orders: socket.socket) -> bool:
+        """Return whether the forking process at the other end of `orders` has died; another may run since."""
         with self._lock:
-            return self._orders is None or not _is_open(self._orders)
+            return orders is not self._orders or not _is_open(orders)
 
     def close(self) -> None:
         """Kill all workers and the forking process, for good."""
@@ -215,15 +224,17 @@ class WorkerProcesses:
             self._closed = True
             self._end()
 
-    def _fork(self, *descriptors: int) -> int:
+    def _fork(self, *descriptors: int) -> tuple[socket.socket, int]:
+        """Fork a worker. Return the socket of the process that forks it, and the worker's number."""
         with self._lock:
             if self._closed:
                 raise EngineError("grammars cannot be checked any more: the engine was closed")
             self._count += 1
             for _ in range(2):
                 try:
-                    socket.send_fds(self._running(), [b"%d" % self._count], descriptors)
-                    return self._count
+                    orders = self._running()
+                    socket.send_fds(orders, [b"%d" % self._count], descriptors)
+                    return orders, self._count
                 except OSError:  # the forking process has died: start a new one, once
                     self._end()
             raise EngineError("grammars cannot be checked: the process that forks workers dies")
