@@ -198,10 +198,10 @@ def test_text_and_its_token_ids_are_the_same_prompt(server: Server) -> None:
     assert choices(by_text)[0]["text"] == choices(by_ids)[0]["text"]
 
 
-def test_message_content_in_parts_equals_one_string(server: Server) -> None:
+def test_parts_of_a_message_are_lines_of_one_text(server: Server) -> None:
     parts = [{"type": "text", "text": TEXT[:9]}, {"type": "text", "text": TEXT[9:]}]
     fields = {"max_tokens": 8, **GREEDY}
-    whole = server.chat(messages=USER, **fields).json()
+    whole = server.chat(messages=[{"role": "user", "content": f"{TEXT[:9]}\n{TEXT[9:]}"}], **fields).json()
     assert choices(server.chat(messages=[{"role": "user", "content": parts}], **fields).json()) == choices(whole)
 
 

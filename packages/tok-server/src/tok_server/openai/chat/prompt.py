@@ -339,7 +339,7 @@ def _message_text(content: str | Sequence[Part] | None, path: str) -> str:
         if not isinstance(part, TextPart):
             raise unsupported(f"{path}.content[{index}].type", f"content of type {part.type!r} {ONLY_TEXT}")
         parts.append(part.text)
-    return "".join(parts)
+    return "\n".join(parts)  # as vLLM and llama.cpp do
 
 
 def tool_call_format(formats: Formats, template: ChatTemplate) -> CallFormat | None:
