@@ -460,23 +460,6 @@ def test_a_client_used_after_a_fork_raises() -> None:
     assert shown.stdout == "7\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"base_url": "127.0.0.1:10210"}, "base_url is '127.0.0.1:10210'"),
-        ({"timeout": 0}, "timeout is 0"),
-        ({"timeout": float("inf")}, "timeout is inf"),
-        ({"max_retries": -1}, "max_retries is -1"),
-    ],
-)
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_clients_refuse_invalid_arguments_by_name(
-    kind: Callable[..., object], options: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kind(**options)
-
-
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
