@@ -460,6 +460,32 @@ def test_a_client_used_after_a_fork_raises() -> None:
     assert shown.stdout == "7\n"
 
 
+async def test_a_forked_process_that_exits_leaves_its_parents_connections_open(
+    conforming_server: ConformingServer,
+) -> None:
+    code = (
+        "import os, sys\n"
+        "from tok_client import Client\n"
+        "client = Client(sys.argv[1], timeout=20, max_retries=0)\n"
+        "client.models.list()\n"
+        "if not os.fork(): sys.exit()\n"
+        "os.wait()\n"
+        "print(client.completions.create(model='m', prompt='a').choices[0].finish_reason)\n"
+    )
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, conforming_server.url, stdout=pipe, stderr=pipe
+    )
+    assert await asyncio.wait_for(child.communicate(), PATIENCE) == (b"stop\n", b"")
+
+
+async def test_a_dropped_async_stream_disconnects(conforming_server: ConformingServer) -> None:
+    async with AsyncClient(conforming_server.url) as client:
+        async for _ in await client.completions.create(model="m", prompt="a", user="endless", stream=True):
+            break
+        await asyncio.wait_for(conforming_server.disconnected.wait(), PATIENCE)
+
+
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 

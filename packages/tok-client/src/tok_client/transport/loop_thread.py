@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -17,6 +17,25 @@ _STOP_SECONDS = 5.0  # upper bound on the wait for the thread to end
 
 # A signal that arrives just before its thread begins to wait does not end the wait; this bounds the delay of Ctrl-C.
 _SIGNAL_SECONDS = 0.5
+
+
+class _OwnLoop(asyncio.SelectorEventLoop):
+    """Event loop that counts as closed in a process forked from its own.
+
+    Both processes share the selector. A connection that the forked process closed would be unregistered for both, and
+    the next request of the first process on this connection would wait until its timeout.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        super().__init__()
+
+    def is_closed(self) -> bool:
+        return self._pid != os.getpid() or super().is_closed()
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if self._pid == os.getpid():  # else it would report connections that are not the forked process's to close
+            super().call_exception_handler(context)
 
 
 class LoopThread:
@@ -74,7 +93,7 @@ class LoopThread:
         if self._stopped:
             raise RuntimeError("the client is closed")
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = _OwnLoop()
             self._pid = os.getpid()
             thread = threading.Thread(target=_run, args=(self._loop,), name="tok-client", daemon=True)
             thread.start()

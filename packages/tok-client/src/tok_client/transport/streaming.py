@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Self, TypeVar, get_args
 
 import msgspec
@@ -27,7 +28,8 @@ _DRAIN_SECONDS = 0.2  # upper bound on the wait for the end of the body after th
 class AsyncStream(Generic[T_co]):
     """The chunks of a streamed answer as they arrive. Closing it early disconnects, which ends the request.
 
-    Use it as an async context manager, or read it to its end. `request_id` is the header x-request-id.
+    Use it as an async context manager, or read it to its end; it also closes when it is garbage-collected. `request_id`
+    is the header x-request-id.
 
     Iterating raises StreamError if the server reports an error, and APIResponseError if an event cannot be decoded,
     both after the preceding chunks. It raises APITimeoutError if nothing arrives for `timeout` seconds, and
@@ -38,6 +40,8 @@ class AsyncStream(Generic[T_co]):
     def __init__(self, response: aiohttp.ClientResponse, call: Call[T_co]) -> None:
         self.request_id = response.headers.get("x-request-id")
         self._response = response
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
         self._events = SSEDecoder()
         self._chunks = decoder(call.kind)
         self._lenient = call.lenient
@@ -46,7 +50,6 @@ class AsyncStream(Generic[T_co]):
         self._ready: deque[T_co] = deque()
         self._done = False  # the last chunk has arrived: [DONE], or a chunk of a type in `final_types`
         self._failure: TokError | None = None  # raised after the preceding chunks
-        self._closed = False
 
     @property
     def closed(self) -> bool:
@@ -150,6 +153,11 @@ class AsyncStream(Generic[T_co]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._response.close)
 
 
 def decoded(data: bytes, decoder: msgspec.json.Decoder[T], lenient: Callable[[bytes], T] | None) -> T:
