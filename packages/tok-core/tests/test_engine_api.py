@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -184,13 +185,13 @@ def test_request_without_max_tokens_stops_at_max_model_len(path: Path) -> None:
 
 
 REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
-    ("prompt", [], {}),
-    ("prompt", [5, 512], {}),
-    ("prompt", [-1], {}),
-    ("prompt", [1, 2**40], {}),
-    ("prompt", [1, True], {}),
-    ("prompt", [1, 2.5], {}),
-    ("prompt", [1] * 2000, {}),
+    ("prompts[1]", [], {}),
+    ("prompts[1]", [5, 512], {}),
+    ("prompts[1]", [-1], {}),
+    ("prompts[1]", [1, 2**40], {}),
+    ("prompts[1]", [1, True], {}),
+    ("prompts[1]", [1, 2.5], {}),
+    ("prompts[1]", [1] * 2000, {}),
     ("max_tokens", [1] * 1000, {"max_tokens": 500}),
     ("max_tokens", [1], {"max_tokens": -1}),
     ("n", [1], {"n": 0}),
@@ -216,7 +217,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
 def test_invalid_request_is_refused_by_field_and_the_next_one_is_served(
     engine: Engine, prompt: list[int], field: str, ids: list[int], values: dict[str, Any]
 ) -> None:
-    with pytest.raises(InvalidField, match=field) as caught:
+    with pytest.raises(InvalidField, match=re.escape(field)) as caught:
         engine.generate([prompt, ids], params(**values))
     assert caught.value.field == field
     assert len(tokens(engine, prompt, max_tokens=2)) == 2
@@ -342,6 +343,25 @@ async def test_async_engine_refuses_requests_before_start_and_a_second_start(pat
     await engine.start()
     with pytest.raises(EngineClosed, match="once"):
         await engine.start()
+    assert len((await engine.generate(prompt, params(max_tokens=2)).output()).outputs[0].token_ids) == 2
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "values"), [("params", {"params": {"max_tokens": 2}}), ("request_id", {"request_id": 5})]
+)
+async def test_async_generate_refuses_arguments_of_a_wrong_type(
+    serving: AsyncEngine, prompt: list[int], field: str, values: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidField) as caught:
+        serving.generate(prompt, **values)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("kind", [Engine, AsyncEngine])
+def test_an_engine_refuses_a_config_that_is_no_engine_config(kind: Any, path: Path) -> None:
+    with pytest.raises(InvalidField, match=r"config is .*; allowed: an EngineConfig"):
+        kind(str(path))
 
 
 @pytest.mark.parametrize("prompt", [b"abc", 5, [True], [1.0], np.array([1, 2]), ["a"]])

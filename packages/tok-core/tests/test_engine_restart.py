@@ -6,6 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,16 @@ async def test_restart_refuses_an_unknown_replica_number(tiny: Path) -> None:
     for number in (-1, 1):
         with pytest.raises(InvalidField, match=f"replica is {number}; allowed: integers from 0 to 0"):
             await engine.restart_replica(number)
+    await engine.close()
+
+
+@pytest.mark.parametrize("drain", ["10", None, float("nan"), -1])
+async def test_restart_refuses_an_invalid_drain_time_before_it_drains(tiny: Path, drain: Any) -> None:
+    engine = AsyncEngine(config(tiny, 1), in_process=True)
+    await engine.start()
+    with pytest.raises(InvalidField, match=r"drain is .*; allowed: seconds from 0"):
+        await engine.restart_replica(0, drain=drain)
+    assert engine.health().ok
     await engine.close()
 
 

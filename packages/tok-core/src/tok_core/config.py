@@ -170,7 +170,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise InvalidField("model", self.model, "a directory or a hub id")
+            as_text = ", as text" * (not isinstance(self.model, str))
+            raise InvalidField("model", self.model, f"a directory or a hub id{as_text}")
         for field in ("revision", "tokenizer", "chat_template", "draft"):
             value = getattr(self, field)
             if value is not None and not (isinstance(value, str) and value):
@@ -199,7 +200,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("gpu_memory_fraction", self.gpu_memory_fraction, "above 0, at most 1")
         for field in ("data_dir", "cache_dir"):
             if not isinstance(getattr(self, field), str | None):
-                raise InvalidField(field, getattr(self, field), "a directory")
+                raise InvalidField(field, getattr(self, field), "a directory, as text")
         if self.cache_dir == "":
             raise InvalidField("cache_dir", self.cache_dir, "a directory")
         for field in ("ep", "cuda_graphs", "batch_invariant", "enable_sleep_mode", "prefix_groups"):

@@ -115,13 +115,16 @@ class EngineCore:
         self._require_own_process()
         return self._control
 
-    def start(self) -> None:
-        """Start the replicas and block until they are ready. Callable once; raises the error of a failed start."""
+    def claim_start(self) -> None:
+        """Claim the only start of this core. Raise EngineClosed, without effect, if it has been claimed or closed."""
         self._require_own_process()
         with self._lock:
             if self._begun or self._replica_set.closed:
                 raise EngineClosed("an engine starts once")
             self._begun = True
+
+    def start(self) -> None:
+        """Start the replicas and block until they are ready, after `claim_start`. Raise the error of a failed start."""
         # A thread that still computes at the interpreter's exit would abort the process.
         atexit.register(self.close)
         config = self._config
@@ -206,6 +209,10 @@ class EngineCore:
         """
         self._require_own_process()
         self._dispatcher.require_ready()
+        if not isinstance(params, SamplingParams):
+            raise InvalidField("params", params, "SamplingParams")
+        if request_id is not None and type(request_id) is not str:  # `abort_prefix` compares all ids
+            raise InvalidField("request_id", request_id, "a string, or None for a new one")
         check_tenant(tenant)
         salt = salt_of(cache_salt)
         if params.logit_bias is not None:
@@ -356,8 +363,10 @@ class EngineCore:
     def restart_replica(self, number: int, drain: float) -> None:
         """Restart a replica and block until it serves again; see `AsyncEngine.restart_replica`."""
         self._require_own_process()
-        if not 0 <= number < self._config.dp:
+        if type(number) is not int or not 0 <= number < self._config.dp:
             raise InvalidField("replica", number, f"integers from 0 to {self._config.dp - 1}")
+        if not isinstance(drain, int | float) or not drain >= 0:
+            raise InvalidField("drain", drain, "seconds from 0")
         replica = self._replica_set.drain(number)
         deadline = time.monotonic() + drain
         while time.monotonic() < deadline and not self._replica_set.closed and self._dispatcher.computes(number):

@@ -34,6 +34,8 @@ class _Base:
     """Common base of both engines."""
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
+        if not isinstance(config, EngineConfig):
+            raise InvalidField("config", config, "an EngineConfig, such as EngineConfig(model=…)")
         self._core = EngineCore(config, in_process=in_process, make_replica=self._replica_maker())
         # Threads refer to the core but never to this object, so an engine dropped without `close` ends its processes.
         weakref.finalize(self, self._core.close_soon).atexit = False  # the core has its own hook at exit
@@ -114,6 +116,7 @@ class Engine(_Base):
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
         super().__init__(config, in_process=in_process)
+        self._core.claim_start()
         try:
             self._core.start()
         except BaseException:
@@ -236,9 +239,7 @@ class Engine(_Base):
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidField("prompts", prompts, "a list of prompts")
         all_params = params_per_prompt(params, len(prompts))
-        ids = [self._core.encode(prompt, sampling) for prompt, sampling in zip(prompts, all_params, strict=True)]
-        for prompt, sampling in zip(ids, all_params, strict=True):
-            self._core.check(prompt, sampling)
+        ids = [self._encode(prompts[index], sampling, index) for index, sampling in enumerate(all_params)]
         for grammar in {sampling.grammar for sampling in all_params if sampling.grammar is not None}:
             refuse(grammar, self._core.verdict(grammar).result())
         arrived: queue.SimpleQueue[Sequence[OpenRequest]] = queue.SimpleQueue()
@@ -254,6 +255,15 @@ class Engine(_Base):
                 yield from self._collect(index, arrived, advance_bar)
             finally:
                 self._core.abort_all(index)
+
+    def _encode(self, prompt: Prompt, params: SamplingParams, index: int) -> list[int]:
+        """Return the token ids of prompt number `index`. Raise InvalidField if it cannot be served."""
+        try:
+            ids = self._core.encode(prompt, params)
+            self._core.check(ids, params)
+        except InvalidField as error:
+            raise (error.renamed(f"prompts[{index}]") if error.field == "prompt" else error) from None
+        return ids
 
     def _collect(
         self,
@@ -280,7 +290,11 @@ class AsyncEngine(_Base):
         self._mailbox: Mailbox | None = None
 
     async def start(self) -> None:
-        """Start the engine; return when it is ready. Raise ModelError, InvalidField or EngineError if it cannot."""
+        """Start the engine, once; return when it is ready. Raise ModelError, InvalidField or EngineError if it cannot.
+
+        A second call raises EngineClosed, and the engine goes on.
+        """
+        self._core.claim_start()
         try:
             await asyncio.to_thread(self._core.start)
         except BaseException:
