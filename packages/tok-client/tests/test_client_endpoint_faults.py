@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from io import BytesIO
 from pathlib import Path
 
 import msgspec
@@ -113,19 +114,25 @@ async def test_an_upload_is_retried_from_its_beginning(
     data = b"x" * size
     (path := tmp_path / "in.jsonl").write_bytes(data)
     kept = wire.ExpiresAfter(anchor="created_at", seconds=3600)
-    made = await client.files.create(file=path if as_path else data, expires_after=kept)
+    made = await client.files.create(
+        file=path if as_path else data,
+        expires_after=kept if as_path else {"anchor": "created_at", "seconds": 3600},
+    )
     assert (made.id, len(unusual_server.bodies)) == ("f", 3)
     for body in unusual_server.bodies:
         assert body.count(data) == 1
         assert b'name="expires_after[seconds]"\r\n' in body
+        assert b"3600" in body
         assert body.index(b'name="purpose"') < body.index(b'name="file"')
 
 
-async def test_a_missing_file_is_not_uploaded(
+async def test_a_missing_file_or_a_file_object_is_not_uploaded(
     unusual_server: UnusualServer, client: AsyncClient, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
         await client.files.create(file=tmp_path / "none")
+    with pytest.raises(TypeError, match="file is of the type BytesIO; allowed: the path of a file, or bytes"):
+        await client.files.create(file=BytesIO(b"a"))  # type: ignore[arg-type]
     assert unusual_server.bodies == []
 
 

@@ -179,6 +179,7 @@ async def test_tokenize_and_detokenize_texts_and_chats(client: Client, async_cli
     assert chat.count > found.count
     with pytest.raises(ValueError, match="prompt and messages are both missing"):
         client.tokenize()
+    assert client.tokenize(messages=({"role": "user", "content": "the quick fox"},)) == chat
     with pytest.raises(BadRequestError, match=r"tokens\[0\] is -1"):
         client.detokenize([-1])
 

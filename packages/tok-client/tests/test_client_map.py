@@ -197,6 +197,9 @@ async def test_map_raises_the_error_of_its_prompt_iterable(echo: EchoServer) -> 
     ("given", "message"),
     [
         ({"concurrency": 0}, "concurrency is 0"),
+        ({"concurrency": 2.5}, "concurrency is 2.5"),
+        ({"max_retries": None}, "max_retries is None"),
+        ({"sync_seconds": "5"}, "sync_seconds is '5'"),
         ({"max_retries": -1}, "max_retries is -1"),
         ({"on_error": "ignore"}, "on_error is 'ignore'"),
         ({"sync_seconds": 0.0}, "sync_seconds is 0"),

@@ -64,14 +64,14 @@ class MapOptions(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = False
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency is {self.concurrency}; allowed: integers from 1")
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries is {self.max_retries}; allowed: integers from 0")
+        if not isinstance(self.concurrency, int) or self.concurrency < 1:
+            raise ValueError(f"concurrency is {self.concurrency!r}; allowed: integers from 1")
+        if not isinstance(self.max_retries, int) or self.max_retries < 0:
+            raise ValueError(f"max_retries is {self.max_retries!r}; allowed: integers from 0")
         if self.on_error not in ("raise", "return"):
             raise ValueError(f"on_error is {self.on_error!r}; allowed: 'raise', 'return'")
-        if not 0 < self.sync_seconds < math.inf:
-            raise ValueError(f"sync_seconds is {self.sync_seconds}; allowed: seconds above 0, finite")
+        if not isinstance(self.sync_seconds, int | float) or not 0 < self.sync_seconds < math.inf:
+            raise ValueError(f"sync_seconds is {self.sync_seconds!r}; allowed: seconds above 0, finite")
 
     @classmethod
     def split(cls, params: Mapping[str, object]) -> tuple[Self, dict[str, object]]:

@@ -13,12 +13,13 @@ Object = Mapping[str, object]
 def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object | None = None) -> bytes:
     """Return the JSON of a `kind` with the fields `params`, and with the members of `extra` added unchanged.
 
-    TypeError: a parameter is unknown to the API or cannot be encoded as JSON. ValueError: a parameter is
-    NaN, infinite or has a lone surrogate.
+    TypeError: a parameter is unknown to the API or holds a value that JSON cannot express. ValueError: a parameter
+    holds a number that is NaN or infinite, or a lone surrogate.
     """
-    for name, value in params.items():
-        if isinstance(value, float) and not math.isfinite(value):  # JSON has neither: msgspec would send null
-            raise ValueError(f"{name} is {value}; allowed: finite numbers")
+    if not isinstance(extra, Mapping | None):
+        raise TypeError(f"extra_body is of the type {type(extra).__name__}; allowed: a mapping")
+    for name, value in (*params.items(), *(extra or {}).items()):
+        _check(name, value)
     request = kind(**params)
     try:
         if not extra:
@@ -26,12 +27,33 @@ def body_of(kind: Callable[..., msgspec.Struct], params: Object, extra: Object |
         return msgspec.json.encode({**msgspec.to_builtins(request), **extra})
     except UnicodeEncodeError:
         raise _surrogate_error(_invalid_param({**params, **(extra or {})})) from None
+    except TypeError as error:
+        raise TypeError(f"{_invalid_param({**params, **(extra or {})})} cannot be sent: {error}") from None
+
+
+def _check(name: str, value: object) -> None:
+    """Raise an error about `name` if `value` holds what msgspec would change: NaN to null, bytes to base64."""
+    if isinstance(value, str | int | None):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; allowed: finite numbers")
+    if isinstance(value, bytes | bytearray | memoryview | set | frozenset):
+        raise TypeError(f"{name} is of the type {type(value).__name__}; allowed: values that JSON can express")
+    if isinstance(value, Mapping):
+        for key, member in value.items():
+            _check(f"{name}.{key}", member)
+    elif isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            _check(f"{name}.{field}", getattr(value, field))
+    elif isinstance(value, list | tuple) and not set(map(type, value)) <= {int, str}:  # else maybe a million token ids
+        for index, member in enumerate(value):
+            _check(f"{name}[{index}]", member)
 
 
 def path_of(collection: str, name: str, value: str, rest: str = "") -> str:
-    """Return the path of the member `value` of a collection. ValueError: it is empty or has a lone surrogate."""
-    if not value:
-        raise ValueError(f"{name} is ''; allowed: an id")
+    """Return the path of the member `value` of a collection. ValueError: it is no text, is empty or has a surrogate."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} is {value!r}; allowed: an id")
     from urllib.parse import quote  # slow to import; the HTTP library imports it anyway
 
     try:
@@ -55,11 +77,11 @@ def query_of(**params: str | int | Sequence[str] | None) -> str:
 
 
 def _invalid_param(params: Object) -> str:
-    """Return the name of the parameter that is not valid Unicode."""
+    """Return the name of the parameter that cannot be encoded."""
     for name, value in params.items():
         try:
             msgspec.json.encode({name: value})
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):
             return ascii(name).strip("'")
     return "extra_body"
 

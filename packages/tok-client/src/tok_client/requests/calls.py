@@ -8,6 +8,8 @@ from io import BytesIO
 from os import PathLike
 from typing import IO, TYPE_CHECKING, cast
 
+import msgspec
+
 from tok_client.requests.bodies import Object, body_of, path_of, query_of
 from tok_client.requests.params import (
     BatchParams,
@@ -101,13 +103,15 @@ def model(model: str) -> Call[Model]:
 
 
 def file_creation(
-    file: str | PathLike[str] | bytes, purpose: str, filename: str | None, expires_after: ExpiresAfter | None
+    file: str | PathLike[str] | bytes, purpose: str, filename: str | None, expires_after: ExpiresAfter | Object | None
 ) -> Call[FileObject]:
     """Return the call of `POST /files`. The fields precede the file, for servers that read a form as it arrives."""
+    if not isinstance(file, str | bytes | PathLike):
+        raise TypeError(f"file is of the type {type(file).__name__}; allowed: the path of a file, or bytes")
     fields = {"purpose": purpose}
     if expires_after is not None:
-        fields["expires_after[anchor]"] = expires_after.anchor
-        fields["expires_after[seconds]"] = str(expires_after.seconds)
+        members = expires_after if isinstance(expires_after, Mapping) else msgspec.structs.asdict(expires_after)
+        fields |= {f"expires_after[{name}]": str(value) for name, value in members.items()}
     name = filename or ("file.jsonl" if isinstance(file, bytes) else os.path.basename(os.fspath(file)))
 
     def form() -> aiohttp.FormData:
@@ -258,6 +262,8 @@ def token_generation(
 
 
 def requests_abort(request_ids: Sequence[str]) -> Call[dict[str, str]]:
-    """Return the call of `POST /abort_requests`."""
+    """Return the call of `POST /abort_requests`. ValueError: `request_ids` is one text."""
+    if isinstance(request_ids, str):  # its characters would be the ids
+        raise ValueError("request_ids is one text; allowed: a list of ids")
     body = body_of(AbortRequests, {"request_ids": list(request_ids)})
     return Call(method="POST", path="/abort_requests", kind=dict[str, str], body=body, at_root=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
-from tok_client.requests import calls
+from tok_client.requests import Object, calls
 from tok_client.resources.resource import AsyncResource, Resource
 from tok_client.types import ExpiresAfter, FileDeleted, FileList, FileObject
 
@@ -19,12 +19,12 @@ class AsyncFiles(AsyncResource):
         file: str | PathLike[str] | bytes,
         purpose: str = "batch",
         filename: str | None = None,
-        expires_after: ExpiresAfter | None = None,
+        expires_after: ExpiresAfter | Object | None = None,
         timeout: float | None = None,
     ) -> FileObject:
         """Upload the file at a path, or the given bytes. A file is read in pieces while it is sent.
 
-        `filename` is the file's name on the server. OSError: the file cannot be read.
+        `filename` is the file's name on the server. OSError: the file cannot be read. TypeError: `file` is neither.
         """
         return await self._transport.fetch(calls.file_creation(file, purpose, filename, expires_after), timeout)
 
@@ -69,12 +69,12 @@ class Files(Resource):
         file: str | PathLike[str] | bytes,
         purpose: str = "batch",
         filename: str | None = None,
-        expires_after: ExpiresAfter | None = None,
+        expires_after: ExpiresAfter | Object | None = None,
         timeout: float | None = None,
     ) -> FileObject:
         """Upload the file at a path, or the given bytes. A file is read in pieces while it is sent.
 
-        `filename` is the file's name on the server. OSError: the file cannot be read.
+        `filename` is the file's name on the server. OSError: the file cannot be read. TypeError: `file` is neither.
         """
         return self._transport.fetch(calls.file_creation(file, purpose, filename, expires_after), timeout)
 

@@ -38,10 +38,15 @@ class Transport:
     """
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float, max_retries: int, backoff: Backoff) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url is {base_url!r}; allowed: URLs that begin with http:// or https://")
-        if max_retries < 0:
-            raise ValueError(f"max_retries is {max_retries}; allowed: integers from 0")
+        if not _is_api_url(base_url):
+            allowed = "URLs that begin with http:// or https://, with a host and without query, fragment and spaces"
+            raise ValueError(f"base_url is {base_url!r}; allowed: {allowed}")
+        if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
+            raise ValueError("api_key is '***'; allowed: a text of printable ASCII")
+        if not isinstance(max_retries, int) or max_retries < 0:
+            raise ValueError(f"max_retries is {max_retries!r}; allowed: integers from 0")
+        if not isinstance(backoff, Backoff):
+            raise ValueError(f"backoff is {backoff!r}; allowed: a Backoff")
         url = base_url.rstrip("/")
         # A URL without a path is that of a server, whose API is below /v1.
         self._base_url = url if urlsplit(url).path else f"{url}/v1"
@@ -187,10 +192,21 @@ def _session(api_key: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
 
 
+def _is_api_url(url: str) -> bool:
+    if not isinstance(url, str) or not url.isprintable() or " " in url:
+        return False
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # ValueError: it is no port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and "?" not in url and "#" not in url
+
+
 def check_timeout(timeout: float) -> float:
     """Return `timeout`. ValueError: it is not allowed."""
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout}; allowed: seconds above 0, finite")
+    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout!r}; allowed: seconds above 0, finite")
     return timeout
 
 

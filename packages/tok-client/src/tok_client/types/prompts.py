@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import cast
 
 Prompts = str | list[str | int | list[int]]
+_ALLOWED = "a text, a list of texts, token ids, lists of token ids"
 
 
 def check_prompts(name: str, value: Prompts) -> None:
-    """Raise ValueError if the field `name` mixes kinds or is empty."""
+    """Raise ValueError if the field `name` is no text or list, mixes kinds or is empty."""
     if isinstance(value, str):
         return
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} is of the type {type(value).__name__}; allowed: {_ALLOWED}")
     kinds = {list if kind is tuple else kind for kind in set(map(type, value))}
     if len(kinds) > 1:
         named = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(f"{name} mixes {named}; allowed: only strings, only integers, or only lists")
     if not kinds:
-        raise ValueError(f"{name} is []; allowed: a text, a list of texts, token ids, lists of token ids")
+        raise ValueError(f"{name} is []; allowed: {_ALLOWED}")
 
 
 def one_by_one(value: Prompts) -> list[str | list[int]]:

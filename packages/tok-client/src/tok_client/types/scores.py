@@ -63,6 +63,9 @@ class ScoreRequest(_TextPairs, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         first, second = self.texts()
+        for name, texts in (("text_1", first), ("text_2", second)):
+            if not isinstance(texts, list | tuple):
+                raise ValueError(f"{name} is of the type {type(texts).__name__}; allowed: a text, or a list of texts")
         if not first or not second:
             raise ValueError(f"{'text_2' if first else 'text_1'} is []; allowed: at least one text")
         if len(first) not in (1, len(second)):

@@ -50,8 +50,9 @@ class TokenizeRequest(Wire, frozen=True, kw_only=True):
     chat_template_kwargs: Maybe[JSONObject] = UNSET
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, str) == isinstance(self.messages, list):
-            problem = "and messages are both set" if isinstance(self.prompt, str) else "and messages are both missing"
+        has_prompt, has_messages = (field not in (None, UNSET) for field in (self.prompt, self.messages))
+        if has_prompt == has_messages:
+            problem = "and messages are both set" if has_prompt else "and messages are both missing"
             raise ValueError(f"prompt {problem}; allowed: one of them")
         if self.messages == []:
             raise ValueError("messages is []; allowed: at least one message")
