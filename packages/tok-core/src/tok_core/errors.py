@@ -12,9 +12,14 @@ TokError
 
 from __future__ import annotations
 
+import copyreg
+
 
 class TokError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. All of them can be pickled, if the values that they hold can be."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class Amount(str):
