@@ -78,6 +78,12 @@ def test_chat_without_the_api_key_names_the_flag(keyed_server: Server, capsys: p
         assert "--api-key" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["secret\n", "schlüssel"])
+def test_chat_refuses_an_api_key_that_no_header_can_hold(capsys: pytest.CaptureFixture[str], key: str) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9/v1", "--api-key", key]) == 2
+    assert capsys.readouterr().err == "tok chat: error: --api-key is '***'; allowed: printable ASCII\n"
+
+
 class Session:
     """`tok chat` in a terminal of its own, whose output a thread reads."""
 

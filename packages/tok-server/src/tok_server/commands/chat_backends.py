@@ -116,6 +116,8 @@ class RemoteChatBackend:
         try:
             self._client = tok_client.Client(options.url, api_key=options.api_key)
         except ValueError as error:
+            if str(error).startswith("api_key"):
+                raise InvalidField("api_key", "***", "printable ASCII") from None
             raise InvalidField("url", options.url, f"a URL such as http://host:port ({error})") from error
         self._temperature = UNSET if options.temperature is None else options.temperature
         self._max_tokens = options.max_tokens
