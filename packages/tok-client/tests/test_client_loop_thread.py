@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
@@ -59,6 +60,30 @@ def test_sigint_while_a_call_begins_leaves_no_unawaited_coroutine(
         loop.call(begin)
     gc.collect()
     assert not recwarn.list
+
+
+FORK = """
+import os, signal, sys
+from tok_client.transport.loop_thread import LoopThread
+async def nothing(): pass
+loop = LoopThread(nothing)
+loop.call(nothing)
+with loop._lock:  # as another thread may hold it while this one forks
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try: loop.call(nothing)
+        except RuntimeError as error: print(error, flush=True)
+        loop.stop()
+        os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_does_not_wait_for_a_lock_of_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "before this process was forked" in done.stdout
 
 
 def test_error_before_there_is_a_coroutine_reaches_the_caller(loop: LoopThread) -> None:

@@ -64,6 +64,8 @@ class LoopThread:
         An exception that interrupts the wait cancels the coroutine. RuntimeError: the loop was stopped before or during
         the call, or the process was forked since the first call.
         """
+        if self._forked():  # first, because a thread of the other process may have held the lock at the fork
+            raise RuntimeError("the client was created before this process was forked; create one client per process")
         future: Future[T] = Future()
         try:
             with self._lock:  # so that `stop` cancels this coroutine, too
@@ -78,11 +80,14 @@ class LoopThread:
 
     def post(self, function: Callable[[], None]) -> None:
         """Schedule `function()` on the loop without waiting; does nothing if the loop has stopped."""
-        if self._loop is not None and self._pid == os.getpid():
+        if self._loop is not None and not self._forked():
             _post(self._loop, function)
 
     def stop(self) -> None:
         """Cancel all running coroutines, await `cleanup` and end the thread. Idempotent."""
+        if self._forked():
+            self._stopped = True
+            return
         with self._lock:
             self._stopped = True
             finalizer = self._finalizer
@@ -98,9 +103,11 @@ class LoopThread:
             thread = threading.Thread(target=_run, args=(self._loop,), name="tok-client", daemon=True)
             thread.start()
             self._finalizer = weakref.finalize(self, _stop, self._loop, thread, self._pid, self._cleanup)
-        if self._pid != os.getpid():
-            raise RuntimeError("the client was created before this process was forked; create one client per process")
         return self._loop
+
+    def _forked(self) -> bool:
+        """Return whether this process was forked from the one whose thread runs the loop."""
+        return self._loop is not None and self._pid != os.getpid()
 
 
 def _start(function: Callable[[], Coroutine[object, object, T]], future: Future[T]) -> None:
