@@ -86,6 +86,14 @@ def test_a_forked_process_does_not_wait_for_a_lock_of_its_parent() -> None:
     assert "before this process was forked" in done.stdout
 
 
+def test_a_call_from_the_loops_own_thread_is_refused(loop: LoopThread) -> None:
+    async def nested() -> None:
+        loop.call(nothing)
+
+    with pytest.raises(RuntimeError, match="the key of a map, cannot use the client"):
+        loop.call(nested)
+
+
 def test_error_before_there_is_a_coroutine_reaches_the_caller(loop: LoopThread) -> None:
     def broken() -> Coroutine[object, object, None]:
         raise ValueError("no coroutine")

@@ -49,6 +49,7 @@ class LoopThread:
         self._cleanup = cleanup
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._stopped = False
         self._finalizer: Callable[[], object] | None = None
@@ -62,10 +63,12 @@ class LoopThread:
         """Run `function()` on the loop and wait for its result.
 
         An exception that interrupts the wait cancels the coroutine. RuntimeError: the loop was stopped before or during
-        the call, or the process was forked since the first call.
+        the call, the process was forked since the first call, or this is the loop's own thread.
         """
         if self._forked():  # first, because a thread of the other process may have held the lock at the fork
             raise RuntimeError("the client was created before this process was forked; create one client per process")
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a function that the client calls, such as the key of a map, cannot use the client")
         future: Future[T] = Future()
         try:
             with self._lock:  # so that `stop` cancels this coroutine, too
@@ -100,9 +103,9 @@ class LoopThread:
         if self._loop is None:
             self._loop = _OwnLoop()
             self._pid = os.getpid()
-            thread = threading.Thread(target=_run, args=(self._loop,), name="tok-client", daemon=True)
-            thread.start()
-            self._finalizer = weakref.finalize(self, _stop, self._loop, thread, self._pid, self._cleanup)
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="tok-client", daemon=True)
+            self._thread.start()
+            self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid, self._cleanup)
         return self._loop
 
     def _forked(self) -> bool:
