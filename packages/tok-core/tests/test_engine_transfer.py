@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -30,7 +28,6 @@ from support.trainer import read_line, send_line, trainer, update_info, weights
 from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.engine import weight_transfer
 from tok_core.worker.transfer import trainer_group
-from tok_core.worker.transfer.trainer_group import read_unique_id
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -465,20 +462,6 @@ def test_a_group_of_another_size_than_the_trainers_is_refused_with_a_hint(
             engine.weight_transfer.join("127.0.0.1", port, rank_offset=1, world_size=engines)
         assert f"waits for all ranks (world_size is {engines}); no request is computed meanwhile" in caplog.text
         assert tokens(engine) == expected(old)
-
-
-def test_only_nccls_id_is_unpickled() -> None:
-    kind = type("ncclUniqueId", (ctypes.Structure,), {"_fields_": [("internal", ctypes.c_byte * 128)]})
-    globals()["ncclUniqueId"] = kind
-    kind.__module__ = __name__
-    one = kind()
-    one.internal[3] = 7
-    assert read_unique_id(pickle.dumps(one)) == bytes(one)
-    for other in (Path("/tmp"), print, b"short", "text"):
-        with pytest.raises(pickle.UnpicklingError):
-            read_unique_id(pickle.dumps(other))
-    with pytest.raises(pickle.UnpicklingError):
-        read_unique_id(b"no pickle")
 
 
 def test_dropped_tensors_of_a_trainer_are_restored_by_a_complete_update(old: Path, new: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.patience import wait_until
+from support.patience import PATIENCE, wait_until
 from support.tiny_tokenizer import write_tokenizer
 from tok_core.errors import EngineError, InvalidField, ModelError
 from tok_core.grammar.checker import Checker, GrammarLimits, LocalExaminer, refuse
@@ -92,7 +92,7 @@ def test_killed_examiner_process_is_replaced(task: GrammarLimits) -> None:
     checker.close()
 
 
-def test_worker_of_a_killed_process_is_no_verdict_even_if_another_process_runs(task: GrammarLimits) -> None:
+def test_worker_of_a_killed_process_is_no_verdict_though_another_runs(task: GrammarLimits) -> None:
     processes = WorkerProcesses(msgspec.structs.replace(task, cpu_seconds=WAIT, memory=16 << 30))
     worker = processes.begin(SLOW)
     assert processes._process is not None
@@ -274,3 +274,18 @@ def test_unstoppable_examiner_does_not_block_close_and_its_error_is_raised(task:
     with pytest.raises(EngineError, match="RuntimeError: broken"):
         verdict(other, GOOD)
     other.close()
+
+
+def test_grammar_compilation_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    end = write_tokenizer(tmp_path, 512) + 1
+    code = f"""if True:
+        import sys
+        import tok_core.replicas.processes.manager_process
+        from tok_core.sampling_params import Grammar
+        from tok_core.grammar.local import loader
+
+        guide = loader({str(tmp_path)!r}, 512, [{end}], None)().compile(Grammar(kind="regex", value="a+b"))
+        assert guide.matcher().accept_string("aab")
+        assert not {{"torch", "transformers"}} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=PATIENCE)

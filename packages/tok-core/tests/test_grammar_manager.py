@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise, product
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -39,12 +36,9 @@ from support.schedules import (
     expected,
     submit,
 )
-from support.schemas import tokens_of as tokens_of_mask
 from support.simulated_worker import SimulatedPorts, SimulatedWorker
-from support.tiny_tokenizer import write_tokenizer
 from tok_core import SamplingParams
 from tok_core.grammar.compiler import Compiled, Compiler
-from tok_core.grammar.masks import MaskCache
 from tok_core.grammar.matchers import FollowRequest, Matchers
 from tok_core.grammar.worker_processes.worker import IDLE
 from tok_core.manager.loop import Manager
@@ -476,38 +470,6 @@ def test_preempted_guided_sequence_resumes_with_its_parked_matcher() -> None:
     drive(manager, ports, {0: []})
     assert tokens_of(ports)[1, 0] == expected_guided([1, 2], 0, params)
     assert_all_given_back(manager)
-
-
-def test_mask_cache_stores_each_mask_once_with_its_properties() -> None:
-    begin = np.array([ord(piece[:1]) if piece else -1 for piece in ["a", "ab", "b", "", *["c"] * 46]], np.int16)
-    masks = MaskCache(begin)
-    full = masks.of(np.full(2, -1, np.int32))
-    assert tokens_of_mask(full.words) == list(range(50))
-    assert (full.only, full.none, full.alike) == (-1, False, False)
-    chosen = {(0,): (0, True), (0, 1): (-1, True), (0, 2): (-1, False), (0, 1, 3): (-1, False), (3,): (3, False)}
-    for tokens, (only, alike) in chosen.items():
-        words = np.zeros((3, 2), np.uint32)
-        words[:, 0] = sum(1 << token for token in tokens)
-        first, second, third = masks.of_many(words.view(np.int32), [None, full, masks.single(1)])
-        assert first is second is third
-        assert (first.only, first.none, first.alike) == (only, False, alike)
-    assert masks.of(np.zeros(2, np.int32)).none
-    assert all(tokens_of_mask(masks.single(token).words) == [token] for token in range(50))
-
-
-def test_grammar_compilation_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    end = write_tokenizer(tmp_path, 512) + 1
-    code = f"""if True:
-        import sys
-        import tok_core.replicas.processes.manager_process
-        from tok_core.sampling_params import Grammar
-        from tok_core.grammar.local import loader
-
-        guide = loader({str(tmp_path)!r}, 512, [{end}], None)().compile(Grammar(kind="regex", value="a+b"))
-        assert guide.matcher().accept_string("aab")
-        assert not {{"torch", "transformers"}} & set(sys.modules)
-    """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("token", [VOCAB - 1, VOCAB, 1 << 30])

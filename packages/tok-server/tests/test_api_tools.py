@@ -268,9 +268,7 @@ NULL_TESTING_TEMPLATE = """{% for message in messages %}[{{ message.role }}]
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_calls_reach_a_template_that_expects_null_content_and_text(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_calls_reach_a_template_that_expects_null_content_and_text(tmp_path: Path, content: str | None) -> None:
     function = {"name": "weather", "arguments": '{"city":  "Köln"}'}
     calling = {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
     calling["tool_calls"][0]["id"] = "c1"  # type: ignore[index]

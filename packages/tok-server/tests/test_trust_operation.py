@@ -148,7 +148,7 @@ def test_request_log_has_request_id_token_counts_and_times(server: Server, caplo
     assert "\n" not in second.getMessage()
 
 
-def test_log_has_no_error_line_for_each_request_that_a_stopping_server_refuses(
+def test_requests_that_a_stopping_server_refuses_are_no_errors_in_its_log(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     def levels(request_id: str) -> set[int]:
