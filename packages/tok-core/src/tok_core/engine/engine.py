@@ -292,7 +292,7 @@ class AsyncEngine(_Base):
     async def start(self) -> None:
         """Start the engine, once; return when it is ready. Raise ModelError, InvalidField or EngineError if it cannot.
 
-        A second call raises EngineClosed, and the engine goes on.
+        A second call raises EngineClosed, without effect on the engine.
         """
         self._core.claim_start()
         try:

@@ -167,6 +167,8 @@ def _text(request: ChatCompletionRequest, template: ChatTemplate, allowed_calls:
     try:
         text = render(messages)
     except InvalidField as error:
+        if not any("tool_calls" in message for message in messages):
+            raise invalid("messages", str(error)) from error
         try:
             text = render(_with_arguments_as_text(messages, request.messages))  # as DeepSeek's templates expect
         except InvalidField:

@@ -72,7 +72,7 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Convert the log-probabilities of one choice, or of one delta of it, to the form of completions.
 
-    shown  bytes that each token adds to the text; None: those that it adds to a text that goes on
+    shown  bytes that each token adds to the text; None: those that it adds after other tokens
     """
     if shown is None:
         shown = [texts.visible_bytes(entry.token_id) for entry in entries]
