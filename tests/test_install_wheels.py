@@ -23,6 +23,7 @@ import pytest
 from support.lockfile import constraints
 from support.uv_runs import PYTHON, own_environment, run_offline_first, run_uv
 from support.workspace import PACKAGES, PYTHONS, ROOT, files, uv
+from tok_server.bench.flags import NO_CHECKOUT, SIMULATORS
 
 DEADLINE = 120.0
 """Seconds for the server to be ready, and again for it to exit: a cold start on a busy machine."""
@@ -133,14 +134,16 @@ def test_the_build_makes_a_wheel_of_each_package(wheels: Path) -> None:
     assert names == [package.replace("-", "_") for package in PACKAGES]
 
 
-def test_a_wheel_holds_every_file_of_its_package(wheels: Path) -> None:
+def test_a_wheel_holds_its_whole_package_but_the_simulators(wheels: Path) -> None:
+    simulators = tuple(f"tok_server/bench/{name}/" for name in SIMULATORS)
     for package in PACKAGES:
         module = package.replace("-", "_")
         source = ROOT / "packages" / package / "src"
         ours = {str(path.relative_to(source)) for path in files() if path.is_relative_to(source)}
         (wheel,) = wheels.glob(f"{module}-*.whl")
-        assert ours
-        assert ours - set(ZipFile(wheel).namelist()) == set()
+        held = {name for name in ZipFile(wheel).namelist() if name.startswith(f"{module}/")}
+        assert held == {name for name in ours if not name.startswith(simulators)}
+        assert held
 
 
 def test_the_installed_packages_are_not_the_workspace(installed: Path) -> None:
@@ -159,6 +162,21 @@ def test_an_installation_without_a_gpu_has_no_cuda_packages(installed: Path) -> 
 
 def test_the_installed_tok_command_prints_help(installed: Path) -> None:
     assert "serve" in _output(installed / "tok", "--help")
+
+
+def test_the_installed_bench_help_lists_no_simulators(installed: Path) -> None:
+    page = _output(installed / "tok", "bench", "--help")
+    assert re.findall(r"^    (\w+)", page, re.MULTILINE) == ["offline", "serve", "kernels", "steps"]
+    assert [name for name in SIMULATORS if f"tok bench {name} " in page] == []
+
+
+@pytest.mark.parametrize("flags", [[], ["--workload", "decode"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize("name", SIMULATORS)
+def test_an_installed_simulator_says_that_it_needs_a_checkout(name: str, flags: list[str], installed: Path) -> None:
+    command: list[str | Path] = [installed / "tok", "bench", name, *flags]
+    done = subprocess.run(command, env=own_environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"tok bench {name}: error: {NO_CHECKOUT}\n"
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from tok_core.manager.profiler import PARTS
+from tok_server.bench.manager.command import MAX_BENCH_SEQUENCES
 from tok_server.bench.manager.load import LOADS
 from tok_server.bench.manager.manager import PAIRS, STEPS, run_manager
 from tok_server.bench.manager.result import table
 from tok_server.cli import main, make_parser
-from tok_server.commands.bench_manager import MAX_BENCH_SEQUENCES
 
 KEYS = ["engine", "workload", "sequences", "us_per_token", "ms_per_step", *PARTS]
 
@@ -87,7 +87,7 @@ def test_bench_manager_has_exactly_the_listed_flags() -> None:
     options = make_parser(["bench"]).parse_args(["bench", "manager", "--workload", "decode"])
     values = {name: value for name, value in vars(options).items() if name not in ("command", "kind", "module")}
     assert values == {"workload": "decode", "sequences": 8192, "stop": None, "step_time": 0.0, "json": False}
-    assert options.module == "tok_server.commands.bench_manager"
+    assert options.module == "tok_server.bench.manager.command"
 
 
 @pytest.mark.parametrize("name", sorted(LOADS))

@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import pytest
 
-from tok_server.bench.flags import SERVER_SCENARIOS
 from tok_server.bench.server.client import RequestTally, drive
+from tok_server.bench.server.command import SERVER_SCENARIOS
 from tok_server.bench.server.server import SCENARIOS, ServerResult, table
 from tok_server.cli import main
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # print ? for a character that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="replace")
     arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = make_parser(arguments[:1])
+    parser = make_parser(arguments[:2])
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -84,7 +84,10 @@ def _fail(command: str, message: str, code: int) -> int:
 
 
 def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of all commands. `command` is the one called, if known; only its module may be loaded."""
+    """Return the parser of all commands.
+
+    `command` is the one called, if known, and its subcommand; only the command's module may be loaded.
+    """
     parser = _Parser(prog="tok", description="LLM inference for throughput.", epilog=TOK_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tok {version('tok-server')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -111,11 +114,11 @@ def make_parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     text = "show the attention kernels chosen for a model on this machine, and their times"
     add_kernels(add("kernels", "commands.kernels", text, epilog=KERNELS_EXAMPLES))
     measure = add(PASS_AT_K, "passatk.command", "sample many answers per problem and estimate pass@k")
-    if list(command) == [PASS_AT_K]:
+    if list(command[:1]) == [PASS_AT_K]:
         import_module("tok_server.passatk.command").add_arguments(measure)
     bench = add(BENCH, "commands.bench", "measure throughput of the engine or of any OpenAI-compatible server")
-    if list(command) == [BENCH]:
-        import_module("tok_server.bench.flags").add_arguments(bench)
+    if list(command[:1]) == [BENCH]:
+        import_module("tok_server.bench.flags").add_arguments(bench, *command[1:2])
     return parser
 
 

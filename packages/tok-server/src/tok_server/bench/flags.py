@@ -1,9 +1,14 @@
-"""Flags of `tok bench` and its subcommands; `tok_server.flags` has those of `tok bench kernels`."""
+"""Flags of `tok bench` and its subcommands.
+
+`tok_server.flags` has those of `tok bench kernels`; the folders of SIMULATORS have their own.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from tok_core.config import TRACE_STEPS
@@ -14,8 +19,6 @@ EXAMPLES = """examples:
   tok bench offline --workload monkeys --workload-dir DIR --limit 16 --model ./config-only \\
       --load-format dummy --eos-probability 0.0078125 --json
   tok bench serve --url http://127.0.0.1:10210 --workload mine.jsonl --stream
-  tok bench manager --workload monkeys --sequences 8192 --json
-  tok bench server --json
 """
 OFFLINE_EXAMPLES = """examples:
   tok bench offline --workload mine.jsonl
@@ -26,11 +29,6 @@ SERVE_EXAMPLES = """examples:
   tok bench serve --url http://127.0.0.1:10210 --workload mine.jsonl --stream --plot out.png
   tok bench serve --url http://127.0.0.1:8000/v1 --model my-model --workload mine.jsonl --concurrency 256 --wait 300
 """
-MANAGER_EXAMPLES = """examples:
-  tok bench manager --workload decode
-  tok bench manager --workload monkeys --sequences 65536 --json
-"""
-
 STEPS_EXAMPLES = """examples:
   tok bench steps
   tok bench steps --model ./config-only --load-format dummy --batch-sizes 1,8,32 --json
@@ -38,30 +36,13 @@ STEPS_EXAMPLES = """examples:
 STEPS_OWN_FLAGS = ("generation_config", "max_model_len", "dp", "eos_probability", "markov_probability")
 """Engine flags that `tok bench steps` does not take: it sets them itself, or they have no use in it."""
 
-SERVER_EXAMPLES = """examples:
-  tok bench server
-  tok bench server --scenario streamed --seconds 20 --json
-  tok bench server --scenario whole --rate 3000
-"""
-
-SERVER_SCENARIOS = {
-    "whole": "8 output tokens, not streamed",
-    "streamed": "128 output tokens, one event per token",
-    "samples": "n = 1,024 samples of 16 tokens, not streamed",
-}
-
-MANAGER_WORKLOADS = {
-    "decode": "decode steps only, prompts of 512 tokens, outputs of 256",
-    "monkeys": "many samples of each of 64 to 256 prompts, geometric lengths with mean 128",
-    "sharegpt": "one sample per prompt, log-normal prompt and output lengths",
-    "churn": "outputs of 1 to 8 tokens",
-    "regroup": "samples of 256 shared prompts, 1 %% of the samples replaced before every step",
-    "admission": "admission of prompts of 1,000 tokens, half of each shared",
-}
+SIMULATORS = ("manager", "server")
+"""Subcommands over a simulated worker; their folders are left out of the wheel (pyproject.toml)."""
+NO_CHECKOUT = "this command needs a checkout of tok's repository; CONTRIBUTING.md in it says how to set one up"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `tok bench` and their flags."""
+def add_arguments(parser: argparse.ArgumentParser, called: str = "") -> None:
+    """Add the subcommands of `tok bench` and their flags. Exit if `called` names one that this installation lacks."""
     parser.description = "Measure the throughput of the engine, of a server, or of their parts."
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
@@ -79,11 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "Measure decode steps at several batch sizes; their lower bound is their bytes at copy bandwidth."
     help = "decode steps at several batch sizes, compared with their lower bound on this machine"
     add_steps(kind("steps", help, text, STEPS_EXAMPLES))
-    text = "Measure the manager's CPU time per output token, with a simulated worker."
-    add_manager(kind("manager", "the manager alone, with a simulated worker", text, MANAGER_EXAMPLES))
-    text = "Measure throughput and CPU use of the HTTP server and the manager, with a simulated worker."
-    help = "the HTTP server and the manager, with a simulated worker"
-    add_server(kind("server", help, text, SERVER_EXAMPLES))
+    for name in SIMULATORS:
+        if find_spec(f"tok_server.bench.{name}") is not None:
+            import_module(f"tok_server.bench.{name}.command").add_command(kinds.add_parser)
+        elif name == called:
+            parser.exit(2, f"{parser.prog} {name}: error: {NO_CHECKOUT}\n")
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
@@ -98,46 +79,6 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     names = tuple(name for name in ENGINE_FLAGS if name not in STEPS_OWN_FLAGS)
     add_engine_flags(parser.add_argument_group("engine, as in tok serve"), names)
     parser.set_defaults(module="tok_server.commands.bench_steps")
-
-
-def add_manager(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `tok bench manager`."""
-    descriptions = "; ".join(f"{name}: {what}" for name, what in MANAGER_WORKLOADS.items())
-    add = parser.add_argument
-    add("--workload", required=True, choices=tuple(MANAGER_WORKLOADS), metavar="W", help=descriptions)
-    add("--sequences", type=int, default=8192, metavar="N", help="sequences running at once (default: %(default)s)")
-    add("--stop", metavar="STRING", help="stop string of every request (default: none)")
-    add("--step-time", type=float, default=0.0, metavar="MS", help="simulated milliseconds per step (default: 0)")
-    add("--json", action="store_true", help="print one line of JSON instead of a table")
-    parser.set_defaults(module="tok_server.commands.bench_manager")
-
-
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `tok bench server`."""
-    descriptions = "; ".join(f"{name}: {what}" for name, what in SERVER_SCENARIOS.items())
-    add = parser.add_argument
-    add(
-        "--scenario",
-        choices=tuple(SERVER_SCENARIOS),
-        metavar="S",
-        help=f"scenario to run (default: all). {descriptions}",
-    )
-    add(
-        "--rate",
-        type=float,
-        metavar="R",
-        help="requests per second (default: each connection sends one after another)",
-    )
-    add("--clients", type=int, default=1, metavar="N", help="processes that send requests (default: %(default)s)")
-    add(
-        "--seconds",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="seconds per scenario (default: %(default)s)",
-    )
-    add("--json", action="store_true", help="print a line of JSON for each scenario instead of a table")
-    parser.set_defaults(module="tok_server.commands.bench_server")
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
