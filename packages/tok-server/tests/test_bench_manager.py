@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tok_core.manager.profiler import PARTS
 from tok_server.bench.manager.command import MAX_BENCH_SEQUENCES
 from tok_server.bench.manager.load import LOADS
 from tok_server.bench.manager.manager import PAIRS, STEPS, run_manager
+from tok_server.bench.manager.profiler import PARTS
 from tok_server.bench.manager.result import table
 from tok_server.cli import main, make_parser
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tok_core import SamplingParams
-from tok_core.manager.profiler import PARTS, TIMED, ManagerProfiler
 from tok_core.manager.stops import MAYBE_STRING, StopSets
 from tok_core.messages import Cancel, EngineInfo, Progress, Submit
 from tok_server.bench.manager.drive import ManagerDriver
 from tok_server.bench.manager.load import END, LOADS, VOCABULARY, Load, shared_prompts, vocabulary
+from tok_server.bench.manager.profiler import PARTS, TIMED, ManagerProfiler
 from tok_server.bench.manager.simulation import LengthSampler, Simulation
 
 INFO = EngineInfo(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tok_core.manager import ManagerProfiler, Part
 from tok_core.messages import Cancel
 from tok_server.bench.manager.load import Load
+from tok_server.bench.manager.profiler import ManagerProfiler, Part
 from tok_server.bench.manager.simulation import Simulation
 
 MAX_FILL_FACTOR = 4  # limit on the steps that filling all slots may take, as a multiple of the planned ones

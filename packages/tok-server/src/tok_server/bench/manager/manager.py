@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from statistics import fmean, median
 from typing import NamedTuple
 
-from tok_core.manager import PARTS, ManagerProfiler, Part
 from tok_server.bench.manager.drive import ManagerDriver, StepCost
 from tok_server.bench.manager.load import LOADS, vocabulary
+from tok_server.bench.manager.profiler import PARTS, ManagerProfiler, Part
 from tok_server.bench.manager.result import ManagerResult
 from tok_server.bench.manager.simulation import Simulation
 from tok_server.bench.watch import ShowProgress, progress_bar, throttled

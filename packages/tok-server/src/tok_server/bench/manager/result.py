@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tok_core.manager import PARTS
+from tok_server.bench.manager.profiler import PARTS
 
 
 class ManagerResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from functools import reduce, wraps
 from typing import Final, Literal, ParamSpec, TypeVar, get_args
 
-from tok_core.manager.loop import Manager
-from tok_core.manager.scheduling import BatchBuilder
+from tok_core.manager import BatchBuilder, Manager
 
 Part = Literal["schedule", "pages", "forecast", "groups", "messages", "outputs", "stops", "rest"]
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
