@@ -196,8 +196,8 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
     The kernel's argument PDL is True on devices that support it. Every program of such a kernel waits until the
     predecessor has ended (`gdc_wait`) before it accesses memory that a kernel of the step writes. So after its own
-    wait, a kernel sees the results of all earlier kernels. `tok_kernels.attention.triton.decode` explains the
-    exceptions.
+    wait, a kernel sees the results of all earlier kernels. `tok_kernels.attention.triton.decode` and
+    `tok_kernels.moe.triton_gemv` explain the exceptions.
     """
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}
 

@@ -25,18 +25,20 @@ from tok_kernels import (
 )
 from tok_kernels.backends.reference import InvariantReferenceBackend, ReferenceBackend
 from tok_kernels.backends.triton import TritonBackend
+from tok_kernels.linear.triton_config import GemvLaunch
 from tok_kernels.linear.triton_quantize import quantize_rows
 from tok_kernels.measure import ExpertShape, ModelShape
 from tok_kernels.measure.expert_cases import expert_cases
 from tok_kernels.moe import triton_invariant
 from tok_kernels.moe.interface import COPY_TOKENS, Weight
 from tok_kernels.moe.triton import GroupedLaunch, fused_experts_with
+from tok_kernels.moe.triton_gemv import combining_expert_gemv, gated_expert_gemv
 from tok_kernels.moe.triton_route import sort_pairs
 
 BACKENDS = (ReferenceBackend(), TritonBackend())
 # The interpreter truncates float32 to bfloat16 instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETING)
-SHAPES = ((1, 8, 2), (5, 6, 3), (40, 4, 2), (33, 12, 1), (700, 16, 2))  # tokens, experts, experts of a token
+SHAPES = ((1, 8, 2), (2, 6, 3), (5, 6, 3), (40, 4, 2), (33, 12, 1), (700, 16, 2))  # tokens, experts, experts of a token
 # Tests of sorting take all shapes. For GEMMs, 70 tokens of 4 experts have the tiles of 700 tokens of 16, and fewer.
 GEMM_SHAPES = (*SHAPES[:-1], (70, 4, 2)) if INTERPRETING else SHAPES
 MANY = 70 if INTERPRETING else 200  # tokens of 4 experts with the largest tiles
@@ -121,10 +123,11 @@ def test_experts_of_equal_logits_are_distinct_and_the_lowest_come_first(value: f
         assert routing.expert_TC.tolist() == [[0, 1, 2, 3]] * 3
 
 
+@pytest.mark.parametrize("tokens", [2, 21])
 @pytest.mark.parametrize("held", [None, range(2, 5)])
-def test_rows_of_no_sequence_get_no_expert_and_no_result(held: range | None, device: torch.device) -> None:
-    tokens, experts, size = 21, 6, 48
-    length_D = torch.tensor([3, 0, 9, 0, 0, 1, 0, 2] * 2, dtype=torch.int32, device=device)
+def test_rows_of_no_sequence_get_no_expert_and_no_result(held: range | None, tokens: int, device: torch.device) -> None:
+    experts, size = 6, 48
+    length_D = torch.tensor(([3, 0, 9, 0, 0, 1, 0, 2] * 2)[:tokens], dtype=torch.int32, device=device)
     absent_T = functional.pad(length_D == 0, (0, tokens - len(length_D)))
     logits_TE, x_TN = noise(tokens, experts, device=device), noise(tokens, size, dtype=torch.float16, device=device)
     count = len(held or range(experts))
@@ -210,7 +213,7 @@ def test_fused_experts_equal_the_weighted_sum_of_all_experts(
         assert_near(found, expected)
 
 
-@pytest.mark.parametrize(("group", "tokens"), [(None, 3), (None, 16), *product((32, 8), (3, 21, MANY))])
+@pytest.mark.parametrize(("group", "tokens"), [(None, 1), (None, 3), *product((32, 8), (2, 6, 21, MANY))])
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.int8])
 def test_fused_experts_take_weights_of_8_bits(
     values: torch.dtype, group: int | None, tokens: int, device: torch.device
@@ -234,14 +237,14 @@ def test_fused_experts_take_weights_of_8_bits(
 
 
 W8A8 = ((torch.float8_e4m3fn, None), (torch.float8_e4m3fn, 128), (torch.int8, None))  # values, group of columns
-W8A8_TOKENS = (21, 50, MANY)  # for tiles of 32, 64 and 128 rows, which the code of all dtypes shares
+W8A8_TOKENS = (8, 21, 50, MANY)  # for tiles of 16, 32, 64 and 128 rows, which the code of all dtypes shares
 
 
 @pytest.mark.parametrize(
     ("scaled", "tokens"),
-    list(zip(W8A8, W8A8_TOKENS, strict=True) if INTERPRETING else product(W8A8, W8A8_TOKENS)),
+    list(zip((*W8A8, W8A8[0]), W8A8_TOKENS, strict=True) if INTERPRETING else product(W8A8, W8A8_TOKENS)),
 )
-def test_experts_of_8_bits_quantise_the_activations_of_large_steps(
+def test_experts_of_8_bits_quantise_the_activations_of_many_tokens(
     scaled: tuple[torch.dtype, int | None], tokens: int, device: torch.device
 ) -> None:
     (values, group), experts, size, columns = scaled, 4, 256, 192
@@ -278,6 +281,19 @@ def test_every_launch_config_gives_the_same_sums(
     x_TN = noise(37, 72, dtype=torch.float16, device=device)
     routing, weights = routing_of(37, 5, 2, device, skew=1.0), dense_experts(5, 72, 24, torch.float16, device)
     assert_near(fused_experts_with(gate_up, down, x_TN, routing, weights, None), exact(x_TN, routing, weights))
+
+
+@pytest.mark.parametrize("launch", [GemvLaunch(4, 32, 1), GemvLaunch(16, 128, 4), GemvLaunch(2, 16, 2, 4)], ids=str)
+def test_every_launch_config_of_the_gemv_gives_the_same_sums(launch: GemvLaunch, device: torch.device) -> None:
+    x_TN, residual = (noise(rows, 72, dtype=torch.float16, device=device)[:2] for rows in (2, 5))
+    routing, weights = routing_of(2, 5, 3, device), dense_experts(5, 72, 24, torch.float16, device)
+    expected = exact(x_TN, routing, weights) + residual.double()
+    h_PF, out_TN = x_TN.new_empty((2 * 3, 24)), residual.clone()
+    assert isinstance(weights.gate_up, Tensor)
+    assert isinstance(weights.down, Tensor)
+    gated_expert_gemv(launch, x_TN, routing, weights.gate_up, range(5), h_PF)
+    combining_expert_gemv(launch, h_PF, routing, weights.down, range(5), out_TN, add=True)
+    assert_near(out_TN, expected)
 
 
 def test_no_tokens_give_no_results(device: torch.device) -> None:
@@ -419,3 +435,19 @@ def test_each_kernel_of_a_mixture_is_measured_beside_its_floor(held: int, device
     assert combine.min_bytes == 4 * (pairs * 48 + 30 * 2 + 30 * 48)
     assert gate_up.min_bytes == 4 * (min(pairs, 30) * 48 + pairs * 40 + held * 2 * 48 * 40)
     assert down.min_bytes == 4 * (pairs * 40 + pairs * 48 + held * 48 * 40)
+
+
+def test_the_kernels_of_a_single_token_are_measured_beside_their_floors(device: torch.device) -> None:
+    attention = AttentionShape(4, 2, 16, 16, 2, torch.float16, torch.float16)
+    model = ModelShape(attention, 48, 80, 300, ExpertShape(6, 2, 40, 6))
+    found = {case.kernel: case for case in expert_cases(TritonBackend(), model, device, tokens=(1,))}
+    fused, gate_up, down = (
+        found[f"{name}, even"]
+        for name in ("fused_experts", "expert GEMV, gate and up", "expert GEMV, down and combine")
+    )
+    for case in (gate_up, down):
+        case.run()
+    assert gate_up.flops == 2 * down.flops
+    assert gate_up.flops + down.flops == fused.flops
+    assert gate_up.min_bytes == 2 * (48 + 2 * 40 + 2 * 2 * 48 * 40)
+    assert down.min_bytes == 2 * (2 * 40 + 48 + 2 * 48 * 40) + 4 * 2

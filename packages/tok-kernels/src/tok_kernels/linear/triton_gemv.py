@@ -15,7 +15,7 @@ from tok_kernels.linear.triton_qkv import load_angles, rotated_rows, store_rotat
 
 
 @triton.jit
-def _load_columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+def load_columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
     """Load BLOCK_K entries of a vector from column `start` on, float32; 0 past the end."""
     column = start + tl.arange(0, BLOCK_K)
     if K % BLOCK_K == 0:
@@ -24,7 +24,7 @@ def _load_columns(ptr: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK_K: tl
 
 
 @triton.jit
-def _load_weights(weight_ptrs: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+def load_weight_block(weight_ptrs: tl.tensor, start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
     """Load BLOCK_K columns of weight rows from column `start` on, float32 `[ROWS, BLOCK_K]`; 0 past the end."""
     if K % BLOCK_K == 0:
         return tl.load(weight_ptrs + start, eviction_policy="evict_first").to(tl.float32)
@@ -33,7 +33,7 @@ def _load_weights(weight_ptrs: tl.tensor, start: tl.tensor, K: tl.constexpr, BLO
 
 
 @triton.jit
-def _accumulate(
+def accumulate(
     sums: tl.tensor,
     squares: tl.tensor,
     weights: tl.tensor,
@@ -59,11 +59,11 @@ def _accumulate(
         column = start + tl.arange(0, BLOCK_K // VECTOR) * VECTOR
         scale = tl.load(row_scale_ptr + column // GROUP_SIZE, mask=(column < K)[None, :], other=0.0)
     if HAS_NORM:
-        norm_weight = _load_columns(norm_ptr, start, K, BLOCK_K)
+        norm_weight = load_columns(norm_ptr, start, K, BLOCK_K)
     new_sums = ()
     new_squares = ()
     for t in tl.static_range(TOKENS):
-        x = _load_columns(x_ptr + t * x_stride, start, K, BLOCK_K)
+        x = load_columns(x_ptr + t * x_stride, start, K, BLOCK_K)
         if HAS_NORM:
             new_squares += (squares[t] + tl.sum(tl.reshape(x * x, (BLOCK_K // VECTOR, VECTOR)), 1),)
             x = x * norm_weight
@@ -138,7 +138,7 @@ def gemv_kernel(
         sums += (tl.zeros((ROWS, BLOCK_K // VECTOR), tl.float32),)
         squares += (tl.zeros((BLOCK_K // VECTOR,), tl.float32),)
     weight_ptrs = weight_ptr + weight_row.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    weights = _load_weights(weight_ptrs, 0, K, BLOCK_K)
+    weights = load_weight_block(weight_ptrs, 0, K, BLOCK_K)
     if PDL:
         gdc_wait()
     positions = ()
@@ -150,13 +150,13 @@ def gemv_kernel(
     row_scale_ptr = scale_ptr
     if GROUP_SIZE > 0 and GROUP_SIZE < K:
         row_scale_ptr += weight_row[:, None] * (K // GROUP_SIZE)
-    sums, squares = _accumulate(
+    sums, squares = accumulate(
         *(sums, squares, weights, row_scale_ptr, x_ptr, x_stride, norm_ptr, 0),
         *(TOKENS, K, ROWS, BLOCK_K, VECTOR, GROUP_SIZE, HAS_NORM),
     )
     for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=1):
-        weights = _load_weights(weight_ptrs, start, K, BLOCK_K)
-        sums, squares = _accumulate(
+        weights = load_weight_block(weight_ptrs, start, K, BLOCK_K)
+        sums, squares = accumulate(
             *(sums, squares, weights, row_scale_ptr, x_ptr, x_stride, norm_ptr, start),
             *(TOKENS, K, ROWS, BLOCK_K, VECTOR, GROUP_SIZE, HAS_NORM),
         )

@@ -1,6 +1,6 @@
 """Quantise activations to 8 bits, fused with the preceding norm or gated activation, and apply scales to GEMM results.
 
-One program quantises a row, in chunks of BLOCK columns that it holds in registers.
+One program quantises a row, or several short ones, in chunks of BLOCK columns that it holds in registers.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment"
 
@@ -17,6 +17,7 @@ from tok_kernels.linear.quantized_weights import MAX_VALUES, QuantizedRows, Scal
 from tok_kernels.norm_rope_kv.triton_kv import ROUNDING_OFFSET
 
 _MAX_BLOCK = 4096  # maximum columns of a chunk
+_SHORT_BLOCK, _SHORT_ROWS = 1024, 4  # a program quantises so many rows of at most so many columns
 _SCALE_BLOCK = 2048  # columns of a program of `apply_scales`
 _ROW_MULTIPLE = 4  # cuBLAS supports block-wise scales only for multiples of so many rows
 
@@ -82,15 +83,17 @@ def _launch_quantize(
     """Launch `_quantize_kernel` with its arguments up to `bias_ptr`; options that are not given are False."""
     columns = rows.values_TK.shape[1]
     block = min(_MAX_BLOCK, power_of_two(columns))
+    block_rows = _SHORT_ROWS if block <= _SHORT_BLOCK else 1
     flags = {name: options.get(name, False) for name in ("HAS_NORM", "GATED", "SCALED", "HAS_BIAS")}
-    _quantize_kernel[(rows.tokens,)](
+    _quantize_kernel[(triton.cdiv(rows.tokens, block_rows),)](
         *args,
-        *(rows.values_TK, rows.scale_TG, rows.scale_TG.stride(1), columns),
+        *(rows.values_TK, rows.scale_TG, rows.scale_TG.stride(1), rows.tokens, columns),
         MAX_VALUE=MAX_VALUES[rows.values_TK.dtype],
         GROUP_SIZE=weight.group or 0,
         CHUNKS=triton.cdiv(columns, block),
         BLOCK=block,
-        num_warps=max(1, block // (256 if columns > block else 1024)),
+        ROWS=block_rows,
+        num_warps=max(block_rows, block // (256 if columns > block else 1024)),
         **flags,
         **pdl_options(rows.values_TK.device),
     )
@@ -110,7 +113,7 @@ def _scale_of(largest: tl.tensor, MAX_VALUE: tl.constexpr) -> tl.tensor:
     return tl.where(largest > 0, largest / MAX_VALUE, 1.0)
 
 
-@triton.jit(do_not_specialize=["values_scale_group_stride"])
+@triton.jit(do_not_specialize=["values_scale_group_stride", "tokens"])
 def _quantize_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -122,6 +125,7 @@ def _quantize_kernel(
     values_ptr: tl.tensor,
     values_scale_ptr: tl.tensor,
     values_scale_group_stride: tl.tensor,
+    tokens: tl.tensor,
     columns: tl.tensor,
     HAS_NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -131,11 +135,14 @@ def _quantize_kernel(
     GROUP_SIZE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Quantise one row, so that the largest magnitude of each group of columns becomes MAX_VALUE. Grid: `(tokens,)`.
+    """Quantise ROWS rows, so that the largest magnitude of each group of columns becomes MAX_VALUE.
 
-    1. Load the CHUNKS chunks of the row, and apply scales, bias and gated activation.
+    Grid: `(⌈tokens / ROWS⌉,)`.
+
+    1. Load the CHUNKS chunks of each row, and apply scales, bias and gated activation.
     2. HAS_NORM: divide by the root mean square of the row, and multiply by the norm's weight.
     3. GROUP_SIZE 0: compute the scale of the row.
     4. Compute the scale of each group of GROUP_SIZE columns, if any, and store quotients and scales.
@@ -153,20 +160,21 @@ def _quantize_kernel(
         gdc_launch_dependents()
         gdc_wait()
     groups: tl.constexpr = BLOCK // GROUP_SIZE if GROUP_SIZE > 0 else 1
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    is_row = row < tokens
 
-    # Load the row.
-    x_ptr += row * x_stride
+    # Load the rows.
+    x_ptrs = x_ptr + row * x_stride
     if SCALED:
-        x_scale = tl.load(x_scale_ptr + row)
+        x_scale = tl.load(x_scale_ptr + row, mask=is_row, other=0.0)
     values = ()
-    squares = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        column = chunk * BLOCK + tl.arange(0, BLOCK)
+        column = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = column < columns
-        value = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x_ptrs + column, mask=is_row & inside, other=0.0).to(tl.float32)
         if GATED:
-            up = tl.load(x_ptr + columns + column, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(x_ptrs + columns + column, mask=is_row & inside, other=0.0).to(tl.float32)
             if SCALED:
                 value *= x_scale * tl.load(scale_ptr + column, mask=inside, other=0.0)
                 up *= x_scale * tl.load(scale_ptr + columns + column, mask=inside, other=0.0)
@@ -180,38 +188,38 @@ def _quantize_kernel(
 
     # Apply the norm.
     if HAS_NORM:
-        factor = 1.0 / tl.sqrt_rn(tl.sum(squares) / columns + eps)
+        factor = 1.0 / tl.sqrt_rn(tl.sum(squares, 1, keep_dims=True) / columns + eps)
         normed = ()
         for chunk in tl.static_range(CHUNKS):
-            column = chunk * BLOCK + tl.arange(0, BLOCK)
+            column = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
             norm_weight = tl.load(norm_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
             normed += (values[chunk] * factor * norm_weight,)
         values = normed
 
-    # Compute the scale of the row.
+    # Compute the scale of each row.
     if GROUP_SIZE == 0:
-        magnitude = tl.zeros((BLOCK,), tl.float32)
+        magnitude = tl.zeros((ROWS, BLOCK), tl.float32)
         for chunk in tl.static_range(CHUNKS):
             magnitude = tl.maximum(magnitude, tl.abs(values[chunk]))
-        scale = _scale_of(tl.max(magnitude), MAX_VALUE)
-        tl.store(values_scale_ptr + row, scale)
+        scale = _scale_of(tl.max(magnitude, 1, keep_dims=True), MAX_VALUE)
+        tl.store(values_scale_ptr + row, scale, mask=is_row)
         factor = 1.0 / scale
 
     # Quantise.
     for chunk in tl.static_range(CHUNKS):
-        column = chunk * BLOCK + tl.arange(0, BLOCK)
+        column = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
         value = values[chunk]
         if GROUP_SIZE == 0:
             value *= factor
         else:
-            value = tl.reshape(value, (groups, GROUP_SIZE))
-            scale = _scale_of(tl.max(tl.abs(value), 1), MAX_VALUE)
-            group = chunk * groups + tl.arange(0, groups)
-            is_group = group * GROUP_SIZE < columns
-            tl.store(values_scale_ptr + group * values_scale_group_stride + row, scale, mask=is_group)
-            value = tl.reshape(value / scale[:, None], (BLOCK,))
+            value = tl.reshape(value, (ROWS, groups, GROUP_SIZE))
+            scale = _scale_of(tl.max(tl.abs(value), 2), MAX_VALUE)
+            group = chunk * groups + tl.arange(0, groups)[None, :]
+            scale_ptrs = values_scale_ptr + group * values_scale_group_stride + row
+            tl.store(scale_ptrs, scale, mask=is_row & (group * GROUP_SIZE < columns))
+            value = tl.reshape(value / scale[:, :, None], (ROWS, BLOCK))
         value = tl.clamp(value, -MAX_VALUE, MAX_VALUE)
-        tl.store(values_ptr + row * columns + column, _rounded(value, values_ptr), mask=column < columns)
+        tl.store(values_ptr + row * columns + column, _rounded(value, values_ptr), mask=is_row & (column < columns))
 
 
 @triton.jit

@@ -102,9 +102,12 @@ class _ExpertStep:
     def kernel_cases(self) -> Iterator[Case]:
         """Yield the cases of the Triton kernels of `fused_experts`, one by one."""
         # Imported here, because other backends must not load Triton.
-        from tok_kernels.moe.triton import combine, grouped_gemm, grouped_launch
+        from tok_kernels.moe.triton import combine, grouped_gemm, grouped_launch, use_expert_gemv
         from tok_kernels.moe.triton_route import sort_pairs
 
+        if use_expert_gemv(self.x_TN, next(self.weights)):
+            yield from self._gemv_cases()
+            return
         x_TN, routing, local = self.x_TN, self.routing, range(self.shape.local_experts)
         (tokens, size), top_k, inner = x_TN.shape, self.shape.top_k, self.shape.intermediate_size
         gate_up, down = (grouped_launch(tokens, routing, x_TN.dtype, gated=gated) for gated in (True, False))
@@ -134,6 +137,33 @@ class _ExpertStep:
             lambda: combine(y_PN, routing, local, out_TN, add=False),
             self.pairs * size * x_TN.itemsize + routing.weight_TC.nbytes + x_TN.nbytes,
         )
+
+    def _gemv_cases(self) -> Iterator[Case]:
+        """Yield the cases of the kernels that compute the experts of a few tokens."""
+        from tok_kernels.moe.triton_gemv import combining_expert_gemv, expert_gemv_launch, gated_expert_gemv
+
+        x_TN, routing, local = self.x_TN, self.routing, range(self.shape.local_experts)
+        (tokens, size), top_k, inner = x_TN.shape, self.shape.top_k, self.shape.intermediate_size
+        gate_up, down = (
+            expert_gemv_launch(tokens, x_TN.dtype.itemsize, inputs, gated=gated)
+            for inputs, gated in ((size, True), (top_k * inner, False))
+        )
+        out_TN, h_PF = torch.empty_like(x_TN), x_TN.new_zeros((tokens * top_k, inner))
+        h_bytes = self.pairs * inner * x_TN.itemsize
+
+        def project_up() -> None:
+            weight = next(self.weights).gate_up
+            assert isinstance(weight, Tensor)
+            gated_expert_gemv(gate_up, x_TN, routing, weight, local, h_PF)
+
+        def project_down() -> None:
+            weight = next(self.weights).down
+            assert isinstance(weight, Tensor)
+            combining_expert_gemv(down, h_PF, routing, weight, local, out_TN, add=False)
+
+        yield self._case("expert GEMV, gate and up", project_up, x_TN.nbytes + h_bytes, matrices=2)
+        moved = h_bytes + routing.weight_TC.nbytes + x_TN.nbytes
+        yield self._case("expert GEMV, down and combine", project_down, moved, matrices=1)
 
     def _case(self, kernel: str, run: Callable[[], object], activation_bytes: int, matrices: int = 0) -> Case:
         """Return a case that moves `activation_bytes`, and `matrices` of the 3 matrices of each active expert."""

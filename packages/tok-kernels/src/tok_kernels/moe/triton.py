@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tok_kernels.launch_config import pdl_options, power_of_two
 from tok_kernels.linear.quantized_weights import PackedWeight, QuantizedRows, ScaledWeight
+from tok_kernels.linear.triton_config import VECTOR
 from tok_kernels.linear.triton_packed import dequantize, unpacks
 from tok_kernels.linear.triton_quantize import quantize_rows
 from tok_kernels.linear.triton_scaled import MIN_CAPABILITY
 from tok_kernels.moe.interface import ExpertWeights, Routing, Weight, rows_of
+from tok_kernels.moe.triton_gemv import combining_expert_gemv, expert_gemv_launch, gated_expert_gemv
 from tok_kernels.moe.triton_grouped import combine_kernel, grouped_gemm_kernel
 from tok_kernels.moe.triton_packed import packed_grouped_gemm_kernel
 from tok_kernels.moe.triton_route import SortedPairs, select_experts, sort_pairs
@@ -29,6 +31,7 @@ __all__ = [
     "select_experts",
 ]
 
+_MAX_GEMV_TOKENS = 4  # of the GEMV kernels, which read an expert's weights once for each of its tokens
 _COMBINE_BLOCK = 1024  # columns that a program of the weighted sum computes
 _MAX_QUANTIZED_BLOCK_M = 32  # for larger tiles, weights are dequantised before the grouped GEMM
 _DEQUANTIZED_ROWS = 1 << 14  # weight rows that are dequantised at once
@@ -81,9 +84,11 @@ def grouped_launch(tokens: int, routing: Routing, dtype: torch.dtype, *, gated: 
 def w8a8_launch(tile_rows: int, *, gated: bool) -> GroupedLaunch:
     """Return the W8A8 launch for tiles of `tile_rows`.
 
-    Measured on an H200 with the experts of Qwen3-30B-A3B at 128, 512, 2,048 and 8,192 tokens. The second GEMM of the
-    largest step takes 0.32 ms with a block_m of 64, and 0.43 ms with 128.
+    Measured on an H200 with the experts of Qwen3-30B-A3B at 4 to 8,192 tokens. The second GEMM of the largest step
+    takes 0.32 ms with a block_m of 64, and 0.43 ms with 128.
     """
+    if tile_rows == _MIN_BLOCK_M:
+        return GroupedLaunch(tile_rows, 64, _W8A8_BLOCK_K, 4, 4)
     large = gated and tile_rows == _MAX_BLOCK_M
     block_m, warps = (tile_rows, 8) if large else (min(tile_rows, _MAX_BLOCK_M // 2), 4)
     return GroupedLaunch(block_m, _W8A8_BLOCK_N, _W8A8_BLOCK_K, warps, _W8A8_STAGES)
@@ -94,13 +99,14 @@ def fused_experts(
 ) -> Tensor:
     """Compute `Backend.fused_experts`. Raises ValueError for shapes that do not fit.
 
-    With 8-bit weights and tiles of more than 16 rows, activations are quantised to the weights' dtype (W8A8).
+    A GEMV computes few tokens, and grouped GEMMs more. These quantise activations to the dtype of 8-bit
+    weights (W8A8), if they support the weights' scales.
     """
+    if use_expert_gemv(x_TN, weights):
+        return expert_gemv(x_TN, routing, weights, residual_TN)
     gate_up, down = (grouped_launch(len(x_TN), routing, x_TN.dtype, gated=gated) for gated in (True, False))
     if not (isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)):
-        if gate_up.block_m > _MIN_BLOCK_M and all(
-            _supports_w8a8(x_TN, weight) for weight in (weights.gate_up, weights.down)
-        ):
+        if all(_supports_w8a8(x_TN, weight) for weight in (weights.gate_up, weights.down)):
             gate_up, down = (w8a8_launch(gate_up.block_m, gated=gated) for gated in (True, False))
             return fused_experts_with(gate_up, down, x_TN, routing, weights, residual_TN, w8a8=True)
         if gate_up.block_m > _MAX_QUANTIZED_BLOCK_M:
@@ -110,6 +116,45 @@ def fused_experts(
         else:
             gate_up, down = (replace(launch, block_m=_MIN_BLOCK_M) for launch in (gate_up, down))
     return fused_experts_with(gate_up, down, x_TN, routing, weights, residual_TN)
+
+
+def use_expert_gemv(x_TN: Tensor, weights: ExpertWeights) -> bool:
+    """Return whether the GEMV kernels compute the experts of these tokens."""
+    if not 0 < len(x_TN) <= _MAX_GEMV_TOKENS or x_TN.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return all(_gemv_supports(weight, x_TN) for weight in (weights.gate_up, weights.down))
+
+
+def expert_gemv(x_TN: Tensor, routing: Routing, weights: ExpertWeights, residual_TN: Tensor | None) -> Tensor:
+    """Compute `Backend.fused_experts` by the GEMV kernels."""
+    _check(x_TN, routing, weights, residual_TN)
+    out_TN = torch.empty_like(x_TN, memory_format=torch.contiguous_format) if residual_TN is None else residual_TN
+    x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
+    local = weights.local_range(routing.experts)
+    inner = rows_of(weights.gate_up) // len(local) // 2
+    h_PF = torch.empty((routing.expert_TC.numel(), inner), dtype=x_TN.dtype, device=x_TN.device)
+    assert not isinstance(weights.gate_up, PackedWeight)
+    assert not isinstance(weights.down, PackedWeight)
+    gate_up = expert_gemv_launch(len(x_TN), _item_bytes(weights.gate_up), x_TN.shape[1], gated=True)
+    down = expert_gemv_launch(len(x_TN), _item_bytes(weights.down), routing.expert_TC.shape[1] * inner, gated=False)
+    gated_expert_gemv(gate_up, x_TN, routing, weights.gate_up, local, h_PF)
+    combining_expert_gemv(down, h_PF, routing, weights.down, local, out_TN, add=residual_TN is not None)
+    return out_TN
+
+
+def _item_bytes(weight: Tensor | ScaledWeight) -> int:
+    return weight.dtype.itemsize if isinstance(weight, Tensor) else weight.values_NK.dtype.itemsize
+
+
+def _gemv_supports(weight: Weight, x_TN: Tensor) -> bool:
+    """Return whether the GEMV kernels support a weight of columns that threads load at once."""
+    if isinstance(weight, Tensor):
+        return weight.dtype == x_TN.dtype and weight.is_contiguous() and weight.shape[1] % VECTOR == 0
+    if isinstance(weight, PackedWeight) or not _has_dtype(weight, x_TN.device):
+        return False
+    columns = weight.values_NK.shape[1]
+    group = weight.group or columns
+    return columns % group == 0 and group % (2 * VECTOR) == 0
 
 
 def fused_experts_with(
