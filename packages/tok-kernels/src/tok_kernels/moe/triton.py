@@ -99,8 +99,8 @@ def fused_experts(
 ) -> Tensor:
     """Compute `Backend.fused_experts`. Raises ValueError for shapes that do not fit.
 
-    A GEMV computes few tokens, and grouped GEMMs more. These quantise activations to the dtype of 8-bit
-    weights (W8A8), if they support the weights' scales.
+    GEMVs compute few tokens, and grouped GEMMs more. The GEMMs quantise activations to the dtype of 8-bit weights
+    (W8A8), if they support the weights' scales.
     """
     if use_expert_gemv(x_TN, weights):
         return expert_gemv(x_TN, routing, weights, residual_TN)
