@@ -100,6 +100,8 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     (directory / "pytorch_model.bin").write_bytes(b"pickle")
     (directory / "original").mkdir()
     (directory / "original" / "params.json").write_text("{}")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     with Hub(directory) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -155,12 +157,14 @@ def test_revision_and_tokenizer_are_what_the_hub_is_asked_for(hub: Hub, cache: P
     assert (path / "config.json").is_file()
     hub.served.clear()
     words = resolve_tokenizer(REPOSITORY, str(cache / "other"))
-    assert set(hub.served) == {file.name for file in words.iterdir()} <= {"tokenizer.json", "tokenizer_config.json"}
+    assert set(hub.served) == {file.name for file in words.rglob("*") if file.is_file()}
+    assert set(hub.served) == {"tokenizer.json", "tokenizer_config.json", "tool_use.jinja"}
 
 
 def test_a_repository_is_downloaded_once_without_code_and_pickles(hub: Hub, cache: Path) -> None:
     path = resolve(REPOSITORY)
-    assert {file.name for file in path.iterdir()} == set(hub.served)
+    assert {file.name for file in path.rglob("*") if file.is_file()} == set(hub.served)
+    assert (path / "additional_chat_templates" / "tool_use.jinja").is_file()
     assert sorted(hub.served) == [
         "config.json",
         "generation_config.json",
@@ -169,6 +173,7 @@ def test_a_repository_is_downloaded_once_without_code_and_pickles(hub: Hub, cach
         "model.safetensors.index.json",
         "tokenizer.json",
         "tokenizer_config.json",
+        "tool_use.jinja",
     ]
     hub.served.clear()
     assert resolve(REPOSITORY) == path

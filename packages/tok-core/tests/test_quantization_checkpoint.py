@@ -129,10 +129,14 @@ def test_other_files_are_copied_but_no_dense_weights(tmp_path: Path) -> None:
     path, out = wide_model(tmp_path / "dense"), tmp_path / "rounded"
     for name in ("tokenizer.json", "merges.txt", "pytorch_model.bin", "pytorch_model.bin.index.json", "model.gguf"):
         (path / name).write_text("{}")
+    for name in ("additional_chat_templates/tool_use.jinja", "original/params.json"):
+        (path / name).parent.mkdir()
+        (path / name).write_text("{}")
     assert list(quantize_checkpoint(path, out, "fp8-dynamic"))
-    written = {file.name for file in out.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"} <= written
-    assert not written & {"pytorch_model.bin", "pytorch_model.bin.index.json", "model.gguf"}
+    written = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    kept = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"}
+    assert kept | {"additional_chat_templates/tool_use.jinja"} <= written
+    assert not written & {"pytorch_model.bin", "pytorch_model.bin.index.json", "model.gguf", "original/params.json"}
 
 
 def test_files_of_weights_have_the_permissions_of_the_dense_ones(tmp_path: Path) -> None:

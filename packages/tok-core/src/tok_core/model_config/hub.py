@@ -8,7 +8,8 @@ from tok_core.errors import InvalidField, ModelError
 
 WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # excludes pickles and code
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.jinja"]
-UNWANTED_FILES = ["*/*", "consolidated*"]  # copies of the same weights in other formats
+# Copies of the same weights in other formats; "*" also matches "/", and templates may be in a folder.
+UNWANTED_FILES = ["*/*.json", "*/*.safetensors", "consolidated*"]
 
 
 def resolve(model: str, data_dir: str | None = None, revision: str | None = None) -> Path:

@@ -159,10 +159,12 @@ def _write(source: Path, out: Path, chosen: QuantizationScheme, files: list[Path
     if len(files) > 1:
         total = sum((out / file.name).stat().st_size for file in files)
         _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
-    for path in source.iterdir():
+    for path in (*source.iterdir(), *source.glob("*/*.jinja")):  # chat templates may be in a folder
         has_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not has_weights and path.name != "config.json":
-            shutil.copy(path, out)
+            copy = out / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copy)
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
     _write_json(out / "config.json", values | {"quantization_config": _config(chosen, sorted(dense_ends))})
 
