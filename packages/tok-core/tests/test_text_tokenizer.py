@@ -173,19 +173,23 @@ def test_a_lone_surrogate_is_refused(byte_level: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "special_map", "bos", "eos"),
     [
-        ({"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}, {}, 1, (2,)),
-        ({"bos_token": None, "eos_token": "</s>"}, {"bos_token": "<s>"}, None, (2,)),
+        ({"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}, {}, 1, (2,)),
+        ({"bos_token": None, "eos_token": "</s>"}, {"bos_token": "<s>"}, 1, (2,)),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, {"bos_token": None, "eos_token": "ab"}, None, (265,)),
+        ({"eos_token": "</s>", "added_tokens_decoder": {}}, {"bos_token": "<s>", "eos_token": "ab"}, None, (2,)),
         ({}, {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}, 1, (2,)),
         ({}, {}, None, ()),
     ],
 )
-def test_bos_and_eos_come_from_tokenizer_config_then_special_tokens_map(
+def test_special_tokens_map_precedes_tokenizer_config_without_added_tokens(
     tmp_path: Path, config: dict[str, object], special_map: object, bos: int | None, eos: tuple[int, ...]
 ) -> None:
     saved(sentencepiece_like(), tmp_path, config)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special_map))
     tokenizer = Tokenizer.load(tmp_path)
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (bos, eos)
+    library = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    assert (library.bos_token_id, library.eos_token_id) == (bos, eos[0] if eos else None)
 
 
 def test_eos_token_is_special_even_if_not_added_as_special(tmp_path: Path) -> None:
@@ -232,6 +236,13 @@ def test_configured_tokens_match_text_as_in_transformers(tmp_path: Path, config:
         assert tokenizer.encode(text) == ids
         for skip in (True, False):
             assert tokenizer.decode(ids, skip) == library.decode(ids, skip_special_tokens=skip)
+
+
+def test_special_tokens_that_only_the_map_lists_match_text_as_in_transformers(tmp_path: Path) -> None:
+    saved(sentencepiece_like(), tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text('{"additional_special_tokens": ["ab"]}')
+    expected = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).encode("bab aab")
+    assert Tokenizer.load(tmp_path).encode("bab aab") == expected
 
 
 def test_added_token_with_an_unavailable_id_is_rejected(tmp_path: Path) -> None:

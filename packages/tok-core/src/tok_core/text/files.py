@@ -24,18 +24,26 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Return the special tokens by role ("bos_token", "eos_token", ...). A null in tokenizer_config.json means none."""
-    named = read_json(directory, SPECIAL_MAP) | read_json(directory, CONFIG)
-    found = {role: _content(value) for role, value in named.items() if role.endswith("_token")}
+    """Return the special tokens by role ("bos_token", "eos_token", ...). A null means none."""
+    found = {role: _content(value) for role, value in _settings(directory).items() if role.endswith("_token")}
     return {role: content for role, content in found.items() if content is not None}
 
 
 def other_special_tokens(directory: Path) -> list[str]:
-    """Return special tokens without a role, which tokenizer_config.json lists, or names in an object."""
-    config = read_json(directory, CONFIG)
-    listed = config.get("extra_special_tokens", config.get("additional_special_tokens"))  # the older name
+    """Return special tokens without a role, which the settings list, or name in an object."""
+    settings = _settings(directory)
+    listed = settings.get("extra_special_tokens", settings.get("additional_special_tokens"))  # the older name
     values = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
     return [content for value in values if (content := _content(value)) is not None]
+
+
+def _settings(directory: Path) -> dict[str, object]:
+    """Return tokenizer_config.json with the entries of special_tokens_map.json, which take precedence.
+
+    As in transformers, a config with `added_tokens_decoder` is complete: the map is not read.
+    """
+    config = read_json(directory, CONFIG)
+    return config if "added_tokens_decoder" in config else config | read_json(directory, SPECIAL_MAP)
 
 
 def _content(value: object) -> str | None:
