@@ -16,7 +16,7 @@ from support.tiny_models import KINDS, LLAMA3_ROPE, make_model
 from tok_core.errors import ModelError
 from tok_core.model_config import read_config
 from tok_core.model_config.config_keys import ALLOWED, ALLOWED_BY, HARMLESS, HONOURED, HONOURED_BY
-from tok_core.model_config.model_config import ARCHITECTURES_OF, SUPPORTED_ARCHITECTURES
+from tok_core.model_config.families import ARCHITECTURES_OF, SUPPORTED_ARCHITECTURES
 from tok_core.models import ARCHITECTURES
 from tok_kernels import Llama3Scaling
 

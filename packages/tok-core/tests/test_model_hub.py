@@ -217,6 +217,14 @@ def test_repository_without_config_json_is_named(hub: Hub, cache: Path) -> None:
         resolve(REPOSITORY)
 
 
+def test_unsupported_architecture_is_refused_before_its_weights_are_downloaded(hub: Hub, cache: Path) -> None:
+    config = json.loads((hub.directory / "config.json").read_text())
+    (hub.directory / "config.json").write_text(json.dumps({**config, "architectures": ["Phi3ForCausalLM"]}))
+    with pytest.raises(ModelError, match=r"config\.json: architectures is \['Phi3ForCausalLM'\]; allowed: Llama"):
+        resolve(REPOSITORY)
+    assert hub.served == ["config.json"]
+
+
 def test_failed_download_names_the_file_in_the_error(hub: Hub, cache: Path) -> None:
     hub.refused_files.add("model-00002-of-00002.safetensors")
     with pytest.raises(ModelError, match=r"as a hub id its download failed: .*409.*model-00002"):

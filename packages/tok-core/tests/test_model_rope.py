@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from support.fuzzing import fuzzed
 from tok_core.errors import ModelError
 from tok_core.model_config import read_config
-from tok_core.model_config.model_config import ARCHITECTURES_OF
+from tok_core.model_config.families import ARCHITECTURES_OF
 from tok_core.model_config.rope import KEYS
 from tok_kernels import rope_table
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tok_core.errors import InvalidField, ModelError
+from tok_core.model_config.families import read_family
+from tok_core.model_config.fields import Fields
 
 WANTED_FILES = ["*.json", "*.jinja", "*.safetensors"]  # excludes pickles and code
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.jinja"]
@@ -17,12 +19,14 @@ def resolve(model: str, data_dir: str | None = None, revision: str | None = None
 
     A hub repository is downloaded once and stored below `data_dir`, or in the hub library's own cache if that is
     None; `revision` is its branch, tag or commit (None: main). Code in a repository is neither downloaded nor run.
-    Raises ModelError, which says how `model` was resolved, and InvalidField for a revision of a directory.
+    Raises ModelError, which says how `model` was resolved, or that its architecture is not supported: config.json is
+    downloaded first. Raises InvalidField for a revision of a directory.
     """
-    path, name = _resolve("model", model, data_dir, WANTED_FILES, revision)
+    path, name = _resolve("model", model, data_dir, ["config.json"], revision)
     if not (path / "config.json").is_file():
         raise ModelError(f"{name}: has no config.json; a model is config.json with *.safetensors")
-    return path
+    read_family(Fields.of_file(path / "config.json"))
+    return _resolve("model", model, data_dir, WANTED_FILES, revision)[0]
 
 
 def resolve_draft(draft: str, data_dir: str | None) -> Path:

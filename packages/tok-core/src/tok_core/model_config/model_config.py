@@ -12,22 +12,12 @@ from tok_core.errors import ModelError
 from tok_core.model_config.config_keys import check_keys
 from tok_core.model_config.eagle3 import Eagle3Config, flattened, is_eagle3, read_eagle3
 from tok_core.model_config.experts import MoEConfig, read_experts
+from tok_core.model_config.families import ARCHITECTURES_OF, read_family
 from tok_core.model_config.fields import Fields
 from tok_core.model_config.rope import read_rope
 from tok_core.model_config.windows import read_windows
 from tok_kernels import RopeScaling
 
-# model_type -> the class that computes it, then other names that its checkpoints use.
-ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {
-    "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
-    "mistral": ("MistralForCausalLM", "MistralModel"),
-    "mixtral": ("MixtralForCausalLM", "MixtralModel"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-}
-SUPPORTED_ARCHITECTURES = tuple(names[0] for names in ARCHITECTURES_OF.values())
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_LAYERS = 10_000  # `windows` has an entry for each layer
 # Defaults of transformers for keys that config.json does not contain; a key set to null has no default here.
@@ -80,7 +70,7 @@ def read_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     Raises ModelError, which names the file and the key, for a missing or unknown key or an unsupported value.
     """
     config = _config_file(path)
-    family = _family(config)
+    family = read_family(config)
     check_keys(config, family, ignored)
     return _decoder(path, config, family)
 
@@ -143,25 +133,6 @@ def _decoder(path: Path, config: Fields, family: str) -> ModelConfig:
         bos_token_id=bos,
         moe=read_experts(config, family, num_layers),
     )
-
-
-def _family(config: Fields) -> str:
-    """Return the model_type, a key of ARCHITECTURES_OF; if config.json has none, derive it from the architecture."""
-    names = config.texts("architectures")
-    families = {name: family for family, known in ARCHITECTURES_OF.items() for name in known}
-    if len(names) > 1 or any(name not in families for name in names):
-        raise config.wrong("architectures", names, ", ".join(SUPPORTED_ARCHITECTURES))
-    if "model_type" not in config:
-        if not names:
-            raise config.wrong("architectures", names, ", ".join(SUPPORTED_ARCHITECTURES))
-        return families[names[0]]
-    family = config.text("model_type")
-    if family not in ARCHITECTURES_OF:
-        raise config.wrong("model_type", family, ", ".join(ARCHITECTURES_OF))
-    if names and families[names[0]] != family:
-        allowed = f"{', '.join(ARCHITECTURES_OF[family])} (model_type is {family!r})"
-        raise config.wrong("architectures", names, allowed)
-    return family
 
 
 def _heads(config: Fields, family: str) -> tuple[int, int, int]:
