@@ -193,9 +193,10 @@ def test_formats_that_modelopt_names_in_a_file_of_its_own_are_refused(
             {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "desc_act": False, "lm_head": False},
         ),
         ("fp8-dynamic", {"sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": []}}),
+        ("gptq", {"hyb_act": False, "meta": {"quantizer": ["gptqmodel:2.2.0"]}, "lm_head": False}),
         ("gptq", {"provider": "auto-round", "autoround_version": "0.5.1", "iters": 200, "data_type": "int"}),
     ],
-    ids=["GPTQModel", "AWQ by GPTQModel", "llm-compressor", "AutoRound"],
+    ids=["GPTQModel", "AWQ by GPTQModel", "llm-compressor", "GPTQModel 2", "AutoRound"],
 )
 def test_keys_that_change_no_result_are_accepted(scheme: str, keys: dict[str, object], tmp_path: Path) -> None:
     path, _ = write_quantized("llama", tmp_path, scheme)

@@ -135,6 +135,7 @@ ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "use_parallel_residual": (False,),
         "num_experts": (0,),
         "num_local_experts": (0,),
+        "shared_expert_intermediate_size": (0,),
         "scoring_func": ("softmax",),
         "n_group": (1,),
         "topk_group": (1,),

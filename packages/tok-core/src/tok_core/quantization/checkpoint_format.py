@@ -43,7 +43,8 @@ IGNORED_KEYS = frozenset(
             "true_sequential",
             "static_groups",
         ),
-        *("act_group_aware", "observer", "observer_kwargs", "model_seqlen", "batch_size", "pad_token_id", "max_length"),
+        *("hyb_act", "act_group_aware"),  # one setting, whose name GPTQModel has changed
+        *("observer", "observer_kwargs", "model_seqlen", "batch_size", "pad_token_id", "max_length"),
         *("max_input_length", "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block"),
         *("backend", "use_exllama", "exllama_config", "disable_exllama", "use_cuda_fp16", "do_fuse", "modules_to_fuse"),
         *("fuse_max_seq_len", "is_marlin_format", "pack_dtype", "scale_dtype", "zp_dtype"),
