@@ -388,6 +388,13 @@ def test_layers_of_two_groups_have_the_format_of_the_most_exact_target(tmp_path:
     )
 
 
+@pytest.mark.parametrize("entry", ["model.layers.1.", "layers.1", "model.layers.1.mlp."])
+def test_ignored_layers_may_end_with_a_dot(entry: str) -> None:
+    quantization = QuantizationConfig(PackQuantizedMethod(), (entry,))
+    methods = [quantization.method_of([f"model.layers.{layer}.mlp.down_proj"]) for layer in (1, 11)]
+    assert [isinstance(method, DenseMethod) for method in methods] == [True, False]
+
+
 @pytest.mark.parametrize("entry", ["block_sparse_moe.experts.3.w2", r"re:.*\.block_sparse_moe\.experts\.3\.w2$"])
 def test_ignored_layers_may_have_mixtrals_names(entry: str) -> None:
     quantization = QuantizationConfig(PackQuantizedMethod(), (entry,))

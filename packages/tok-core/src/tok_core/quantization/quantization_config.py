@@ -25,8 +25,8 @@ class QuantizationConfig:
     """Methods of a model's linear layers, by their names in its checkpoint ("model.layers.3.mlp.down_proj").
 
     method     of all linear layers that the other fields do not name
-    ignored    layers that stay dense. An entry is a name, consecutive components of names ("lm_head", "layers.3.mlp"),
-               or "re:" and a regular expression that matches from the start of a name
+    ignored    layers that stay dense. An entry is a name, consecutive components of names ("lm_head", "layers.3.mlp",
+               "model.layers.0."), or "re:" and a regular expression that matches from the start of a name
     overrides  entries like those of `ignored`, each with the method of the layers that match; the first match counts
     online     the checkpoint is dense, and loading quantises it
     kv_scales  keys or values that share a scale of the checkpoint, for a KV cache in float8; None: it has no scales
@@ -68,7 +68,9 @@ def _named(names: Sequence[str]) -> str:
 
 def _matches(entries: Iterable[str], name: str) -> bool:
     return any(
-        bool(_expression(entry).match(name)) if entry.startswith("re:") else f".{_usual_names(entry)}." in f".{name}."
+        bool(_expression(entry).match(name))
+        if entry.startswith("re:")
+        else f".{_usual_names(entry.strip('.'))}." in f".{name}."
         for entry in entries
     )
 
