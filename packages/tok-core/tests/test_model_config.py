@@ -285,7 +285,10 @@ def test_unsupported_config_value_is_named_in_the_error(
         read_config(write(tmp_path, changes))
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as JSON"), ("[1]", "holds a list")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot be read as JSON"), ("[1]", "holds a list"), ("[" * 100_000, "cannot be read")],
+)
 def test_config_file_that_is_not_a_json_object_is_named(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=rf"config\.json: {message}"):

@@ -279,6 +279,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ("{", "is not an index"),
+        ("[" * 100_000, "is not an index"),
         ("{}", "is not an index of safetensors files: KeyError"),
         ('{"weight_map": [1]}', "is not an index"),
         ('{"weight_map": {}}', "names no file in weight_map"),

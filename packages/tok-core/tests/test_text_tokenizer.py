@@ -178,6 +178,7 @@ def test_a_lone_surrogate_is_refused(byte_level: Path) -> None:
         ({"bos_token": "<s>", "eos_token": "</s>"}, {"bos_token": None, "eos_token": "ab"}, None, (265,)),
         ({"eos_token": "</s>", "added_tokens_decoder": {}}, {"bos_token": "<s>", "eos_token": "ab"}, None, (2,)),
         ({}, {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}, 1, (2,)),
+        ({"bos_token": "", "eos_token": "</s>"}, {}, None, (2,)),
         ({}, {}, None, ()),
     ],
 )
@@ -262,10 +263,11 @@ def test_directory_without_tokenizer_json_is_an_error(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("content", ['{"decoder": ', '{"decoder":' * 100_000], ids=["cut", "deep"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_broken_tokenizer_file_is_named(tmp_path: Path, name: str) -> None:
+def test_broken_tokenizer_file_is_named(tmp_path: Path, name: str, content: str) -> None:
     saved(sentencepiece_like(), tmp_path)
-    (tmp_path / name).write_text('{"decoder": ')
+    (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=f"{name} cannot be read"):
         Tokenizer.load(tmp_path)
 

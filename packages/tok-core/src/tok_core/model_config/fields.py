@@ -26,7 +26,7 @@ class Fields:
         """Read the object in the JSON file at `path`. Raise ModelError if there is none."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ModelError(f"{path}: holds a {type(values).__name__}; expected a JSON object")

@@ -19,7 +19,7 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
@@ -50,4 +50,4 @@ def _content(value: object) -> str | None:
     # `value` is the token itself, or an object that also says how the token is matched in text.
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and value else None  # "" means none, too

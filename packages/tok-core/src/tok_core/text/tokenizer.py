@@ -144,7 +144,7 @@ def _encodable(text: str) -> bool:
 def _read_layout(file: Path) -> _Layout:
     try:
         return _LAYOUT.decode(file.read_bytes())
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 

@@ -177,7 +177,7 @@ def checkpoint_files(path: Path) -> list[Path]:
         raise ModelError(f"{path}: has neither {SINGLE} nor {INDEX}; supported: safetensors only")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index}: is not an index of safetensors files: {error!r}") from error
     if not names:
         raise ModelError(f"{index}: names no file in weight_map")
