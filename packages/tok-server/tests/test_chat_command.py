@@ -20,7 +20,8 @@ from support.patience import PATIENCE, wait_until
 from support.paused_engine import Gate, gated
 from support.scripted_model import make_scripted_model
 from support.serving import Server, serving
-from tok_core import AsyncEngine
+from support.tiny_models import make_model
+from tok_core import AsyncEngine, ModelError
 from tok_server.cli import main, make_parser
 from tok_server.commands import chat_backends
 from tok_server.commands.chat import Dialogue, Terminal, converse
@@ -213,3 +214,17 @@ def test_ctrl_c_stops_a_local_models_answer_while_its_reader_waits(
     assert first.startswith(WORDS[0])
     assert WORDS[30] not in first
     assert second == "".join(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("file", "lacking"), [("tokenizer.json", "usable tokenizer"), ("tokenizer_config.json", "chat template")]
+)
+def test_chat_names_what_a_model_lacks(
+    file: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_backends, "AsyncEngine", partial(AsyncEngine, in_process=True))
+    path = make_model("llama", tmp_path / "model")
+    (path / file).unlink()
+    options = make_parser(["chat"]).parse_args(["chat", str(path), "--device", "cpu"])
+    with pytest.raises(ModelError, match=f"model '.*': has no {lacking}, which a chat needs"):
+        LocalChatBackend(options)

@@ -12,7 +12,8 @@ import pytest
 from demo_training.dialogue import Message, render
 
 from support.engines import cpu_engine
-from tok_core import Engine, InvalidField
+from support.tiny_models import make_model
+from tok_core import Engine, InvalidField, ModelError
 from tok_server.demo import HELD_OUT_FILE, MODEL_DIR
 from tok_server.passatk.answers import FinalAnswerPattern, read_tasks
 from tok_server.passatk.command import add_arguments, main, make_prompter, print_report
@@ -155,6 +156,13 @@ def test_pass_at_k_exits_with_code_2_for_a_bad_file_or_pattern(
 def test_pass_at_k_names_its_own_flag_for_too_many_samples(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="samples is 99999; allowed: integers from 1 to 16384"):
         main(options("--samples", "99999", "--limit", "1", "--device", "cpu", "--out", str(tmp_path)))
+
+
+def test_pass_at_k_names_the_tokenizer_that_a_model_lacks(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path / "model")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="the model has no usable tokenizer, which problems need"):
+        main(options("--model", str(path), "--limit", "1", "--device", "cpu", "--out", str(tmp_path)))
 
 
 def test_pass_at_k_command_samples_a_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,8 @@ class LocalChatBackend:
             sampling = {"temperature": CHAT_TEMPERATURE, **self._engine.info.sampling_defaults, **overrides}
             self._params = SamplingParams(**sampling, max_tokens=options.max_tokens)
             if self._engine.chat_template is None or self._engine.tokenizer is None:
-                raise ModelError(f"model {config.model!r}: has no chat template, which a chat needs")
+                lacking = "usable tokenizer" if self._engine.tokenizer is None else "chat template"
+                raise ModelError(f"model {config.model!r}: has no {lacking}, which a chat needs")
         except BaseException:
             self.close()
             raise

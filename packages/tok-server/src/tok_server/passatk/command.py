@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tok_core import EngineConfig, InvalidField
+from tok_core import EngineConfig, InvalidField, ModelError
 from tok_server.demo import HELD_OUT_FILE
 from tok_server.flags import add_engine_flags, model_and_name
 from tok_server.passatk.answers import DEFAULT_PATTERN, EvalTask, FinalAnswerPattern, read_tasks
@@ -116,9 +116,14 @@ def _run(args: argparse.Namespace, tasks: list[EvalTask], pattern: FinalAnswerPa
 
 
 def make_prompter(engine: Engine, template: str | None) -> Prompter:
-    """Return a function from question to prompt: by `template`, else the model's chat template, else the plain form."""
+    """Return a function from question to prompt: by `template`, else the model's chat template, else the plain form.
+
+    Raises ModelError for a model without a tokenizer.
+    """
     tokenizer, chat = engine.tokenizer, engine.chat_template
-    if template is not None or chat is None or tokenizer is None:
+    if tokenizer is None:
+        raise ModelError("the model has no usable tokenizer, which problems need")
+    if template is not None or chat is None:
         text = template or PLAIN_TEMPLATE
         return lambda question: text.replace("{question}", question)
     return lambda question: tokenizer.encode(
