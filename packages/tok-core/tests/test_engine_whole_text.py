@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from support.engines import assert_all_given_back, manager_of
 from support.tiny_models import make_model
-from tok_core import AsyncEngine, EngineConfig, SamplingParams
+from tok_core import AsyncEngine, Engine, EngineConfig, SamplingParams
 from tok_core.sampling_params import Grammar
 
 
@@ -87,3 +90,17 @@ async def test_special_tokens_are_part_of_the_text_if_asked(engine: AsyncEngine)
     # A stop string across special tokens is found in the text as it is shown, never in that without them.
     found = await texts(engine, **only, skip_special_tokens=False, stop=["text|><|"])
     assert found == [("<|end_of_", "stop")] * 2
+
+
+def test_the_end_token_of_the_tokenizer_ends_a_text_too(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path / "tuned")
+    settings = path / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": "J"}))
+    with Engine(EngineConfig(model=str(path), kv_cache_tokens=1024, dtype="float32", device="cpu")) as engine:
+        assert engine.tokenizer is not None
+        (end,) = engine.tokenizer.encode("J", add_special_tokens=False)
+        params = SamplingParams(max_tokens=3, allowed_token_ids=(end,))
+        (kept,) = engine.generate([[3, 4, 5]], msgspec.structs.replace(params, ignore_eos=True))[0].outputs
+        (ended,) = engine.generate([[3, 4, 5]], params)[0].outputs
+    assert (kept.token_ids, kept.finish_reason) == ([end] * 3, "length")
+    assert (ended.token_ids, ended.finish_reason) == ([end], "stop")

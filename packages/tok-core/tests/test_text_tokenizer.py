@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from support.tiny_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from tok_core.errors import InvalidField, ModelError
-from tok_core.text import Tokenizer
+from tok_core.text import Tokenizer, end_token_id
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab <é🙂日|>\n")
 IDS = st.lists(st.integers(0, 340), max_size=30)
@@ -191,6 +191,19 @@ def test_special_tokens_map_precedes_tokenizer_config_without_added_tokens(
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (bos, eos)
     library = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     assert (library.bos_token_id, library.eos_token_id) == (bos, eos[0] if eos else None)
+
+
+@pytest.mark.parametrize("eos", ["</s>", "ab", None, "<absent>"])
+def test_end_token_id_equals_that_of_the_loaded_tokenizer(tmp_path: Path, eos: str | None) -> None:
+    path = saved(sentencepiece_like(), tmp_path, {} if eos is None else {"eos_token": eos})
+    if eos == "<absent>":
+        with pytest.raises(ModelError, match="is not in the vocabulary"):
+            Tokenizer.load(path)
+        assert end_token_id(path) is None
+    else:
+        assert end_token_id(path) == next(iter(Tokenizer.load(path).eos_ids), None)
+    (path / "tokenizer.json").write_text("{")
+    assert end_token_id(path) is None
 
 
 def test_eos_token_is_special_even_if_not_added_as_special(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tok_core.errors import ModelError
 
 CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
+TOKENIZER = "tokenizer.json"
 
 
 def read_json(directory: Path, name: str) -> dict[str, object]:
@@ -21,6 +22,35 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
+def end_token_id(directory: Path) -> int | None:
+    """Return the id of the tokenizer's end token without loading the tokenizer; None: it has none, or is not usable."""
+    try:
+        content = special_tokens(directory).get("eos_token")
+        if content is None or not (directory / TOKENIZER).is_file():
+            return None
+        file = msgspec.json.decode((directory / TOKENIZER).read_bytes(), type=_TokenizerFile)
+        ids = {token.content: token.id for token in file.added_tokens}
+        if content not in ids:
+            ids = msgspec.json.decode(file.model.vocab, type=dict[str, int])
+    except (ModelError, msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError):
+        return None
+    return ids.get(content)
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tok_core.errors import ModelError
-from tok_core.text import ChatTemplate, Tokenizer
+from tok_core.text import ChatTemplate, Tokenizer, end_token_id
 from tok_server.flags import DEMO_MODEL, DEMO_NAME
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def _show(path: Path) -> int:
     if not path.is_dir():
         raise ModelError(f"model {str(path)!r}: is not a directory; allowed: a model directory")
     config = read_config(path)
+    ends, own = config.eos_token_ids, end_token_id(path)
+    ends += () if own is None or own in ends else (own,)
     quantization = read_quantization(path)
     weights, problem = _weights(path)
     rows = {
@@ -59,7 +61,7 @@ def _show(path: Path) -> int:
         "stored as": str(config.dtype).removeprefix("torch."),
         "linear layers": str(quantization),
         "KV cache": f"float8 with a scale for each {unit}" if (unit := quantization.kv_scales) else "as computed",
-        "end tokens": ", ".join(map(str, config.eos_token_ids)) or "none",
+        "end tokens": ", ".join(map(str, ends)) or "none",
         "files": _size(path),
         "weights": weights or f"{NONE} ({problem})",
         "on a GPU": _memory(path, config),

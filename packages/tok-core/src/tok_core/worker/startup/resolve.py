@@ -17,6 +17,7 @@ from tok_core.model_config import Fields, ModelConfig, read_config
 from tok_core.models import resolve_tied_embeddings
 from tok_core.quantization import QuantizationConfig, ScaledMethod
 from tok_core.sampling_params import SamplingParams
+from tok_core.text import end_token_id
 from tok_kernels import AttentionShape, Backend, choose
 
 log = logging.getLogger("tok_core")
@@ -28,9 +29,13 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
     """Return the model's config in directory `path`, with embeddings tied or untied as in the checkpoint.
 
-    Sliding windows that are not shorter than `max_model_len` are dropped.
+    Sliding windows that are not shorter than `max_model_len` are dropped. The tokenizer's end token ends texts, too, as
+    in vLLM and SGLang: fine-tuned models may name another one there than in their configuration.
     """
     model = read_config(path, config.ignore_config_keys or ())
+    end = end_token_id(Path(config.tokenizer or path))
+    if end is not None and end < model.vocab_size and end not in model.eos_token_ids:
+        model = replace(model, eos_token_ids=(*model.eos_token_ids, end))
     if config.load_format != "dummy" and model.tied:
         model = resolve_tied_embeddings(model, path)
         if not model.tied:
