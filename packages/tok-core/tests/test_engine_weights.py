@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.engines import cpu_engine, manager_of, random_prompts
-from support.patience import wait_until
+from support.engines import async_engine, cpu_engine, manager_of, random_prompts
+from support.patience import until, wait_until
+from support.paused_engine import held
 from support.quantized_models import write_quantized
 from support.tiny_models import change_weights, make_model, reference_greedy
 from tok_core import Engine, EngineConfig, EngineDead, InvalidField, ModelError, SamplingParams
@@ -65,6 +67,25 @@ def test_updated_engine_gives_transformers_tokens_with_the_new_weights(old: Path
         assert [output.outputs[0].token_ids for output in again] == expected(new)
         assert [output.cached_tokens for output in again] == [0] * len(PROMPTS)  # nor what the first update cached
         assert [one.data_ptr() for one in runner_of(engine).model.parameters()] == parameters
+
+
+@pytest.mark.parametrize("length", [12, 40])
+@pytest.mark.parametrize("running", [4, 1], ids=["forked", "started late"])
+async def test_samples_share_no_prompt_that_was_begun_with_the_old_weights(
+    old: Path, new: Path, running: int, length: int
+) -> None:
+    (prompt,) = random_prompts((length,))
+    async with async_engine(old, max_running=running, max_step_tokens=4) as engine:
+        with held(engine, steps=1):
+            stream = engine.generate(prompt, replace(GREEDY, n=3))
+            await until(lambda: manager_of(engine).scheduler.steps == 2)  # 8 tokens of the prompt
+            await engine.update_weights(str(new))
+        first, *others = [sample.token_ids for sample in (await stream.output()).outputs]
+        assert others == expected(new, [prompt]) * 2 != [first] * 2
+        longer = prompt + others[0]
+        output = await engine.generate(longer, GREEDY).output()
+        assert output.cached_tokens > 0
+        assert [output.outputs[0].token_ids] == expected(new, [longer])
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}], ids=["one worker", "tp 2", "pp 2", "dp 2"])

@@ -43,7 +43,8 @@ class SequenceStarter:
     prompt's last token, from the retained prompt (`RetainedPrompts`). If that was evicted, one of them leads again.
 
     Followers also start later if their leader has full pages of its own, because it computed tokens that the tree had
-    already: a fork copies the last page and no more.
+    already: a fork copies the last page and no more. If the cache was cleared while the leader prefilled, all others
+    start anew, since its first pages may have been computed with older weights.
     """
 
     def __init__(self, paging: Paging, stops: StopSets, clock: Callable[[], float]) -> None:
@@ -149,13 +150,14 @@ class SequenceStarter:
         request.leader, request.wants_prompt_outputs = None, False
         forks_left = self.pending_forks.pop(slot, deque())
         request.hold(-len(forks_left))
-        if self.paging.fork_cost(slot) <= 1:
+        is_current = table.salt[slot] == request.salt  # the cache was not cleared since the leader started
+        if is_current and self.paging.fork_cost(slot) <= 1:
             forks = self._fork(slot, request, forks_left)
         else:
             self._put_back(Pending(request, forks_left, request.prompt))
             forks = NOBODY
         request.unsampled -= 1 + len(forks)
-        if request.unsampled:
+        if request.unsampled and is_current:
             self.retained_prompts.keep(request, slot, step)
         table.length[forks] = table.length[slot]
         return forks
