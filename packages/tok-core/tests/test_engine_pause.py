@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from support.engines import async_engine
-from support.patience import until
+from support.patience import PATIENCE, until
 from support.paused_engine import ENDLESS, ENDLESS_POSITIONS
 from support.tiny_models import make_model, reference_greedy
-from tok_core import AsyncEngine, EngineClosed, InvalidField, RequestOutput, SamplingParams
+from tok_core import AsyncEngine, EngineClosed, EngineResumed, InvalidField, RequestOutput, SamplingParams
 from tok_core.engine import RequestStream
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -198,3 +200,59 @@ async def test_close_ends_a_pause_that_waits(tmp_path: Path) -> None:
             await pause
         with pytest.raises(EngineClosed):
             await stream.output()
+
+
+@asynccontextmanager
+async def endless(path: Path, **options: Any) -> AsyncIterator[tuple[AsyncEngine, RequestStream]]:
+    """Return an engine, and a request of it that does not end within a test."""
+    model = make_model("llama", path / "endless", max_positions=ENDLESS_POSITIONS)
+    async with async_engine(model, kv_cache_tokens=ENDLESS_POSITIONS, **options) as engine:
+        stream = engine.generate(PROMPT, replace(LONG, max_tokens=ENDLESS))
+        await until(lambda: stream.output_tokens > 5)
+        yield engine, stream
+        stream.abort()
+        await stream.output()
+
+
+async def test_resume_ends_a_pause_or_sleep_that_waits_and_requests_go_on(tmp_path: Path) -> None:
+    async with endless(tmp_path, enable_sleep_mode=True) as (engine, _):
+        for waiting in (engine.pause("wait"), engine.sleep(mode="wait")):
+            task = asyncio.ensure_future(waiting)
+            await until(lambda: engine._core._dispatcher.holding)
+            late = engine.generate(PROMPT, SHORT)
+            await engine.resume()
+            with pytest.raises(EngineResumed, match="resumed before all requests had ended"):
+                await task
+            assert (engine.is_paused, engine.is_sleeping) == (False, False)
+            assert len((await late.output()).outputs[0].token_ids) == 4
+            assert engine.open_requests == 1
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "retract"])
+async def test_pause_of_another_mode_takes_the_place_of_one_that_waits(tmp_path: Path, mode: Any) -> None:
+    async with endless(tmp_path) as (engine, stream):
+        waiting = [asyncio.ensure_future(engine.pause("wait")) for _ in range(2)]
+        await until(lambda: engine._core._dispatcher.holding)
+        await asyncio.sleep(QUIET_SECONDS)
+        assert not any(task.done() for task in waiting)  # the second one waits, too
+        await engine.pause(mode)
+        await asyncio.gather(*waiting)
+        await assert_idle(engine)
+        if mode == "abort":
+            assert (await stream.output()).outputs[0].finish_reason == "abort"
+        count = stream.output_tokens
+        await engine.resume()
+        if mode != "abort":
+            await until(lambda: stream.output_tokens > count)
+
+
+async def test_calls_that_wait_do_not_keep_others_from_the_event_loops_threads(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    async with endless(tmp_path) as (engine, _):
+        waiting = [asyncio.ensure_future(engine.pause("wait")) for _ in range(2)]
+        waiting.append(asyncio.ensure_future(engine.reset_prefix_cache()))
+        await until(lambda: engine._core._dispatcher.holding)
+        assert await asyncio.wait_for(asyncio.to_thread(int), PATIENCE) == 0
+        await engine.pause("keep")
+        await asyncio.gather(*waiting)

@@ -144,6 +144,16 @@ def test_pause_waits_for_running_requests(restored: Server) -> None:
     assert len(tokens(long.answer())) == 400
 
 
+def test_resume_ends_a_pause_that_waits(restored: Server, tiny_model: Path) -> None:
+    with long_request(restored) as long:
+        waiting = Later(lambda: post(restored, "/pause?mode=wait"))
+        wait_until(lambda: restored.engine._core._dispatcher.holding)
+        assert post(restored, "/resume").status == 200
+        answer = waiting.answer()
+    assert (answer.status, answer.error()["code"]) == (400, "engine_resumed")
+    assert tokens(long.answer()) == expected(tiny_model, 400)
+
+
 def test_sglang_pauses_in_place_updates_from_disk_and_continues(restored: Server, new_model: Path) -> None:
     server = restored
     with long_request(server) as long:

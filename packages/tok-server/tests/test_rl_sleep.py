@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.background import Later
 from support.patience import wait_until
 from support.paused_engine import held
 from support.serving import Answer, Server, serving
@@ -109,6 +110,20 @@ def test_mode_decides_what_happens_to_open_requests(restored: Server, tiny_model
     found, wanted = tokens(answers[0]), expected(tiny_model, 400)
     assert found == wanted[: len(found)]
     assert (len(found) < 400) == (mode == "abort")
+
+
+def test_resume_ends_a_sleep_that_waits(restored: Server, tiny_model: Path) -> None:
+    answers: list[Answer] = []
+    with held(restored.engine):
+        thread = start(restored, answers)
+        waiting = Later(lambda: post(restored, "/sleep?mode=wait"))
+        wait_until(lambda: restored.engine._core._dispatcher.holding)
+        assert post(restored, "/resume").status == 200
+        answer = waiting.answer()
+    assert (answer.status, answer.error()["code"]) == (400, "engine_resumed")
+    assert not restored.engine.is_sleeping
+    thread.join()
+    assert tokens(answers[0]) == expected(tiny_model, 400)
 
 
 def test_sglang_releases_and_resumes_memory(restored: Server, new_model: Path, tiny_model: Path) -> None:

@@ -7,6 +7,7 @@ TokError
 └── EngineError                 the engine cannot go on with a request
     ├── RequestFailed           the request cannot be computed, now or later; other requests are not affected
     ├── EngineDead              a process of the engine died while the request was open
+    ├── EngineResumed           the engine was resumed while a pause or a sleep waited for requests to end
     └── EngineClosed            the engine was closed, or has not been started
 """
 
@@ -92,6 +93,10 @@ class EngineDead(EngineError):
     def __init__(self, message: str, min_open_priority: int | None = None) -> None:
         super().__init__(message)
         self.min_open_priority = min_open_priority
+
+
+class EngineResumed(EngineError):
+    """The engine was resumed while a pause or a sleep waited for requests to end; it neither pauses nor sleeps."""
 
 
 class EngineClosed(EngineError):

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,11 +14,20 @@ from typing import Literal, get_args
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.open_requests import OpenRequests
 from tok_core.engine.weight_transfer import TaskOf, WeightTransfer
-from tok_core.errors import EngineClosed, EngineDead, EngineError, InvalidField, ModelError, TokError
+from tok_core.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    EngineResumed,
+    InvalidField,
+    ModelError,
+    TokError,
+)
 from tok_core.messages import ApplyStaged, CommandAction, CommandResult, EngineCommand, MemoryTag, MemoryTask
 from tok_core.replicas import ReplicaSet
 
 PauseMode = Literal["keep", "wait", "abort", "retract"]
+_Urgent = Literal["resume", "pause"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 DRAIN_POLL_SECONDS = 0.02  # seconds between checks whether requests still run
@@ -70,6 +79,7 @@ class EngineControl:
         self._changed = changed
         self._abort = abort
         self.operation = threading.RLock()  # taken before the engine's lock
+        self._urgent: list[_Urgent] = []  # operations that wait for the lock, and end the wait of a pause
         self._numbers = itertools.count(1)
         self._pending: _PendingCommand | None = None
         self._weights: str | None = None  # directory of the weights in use; None: the initial weights
@@ -89,10 +99,13 @@ class EngineControl:
         return self._requests.weight_version
 
     def pause(self, mode: PauseMode) -> None:
-        """Pause all replicas, and return once none computes."""
-        if mode not in get_args(PauseMode):
-            raise InvalidField("mode", mode, ", ".join(get_args(PauseMode)))
-        with self.operation:
+        """Pause all replicas, and return once none computes.
+
+        Raises EngineResumed if the engine is resumed while the mode "wait" waits. A pause or sleep of another mode ends
+        that wait, too, and both take effect.
+        """
+        _check_mode(mode)
+        with self._urgently("pause", mode):
             self._dispatcher.require_ready()
             open_before = [request.rid for request in self._requests.all()]
             if mode == "wait" and not (self.paused or self.asleep):
@@ -115,7 +128,7 @@ class EngineControl:
         Replicas that have restarted since a trainer's update stay paused. Raises ModelError if held tensors cannot be
         applied; the engine then resumes with the old weights.
         """
-        with self.operation:
+        with self._urgently("resume"):
             try:
                 self.transfer.finish_held()
             finally:
@@ -221,8 +234,9 @@ class EngineControl:
         """Release memory in all replicas; see `Engine.sleep`."""
         if level not in (1, 2):
             raise InvalidField("level", level, "1, 2")
+        _check_mode(mode)
         chosen = self._checked_tags(tags)
-        with self.operation:
+        with self._urgently("pause", mode):
             self._dispatcher.require_ready()
             with self._paused(mode):
                 before, kept = self.asleep, self._weights_kept
@@ -333,13 +347,26 @@ class EngineControl:
             current.errors.append(current.error_type(error) if isinstance(error, str) else error)
         self._changed.notify_all()
 
+    @contextmanager
+    def _urgently(self, kind: _Urgent, mode: PauseMode | None = None) -> Iterator[None]:
+        """Hold `operation` within the context. Unless `mode` is "wait", end the wait of a pause that holds it."""
+        with ExitStack() as waiting:
+            if mode != "wait":
+                self._urgent.append(kind)
+                waiting.callback(self._urgent.remove, kind)
+            with self.operation:
+                waiting.close()
+                yield
+
     def _await_running(self) -> None:
-        """Hold new requests, and wait until all dispatched requests have ended."""
+        """Hold new requests, and wait until all dispatched requests have ended, or an urgent operation waits."""
         self._dispatcher.holding = True
         try:
-            while self._dispatcher.any_dispatched():
+            while self._dispatcher.any_dispatched() and "pause" not in self._urgent:
                 if self._replica_set.closed:
                     raise EngineClosed("the engine was closed")
+                if "resume" in self._urgent:
+                    raise EngineResumed("the engine was resumed before all requests had ended; it goes on computing")
                 time.sleep(DRAIN_POLL_SECONDS)  # polls: with many open requests a condition would wake all the time
         except BaseException:
             self._dispatcher.release()
@@ -377,3 +404,9 @@ class EngineControl:
             task = MemoryTask("sleep", tuple(self.asleep), self._weights_kept)
             commands.append(EngineCommand(next(self._numbers), "sleep", task=task))
         self._replica_set.first_messages = tuple(commands)
+
+
+def _check_mode(mode: str) -> None:
+    """Raise InvalidField unless `mode` is one of PauseMode."""
+    if mode not in get_args(PauseMode):
+        raise InvalidField("mode", mode, ", ".join(get_args(PauseMode)))

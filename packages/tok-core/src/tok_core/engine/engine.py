@@ -22,6 +22,7 @@ from tok_core.grammar import refuse
 from tok_core.messages import EngineInfo, MemoryTag
 from tok_core.outputs import EmbeddingOutput, Pooling, RequestOutput
 from tok_core.replicas import Health, MakeReplica
+from tok_core.runtime import run_in_own_thread
 from tok_core.sampling_params import Grammar, SamplingParams
 from tok_core.text import ChatTemplate, Tokenizer
 
@@ -180,6 +181,8 @@ class Engine(_Base):
 
         mode  of open requests. "keep": they stop and keep their KV cache; "retract": they stop and compute it again at
               `resume`. "wait": they end first. "abort": they finish with reason "abort" and the tokens so far
+
+        While "wait" waits, `resume` ends it with EngineResumed, and a pause or sleep of another mode takes its place.
         """
         self._core.control.pause(mode)
 
@@ -298,7 +301,7 @@ class AsyncEngine(_Base):
         try:
             await asyncio.to_thread(self._core.start)
         except BaseException:
-            await asyncio.to_thread(self._core.close)
+            await run_in_own_thread(self._core.close)
             raise
 
     async def restart_replica(self, number: int, *, drain: float = 3600.0) -> None:
@@ -311,35 +314,35 @@ class AsyncEngine(_Base):
         Raises InvalidField for a number that no replica has, EngineError if it is already starting or restarting, and
         the error that keeps it from starting.
         """
-        await asyncio.to_thread(self._core.restart_replica, number, drain)
+        await run_in_own_thread(self._core.restart_replica, number, drain)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Pause all replicas; see `Engine.pause`."""
-        await asyncio.to_thread(self._core.control.pause, mode)
+        await run_in_own_thread(self._core.control.pause, mode)
 
     async def resume(self) -> None:
         """Let all replicas compute again; see `Engine.resume`."""
-        await asyncio.to_thread(self._core.control.resume)
+        await run_in_own_thread(self._core.control.resume)
 
     async def update_weights(self, directory: str, *, version: str | None = None) -> str:
         """Load the weights in `directory` into the running model; see `Engine.update_weights`."""
-        return await asyncio.to_thread(self._core.control.update_weights, directory, version)
+        return await run_in_own_thread(self._core.control.update_weights, directory, version)
 
     async def sleep(self, level: int = 1, *, mode: PauseMode = "keep", tags: MemoryTags | None = None) -> None:
         """Give the memory of weights and KV cache back to the system; see `Engine.sleep`."""
-        await asyncio.to_thread(self._core.control.sleep, level, mode, tags)
+        await run_in_own_thread(self._core.control.sleep, level, mode, tags)
 
     async def wake_up(self, tags: MemoryTags | None = None) -> None:
         """Take released memory again; see `Engine.wake_up`."""
-        await asyncio.to_thread(self._core.control.wake_up, tags)
+        await run_in_own_thread(self._core.control.wake_up, tags)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; see `Engine.reset_prefix_cache`."""
-        await asyncio.to_thread(self._core.control.clear_cache)
+        await run_in_own_thread(self._core.control.clear_cache)
 
     async def close(self, *, drain: float = 0.0) -> None:
         """Wait up to `drain` seconds for open requests, fail the others with EngineClosed, then end the processes."""
-        await asyncio.to_thread(self._core.close, drain)
+        await run_in_own_thread(self._core.close, drain)
 
     def generate(
         self,

@@ -8,6 +8,7 @@ from tok_core.runtime.heartbeat import HEARTBEAT, MAX_TURN_SECONDS
 from tok_core.runtime.host_memory import available_memory, memory_of_siblings
 from tok_core.runtime.lifeline import close_in_forks
 from tok_core.runtime.log_format import EXTRA_FIELDS, TEXT_FORMAT, JsonFormatter, configure_logging, logs_json
+from tok_core.runtime.own_thread import run_in_own_thread
 from tok_core.runtime.scratch_directory import ScratchDirectory
 from tok_core.runtime.trace_paths import trace_file, trace_files
 
@@ -28,6 +29,7 @@ __all__ = [
     "logs_json",
     "memory_of_siblings",
     "pause_gc",
+    "run_in_own_thread",
     "start_compiler",
     "trace_file",
     "trace_files",

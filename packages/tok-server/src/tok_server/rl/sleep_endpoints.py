@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from tok_client.types import EngineStatus, SleepReport
-from tok_core import EngineError, InvalidField, ModelError
+from tok_core import EngineError, EngineResumed, InvalidField, ModelError
 from tok_core.messages import MemoryTag
 from tok_server.http import Context
 from tok_server.openai import ignored_header
@@ -130,6 +130,8 @@ def _engine_errors(operation: str) -> Iterator[None]:
             raise
         message = "the server can sleep only if started with --enable-sleep-mode"
         raise ApiError(400, message, code="sleep_mode_not_enabled") from error
+    except EngineResumed:
+        raise
     except (EngineError, ModelError) as error:
         raise unavailable(f"the engine cannot {operation}: {error}", "memory_unavailable") from error
 

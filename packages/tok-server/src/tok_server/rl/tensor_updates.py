@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tok_core import EngineDead, InvalidField, ModelError
+from tok_core.runtime import run_in_own_thread
 from tok_server.wire import invalid, unavailable
 
 SAME_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -26,7 +27,7 @@ async def transfer(
     cancelled  set if the client disconnects
     """
     try:
-        await asyncio.to_thread(call)
+        await run_in_own_thread(call)
     except asyncio.CancelledError:
         if cancelled is not None:
             cancelled.set()

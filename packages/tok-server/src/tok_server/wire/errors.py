@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from tok_client.types import ErrorBody, ErrorResponse
-from tok_core import ContextLengthExceeded, EngineError, InvalidField, RequestFailed
+from tok_core import ContextLengthExceeded, EngineError, EngineResumed, InvalidField, RequestFailed
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -137,6 +137,8 @@ def from_exception(error: Exception, request_id: str) -> ApiError:
             return invalid(field, str(error))
         case RequestFailed():
             return ApiError(500, str(error), kind=SERVER, code="request_failed")
+        case EngineResumed():  # not a 503, which clients repeat
+            return ApiError(400, str(error), code="engine_resumed")
         case EngineError():
             return unavailable(str(error), "engine_unavailable")
         case web.HTTPException():
