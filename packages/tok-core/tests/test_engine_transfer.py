@@ -361,13 +361,27 @@ def test_groups_of_wrong_values_are_refused_by_field(old: Path, field: str, valu
     ("field", "value"),
     [
         *(("names", [5]), ("shapes", [["64"]]), ("shapes", [[64.0]]), ("shapes", [[1 << 63]])),
+        ("shapes", [[1 << 62, 8]]),
         *(("group", 5), ("bucket_bytes", 1.5), ("version", 7)),
     ],
 )
 def test_tensors_of_wrong_values_are_refused_by_field(old: Path, field: str, value: object) -> None:
     wanted: dict[str, Any] = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], field: value}
-    with cpu_engine(old) as engine, pytest.raises(InvalidField, match=rf"^{field} is .*; allowed: "):
+    with cpu_engine(old) as engine, pytest.raises(InvalidField, match=rf"^{field} (is|has) .*; allowed: "):
         engine.weight_transfer.receive(**wanted)
+
+
+@pytest.mark.parametrize("bucket", [0, 1])
+def test_a_broadcast_that_memory_cannot_hold_is_refused_with_its_tensor(old: Path, new: Path, bucket: int) -> None:
+    with cpu_engine(old) as engine:
+        transfer, port = engine.weight_transfer, free_port()
+        with trainer(port, 2, new) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=2)
+            send_line(process)
+            message = r"norm.weight has shape .* expected \[64\]; a broadcast of 4503599627370496 bytes does not fit"
+            with pytest.raises(ModelError, match=message):
+                transfer.receive(["model.norm.weight"], ["float32"], [[1 << 50]], bucket_bytes=bucket)
+            assert tokens(engine) == expected(old)
 
 
 def test_groups_and_sessions_are_refused_by_field(old: Path, new: Path) -> None:

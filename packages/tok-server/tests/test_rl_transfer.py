@@ -185,6 +185,7 @@ INFO = {"names": [DOWN], "dtype_names": ["float32"], "shapes": [[64, 128]]}
         ("/update_weights", {"update_info": {**INFO, "shapes": []}}, "update_info.shapes", "as many as names"),
         ("/update_weights", {"update_info": {**INFO, "dtype_names": ["x"]}}, "update_info.dtype_names", "bfloat16"),
         ("/update_weights", {"update_info": {**INFO, "shapes": [[-1]]}}, "update_info.shapes", "integers from 0 to"),
+        ("/update_weights", {"update_info": {**INFO, "shapes": [[2**62, 8]]}}, "update_info.shapes", "at most 57646"),
         ("/update_weights", {"update_info": {**INFO, "ipc_handles": [{}]}}, "update_info", "GPU"),
         ("/init_weight_transfer_engine", {"init_info": {"master_port": 5}}, "init_info.master_address", "missing"),
         ("/init_weight_transfer_engine", {"init_info": group(0)}, "init_info.master_port", "1 to 65535"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from tok_core.errors import EngineClosed, EngineDead, InvalidField, ModelError
+from tok_core.errors import Amount, EngineClosed, EngineDead, InvalidField, ModelError
 from tok_core.messages import (
     TENSOR_DTYPES,
     CheckStaged,
@@ -31,6 +32,7 @@ log = logging.getLogger("tok_core")
 JOIN_TIMEOUT_SECONDS = 300.0  # until the trainer's store must be reachable
 JOIN_WARNING_SECONDS = 10.0  # for which workers wait for the group's other members before the log says so
 MAX_PORT, MAX_SIZE = (1 << 16) - 1, (1 << 63) - 1
+MAX_ELEMENTS = 1 << 59  # of all tensors of a call: torch counts their bytes as 64-bit integers
 CONNECT_TIMEOUT_SECONDS, RETRY_SECONDS = 5.0, 0.2
 
 VLLM_GROUP = "weight_transfer"  # name of the group that vLLM's protocol has
@@ -281,6 +283,8 @@ def _require_lists(
     for shape in shapes:
         if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in shape):
             raise InvalidField("shapes", list(shape), f"integers from 0 to {MAX_SIZE}")
+    if (elements := sum(map(math.prod, shapes))) > MAX_ELEMENTS:
+        raise InvalidField("shapes", Amount(f"{elements} elements"), f"at most {MAX_ELEMENTS}")
 
 
 def _require_types(kind: type[str] | type[int], **fields: object) -> None:

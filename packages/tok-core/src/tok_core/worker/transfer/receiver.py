@@ -118,9 +118,12 @@ class WeightReceiver:
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()  # copies to the host read the bucket
 
-        group.run(work)
+        try:
+            group.run(work)
+        except ModelError as error:
+            errors.append(error)
         if errors:
-            raise errors[0]
+            raise ModelError("; ".join(map(str, errors)))
 
     def _broadcast(
         self, group: TrainerGroup, bucket: list[tuple[str, torch.dtype, list[int]]], *, packed: bool
@@ -128,15 +131,23 @@ class WeightReceiver:
         """Receive one broadcast, and yield its tensors. `packed`: they are concatenated as bytes."""
         if not packed:
             (name, dtype, shape) = bucket[0]
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            tensor = self._empty(shape, dtype)
             group.broadcast(tensor)
             yield name, tensor
             return
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in bucket]
-        joined = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        joined = self._empty([sum(sizes)], torch.uint8)
         group.broadcast(joined)
         for (name, dtype, shape), data in zip(bucket, torch.split(joined, sizes), strict=True):
             yield name, as_tensor(data, dtype, shape)
+
+    def _empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        """Return memory for a broadcast. Raise ModelError if there is not enough."""
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except RuntimeError as error:
+            count = math.prod(shape) * dtype.itemsize
+            raise ModelError(f"a broadcast of {count} bytes does not fit in the worker's memory") from error
 
     def _map(self, task: ReceiveTensors) -> None:
         """Stage tensors from another process's memory on this GPU."""
