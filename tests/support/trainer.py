@@ -9,10 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,14 @@ def update_info(tensors: dict[str, Tensor]) -> dict[str, list[object]]:
         "dtype_names": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
         "shapes": [list(one.shape) for one in tensors.values()],
     }
+
+
+def announce(path: Path, change: Callable[[dict[str, Tensor]], object] = lambda _: None) -> dict[str, Any]:
+    """Return the arguments of `receive` for a model's tensors, changed."""
+    tensors = weights(path)
+    change(tensors)
+    info = update_info(tensors)
+    return {"names": info["names"], "dtypes": info["dtype_names"], "shapes": info["shapes"]}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from support.forked_children import ForkedChild
 from support.patience import wait_until
 from support.serving import free_port
 from support.tiny_models import change_weights, make_model, reference_greedy
-from support.trainer import read_line, send_line, trainer, update_info, weights
+from support.trainer import announce, read_line, send_line, trainer, weights
 from tok_core import Engine, EngineClosed, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.engine import weight_transfer
 from tok_core.worker.transfer import trainer_group
@@ -58,14 +58,6 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 def expected(path: Path) -> list[list[int]]:
     return [ids for ids, _ in reference_greedy(path, PROMPTS, NEW)]
-
-
-def announce(path: Path, change: Callable[[dict[str, Tensor]], object] = lambda _: None) -> dict[str, Any]:
-    """Return the arguments of `receive` for a model's tensors, changed."""
-    tensors = weights(path)
-    change(tensors)
-    info = update_info(tensors)
-    return {"names": info["names"], "dtypes": info["dtype_names"], "shapes": info["shapes"]}
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}], ids=["one worker", "tp 2", "pp 2", "dp 2"])
@@ -399,18 +391,6 @@ def test_groups_and_sessions_are_refused_by_field(old: Path, new: Path) -> None:
             transfer.finish()
         with pytest.raises(ModelError, match="CPU"):
             transfer.receive(**announce(new), handles=[{}] * len(announce(new)["names"]))
-
-
-def test_an_update_without_tensors_only_names_the_weights(old: Path) -> None:
-    with cpu_engine(old) as engine:
-        transfer = engine.weight_transfer
-        for version, named in (("a", "a"), (None, "a"), ("b", "b")):
-            transfer.start()
-            transfer.finish(version)
-            assert engine.weight_version == named
-            outputs = engine.generate(PROMPTS, GREEDY)
-            assert [output.outputs[0].weight_version for output in outputs] == [named] * len(PROMPTS)
-        assert tokens(engine) == expected(old)
 
 
 def test_a_trainer_at_an_unknown_host_is_refused_at_once(old: Path) -> None:

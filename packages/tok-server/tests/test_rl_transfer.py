@@ -203,6 +203,8 @@ INFO = {"names": [DOWN], "dtype_names": ["float32"], "shapes": [[64, 128]]}
         ),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format", "allowed: true"),
         ("/finish_weight_update", {}, "finish", "no open update"),
+        ("/finish_weight_update", {"weight_version": ""}, "weight_version", "at least one character"),
+        ("/update_weights", {"update_info": INFO, "weight_version": ""}, "weight_version", "at least one character"),
         ("/collective_rpc", {}, "method", "method"),
         ("/collective_rpc", {"method": "save_tensorized_model"}, "method", "update_weights_nccl"),
         ("/collective_rpc", {"method": "update_weights_ipc", "kwargs": {"update_info": {}}}, "method", "allowed"),

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from tok_core.engine.dispatcher import Dispatcher
 from tok_core.engine.open_requests import OpenRequests
-from tok_core.engine.weight_transfer import TaskOf, WeightTransfer
+from tok_core.engine.weight_transfer import TaskOf, WeightTransfer, require_version
 from tok_core.errors import (
     EngineClosed,
     EngineDead,
@@ -148,8 +148,7 @@ class EngineControl:
         """Load the checkpoint in directory `weights` in all replicas, and return its version."""
         if not isinstance(weights, str) or not weights:
             raise InvalidField("directory", weights, "the path of a directory, as text")
-        if version is not None and not isinstance(version, str):
-            raise InvalidField("version", version, "text, or None for the number of the update")
+        require_version(version)
         weights = str(Path(weights).expanduser().absolute())  # other processes may have another current directory
         with self.operation:
             self._dispatcher.require_ready()
@@ -159,6 +158,7 @@ class EngineControl:
                 for error in self._command("check_weights", weights):
                     raise error
                 self._load(weights)
+                self.transfer.supersede()
                 return self._set_version(version)
 
     def apply_staged(self, version: str | None, deaths: int) -> None:

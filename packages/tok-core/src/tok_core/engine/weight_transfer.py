@@ -111,6 +111,9 @@ class WeightTransfer:
         with self._control.operation:
             check_wait()
             size = self._replica_workers(rank_offset, world_size)
+            if name in self.groups and self._session is not None:
+                log.warning("a new trainer joins %s: the update that was not finished is dropped", place)
+                self._drop()
 
             def task(replica: int) -> TransferTask:
                 return JoinGroup(name, address, port, rank_offset + replica * size, world_size, protocol)
@@ -177,12 +180,18 @@ class WeightTransfer:
         Raises ModelError if a tensor does not fit, which it names, or if the trainer ends. Then no weight changes, and
         the session has failed.
         """
-        _require_lists(names, dtypes, shapes, handles)
-        _require_types(str, group=group, version=version or "")
-        _require_types(int, bucket_bytes=bucket_bytes or 0)
         with self._control.operation:
-            if handles is None:
-                self._require_group(group)
+            try:
+                _require_lists(names, dtypes, shapes, handles)
+                _require_types(str, group=group)
+                _require_types(int, bucket_bytes=bucket_bytes or 0)
+                require_version(version)
+                if handles is None:
+                    self._require_group(group)
+            except InvalidField:
+                if self._session is not None:
+                    self._fail()
+                raise
             if self._session is None and hold and self._control.paused:
                 self._session = "held"
             at_once = self._session is None
@@ -207,11 +216,14 @@ class WeightTransfer:
 
         Without tensors, the weights stay, and get the version if one is given.
         """
+        require_version(version)
         with self._control.operation:
             session, self._session = self._session, None
             if session is None:
                 raise InvalidField("finish", "no open update", "a call after start")
             if session == "failed":
+                if self._received:
+                    self._drop()
                 raise ModelError("the update has failed; the weights are the old ones")
             if self._received:
                 self._version = version or self._version
@@ -224,6 +236,12 @@ class WeightTransfer:
         if self._session == "held":
             self.finish()
 
+    def supersede(self) -> None:
+        """Drop the tensors received, since newer weights have been loaded from a directory."""
+        if self._received:
+            log.warning("the weights of a directory replace the tensors received for an update that was not finished")
+            self._fail()
+
     def _require_group(self, name: str) -> None:
         """Raise InvalidField if no group of this name was joined."""
         if name not in self.groups:
@@ -232,11 +250,15 @@ class WeightTransfer:
     def _stage(self, task: ReceiveTensors) -> None:
         """Receive tensors in all workers. If one of them fails, drop what was received, fail the session, and raise."""
         for error in self._control.execute(lambda _: task):
-            was_open = self._session == "open"
-            self._drop()
-            self._session = "failed" if was_open else None
+            self._fail()
             raise error
         self._received = True
+
+    def _fail(self) -> None:
+        """Drop the tensors received. A session that was opened stays until `finish`, which then raises ModelError."""
+        was_open = self._session in ("open", "failed")
+        self._drop()
+        self._session = "failed" if was_open else None
 
     def _holds_all_tensors(self) -> bool:
         """Return whether the tensors received so far are all those of the model."""
@@ -285,6 +307,12 @@ def _require_lists(
             raise InvalidField("shapes", list(shape), f"integers from 0 to {MAX_SIZE}")
     if (elements := sum(map(math.prod, shapes))) > MAX_ELEMENTS:
         raise InvalidField("shapes", Amount(f"{elements} elements"), f"at most {MAX_ELEMENTS}")
+
+
+def require_version(version: object) -> None:
+    """Raise InvalidField unless `version` is None or a text of at least one character."""
+    if version is not None and (type(version) is not str or not version):
+        raise InvalidField("version", version, "text of at least one character, or None for the number of the update")
 
 
 def _require_types(kind: type[str] | type[int], **fields: object) -> None:

@@ -31,6 +31,7 @@ BODY_FIELDS = MappingProxyType(
         "shapes": "update_info.shapes",
         "handles": "update_info.ipc_handles",
         "group_name": "update_info",
+        "version": "weight_version",
         "tensors": "update_info",
     }
 )
