@@ -338,7 +338,7 @@ def test_an_update_during_which_a_replica_restarts_is_not_applied(old: Path, new
     ("field", "value"),
     [
         *(("address", 5), ("port", "29500"), ("port", 1 << 16), ("rank_offset", "1"), ("world_size", 2.0)),
-        *(("name", 5), ("protocol", "nccl"), ("bucket_bytes", "1")),
+        *(("name", 5), ("protocol", "nccl"), ("bucket_bytes", "1"), ("world_size", 1 << 40)),
     ],
 )
 def test_groups_of_wrong_values_are_refused_by_field(old: Path, field: str, value: object) -> None:

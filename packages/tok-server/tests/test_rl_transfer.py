@@ -201,6 +201,12 @@ INFO = {"names": [DOWN], "dtype_names": ["float32"], "shapes": [[64, 128]]}
             "init_info.world_size",
             "at least",
         ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": group(5, world_size=1 << 40)},
+            "init_info.world_size",
+            "at most",
+        ),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format", "allowed: true"),
         ("/finish_weight_update", {}, "finish", "no open update"),
         ("/finish_weight_update", {"weight_version": ""}, "weight_version", "at least one character"),

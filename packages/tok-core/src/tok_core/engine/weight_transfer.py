@@ -32,6 +32,7 @@ log = logging.getLogger("tok_core")
 JOIN_TIMEOUT_SECONDS = 300.0  # until the trainer's store must be reachable
 JOIN_WARNING_SECONDS = 10.0  # for which workers wait for the group's other members before the log says so
 MAX_PORT, MAX_SIZE = (1 << 16) - 1, (1 << 63) - 1
+MAX_RANKS = 1 << 16  # of a group: torch allocates tables of this size, and takes no number beyond 32 bits
 MAX_ELEMENTS = 1 << 59  # of all tensors of a call: torch counts their bytes as 64-bit integers
 CONNECT_TIMEOUT_SECONDS, RETRY_SECONDS = 5.0, 0.2
 
@@ -92,6 +93,8 @@ class WeightTransfer:
         _require_types(int, port=port, rank_offset=rank_offset, world_size=world_size, bucket_bytes=bucket_bytes)
         if not 1 <= port <= MAX_PORT:
             raise InvalidField("port", port, f"integers from 1 to {MAX_PORT}")
+        if world_size > MAX_RANKS:
+            raise InvalidField("world_size", world_size, f"at most {MAX_RANKS}")
         if protocol not in get_args(GroupProtocol):
             raise InvalidField("protocol", protocol, ", ".join(get_args(GroupProtocol)))
         place = f"group {name!r} at {address}:{port}"
