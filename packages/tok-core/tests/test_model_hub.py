@@ -217,7 +217,7 @@ def test_repository_without_config_json_is_named(hub: Hub, cache: Path) -> None:
         resolve(REPOSITORY)
 
 
-def test_unsupported_architecture_is_refused_before_its_weights_are_downloaded(hub: Hub, cache: Path) -> None:
+def test_unsupported_model_is_refused_before_its_weights_are_downloaded(hub: Hub, cache: Path) -> None:
     config = json.loads((hub.directory / "config.json").read_text())
     (hub.directory / "config.json").write_text(json.dumps({**config, "architectures": ["Phi3ForCausalLM"]}))
     with pytest.raises(ModelError, match=r"config\.json: architectures is \['Phi3ForCausalLM'\]; allowed: Llama"):

@@ -252,7 +252,7 @@ def test_configured_tokens_match_text_as_in_transformers(tmp_path: Path, config:
             assert tokenizer.decode(ids, skip) == library.decode(ids, skip_special_tokens=skip)
 
 
-def test_special_tokens_that_only_the_map_lists_match_text_as_in_transformers(tmp_path: Path) -> None:
+def test_special_tokens_of_the_map_alone_match_text_as_in_transformers(tmp_path: Path) -> None:
     saved(sentencepiece_like(), tmp_path)
     (tmp_path / "special_tokens_map.json").write_text('{"additional_special_tokens": ["ab"]}')
     expected = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).encode("bab aab")
