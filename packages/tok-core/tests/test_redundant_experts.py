@@ -21,9 +21,9 @@ from support.patience import wait_until
 from support.quantized_models import ROUNDED, SCHEMES
 from support.ranks import run_ranks
 from support.serving import free_port
-from support.tiny_models import make_model, reference_greedy
-from support.trainer import read_line, send_line, trainer, update_info, weights
-from tok_core import Engine, EngineConfig, InvalidField, SamplingParams
+from support.tiny_models import change_weights, make_model, reference_greedy
+from support.trainer import announce, read_line, send_line, trainer, update_info, weights
+from tok_core import Engine, EngineConfig, InvalidField, ModelError, SamplingParams
 from tok_core.config import RankCoordinates, all_coordinates
 from tok_core.model_config import read_config
 from tok_core.models import CausalLM, IncomingWeights, build, fill_dummy_weights
@@ -77,6 +77,36 @@ def test_engines_that_move_experts_give_tokens_of_transformers(
             assert_transformers_answers(engine, old)
         stats = engine.stats()
         assert 0 < stats["expert_mean_tokens"] < stats["expert_rank_max_tokens"]
+
+
+def test_experts_stay_while_a_rank_that_refused_a_tensor_stages_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests run, and experts are due to move, before the engine drops the tensors that the other rank has staged."""
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.mlp.experts.gate_up_proj"][5, 0, 0] = math.nan  # an expert of rank 1 only
+
+    path, bad = (make_model("qwen3-moe", tmp_path / name) for name in ("good", "bad"))
+    change_weights(bad, spoil)
+    settings: dict[str, Any] = {"kv_cache_tokens": 4096, "max_running": 16, "dtype": "float32", "device": "cpu"}
+    settings |= {"tp": 2, "ep": True, "redundant_experts": 2, "expert_rebalance_steps": 8, "quantization": "fp8"}
+    with Engine(EngineConfig(model=str(path), **settings)) as engine:
+        transfer, port = engine.weight_transfer, free_port()
+        fail = transfer._fail
+
+        def generate_and_fail() -> None:
+            engine.generate(random_prompts((5,)), GREEDY)
+            fail()
+
+        monkeypatch.setattr(transfer, "_fail", generate_and_fail)
+        with trainer(port, 3, bad) as process:
+            transfer.join("127.0.0.1", port, rank_offset=1, world_size=3)
+            transfer.start()
+            send_line(process)
+            with pytest.raises(ModelError, match="gate_up_proj has NaN"):
+                transfer.receive(**announce(bad))
+        assert engine.stats()["restarts"] == 0
 
 
 def test_statistics_add_up_the_tokens_of_the_copies_of_an_expert(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from tok_core.manager.scheduling import Scheduler
 from tok_core.messages import (
     ApplyStaged,
     CommandResult,
+    DropStaged,
     EngineCommand,
     MemoryTag,
     MemoryTask,
     RebalanceExperts,
+    ReceiveTensors,
     TaskResult,
     WeightsTask,
     WorkerTask,
@@ -62,6 +64,7 @@ class CommandExecutor:
         self._asleep: set[MemoryTag] = set()
         self._commands: deque[EngineCommand] = deque()
         self._workers = 0  # whose results are still to come
+        self._staging = False  # whether workers may have staged tensors; one that refused a tensor has none
 
     def take(self, command: EngineCommand) -> None:
         """Queue a command."""
@@ -99,9 +102,11 @@ class CommandExecutor:
                 return self._change_weights(WeightsTask(command.weights, command.action == "load_weights"))
             case "transfer":
                 assert command.task is not None
+                if isinstance(command.task, ReceiveTensors | ApplyStaged | DropStaged):
+                    self._staging = isinstance(command.task, ReceiveTensors)
                 return self._change_weights(command.task)
-            case "rebalance":
-                return self._run_task(RebalanceExperts())
+            case "rebalance":  # staged tensors are those of the experts that a worker has now
+                return "" if self._staging else self._run_task(RebalanceExperts())
             case "sleep":
                 assert isinstance(command.task, MemoryTask)
                 return self._sleep(command.task)

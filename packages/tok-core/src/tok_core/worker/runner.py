@@ -287,8 +287,7 @@ class Runner:
             assert self._memory is not None
             return self._memory.execute(task, self.graphs.suspend)
         if isinstance(task, RebalanceExperts):
-            if not self._receiver.is_staging:  # staged tensors are those of this rank's experts
-                rebalance(self.model, self._expert_load)
+            rebalance(self.model, self._expert_load)
             return TaskResult()
         assert self._start_weights is not None
         return change_weights(task, self.model, self.graphs, self._start_weights, self._receiver)

@@ -83,11 +83,6 @@ class WeightReceiver:
             torch.cuda.empty_cache()
 
     @property
-    def is_staging(self) -> bool:
-        """Return whether tensors are staged."""
-        return self._staging is not None
-
-    @property
     def _incoming(self) -> IncomingWeights:
         if self._staging is None:
             self._staging = IncomingWeights(self._model)
