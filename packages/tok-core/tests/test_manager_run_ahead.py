@@ -13,6 +13,7 @@ from tok_core import EngineConfig, InvalidField, SamplingParams
 from tok_core.manager.loop import Manager
 from tok_core.manager.reports import PATIENCE
 from tok_core.manager.scheduling.steps_in_flight import MAX_QUEUED_STEPS, MIN_QUEUED_STEPS, RunAhead
+from tok_core.messages import CommandResult, RebalanceExperts, TaskResult, WorkerTask
 
 
 def after(fixed: int | None, *seconds: float) -> int:
@@ -98,6 +99,44 @@ def test_manager_queues_as_many_steps_as_run_ahead_allows(given: int | None, que
     manager = Manager(EngineConfig(model="m", run_ahead=given), ports.worker.info, ports, None)
     drive(manager, ports, {0: [submit(0, [1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))]})
     assert ports.longest == queued
+
+
+class MovingExperts(SimulatedPorts):
+    """Workers that move experts until the manager waits."""
+
+    def __init__(self) -> None:
+        super().__init__(engine_info(), delay=100)
+        self.tasks = 0
+        self.results: list[TaskResult] = []
+
+    def answer(self, result: CommandResult) -> None:
+        raise AssertionError("the engine has sent no command")
+
+    def send_task(self, task: WorkerTask) -> int:
+        assert isinstance(task, RebalanceExperts)
+        self.tasks += 1
+        self.results.append(TaskResult())
+        return 1
+
+    def task_results(self) -> list[TaskResult]:
+        arrived = self.results if self.idle else []
+        self.results = self.results[len(arrived) :]
+        return arrived
+
+    def wait(self, seconds: float) -> None:
+        assert self.queued or self.results, "the manager waits, and nothing will come"
+        super().wait(seconds)
+
+
+def test_manager_sends_the_next_step_as_soon_as_experts_have_moved() -> None:
+    ports = MovingExperts()
+    config = EngineConfig(model="m", tp=2, ep=True, redundant_experts=2, expert_rebalance_steps=4)
+    manager = Manager(config, ports.worker.info, ports, None, command_ports=ports)
+    ports.inbox.append(submit(0, [1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True, seed=1)))
+    while ports.inbox or manager.intake.requests:
+        if not manager.turn() and manager.intake.requests:
+            ports.wait(0)
+    assert ports.tasks > 3
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])

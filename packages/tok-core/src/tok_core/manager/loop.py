@@ -119,7 +119,7 @@ class Manager:
         self.grammars.close()
 
     def turn(self) -> bool:
-        """Take in what has arrived and send at most one step; return whether anything arrived or was sent."""
+        """Take in what has arrived and send at most one step; return whether the next turn may send another."""
         messages, outputs = self.ports.requests(), self.ports.outputs()
         for message in messages:
             if isinstance(message, EngineCommand):
@@ -141,12 +141,13 @@ class Manager:
         step = self._send_step()
         if self.speculator is not None and (outputs or advanced):
             self.speculator.add_to_index()
-        if self.commands.holds:
+        held = self.commands.holds
+        if held:
             self.commands.advance()
         if self.faults:
             self._report([])
         self._watchdog.look(owing=bool(self.output_processor.in_flight and not outputs))
-        return bool(messages or outputs or step is not None)
+        return bool(messages or outputs or step is not None or (held and not self.commands.holds))
 
     def _take_output(self, output: StepOutput) -> None:
         began = time.thread_time()
