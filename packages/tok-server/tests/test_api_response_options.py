@@ -81,6 +81,26 @@ def test_sampling_fields_of_chat_completions_reach_the_job(server: Server) -> No
     assert answer.json()["usage"]["output_tokens"] == 9  # type: ignore[index]
 
 
+TOOLS = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"),
+    [("o, world", "Hell", ["Hel", "lo, "]), ("rld", "Hello, wo", ["Hel", "lo, ", "world"])],
+)
+def test_response_logprobs_end_where_a_stop_string_ends_the_text(
+    server: Server, fields: dict[str, Any], stop: str, text: str, tokens: list[str]
+) -> None:
+    asked = {"stop": stop, "include": ["message.output_text.logprobs"], **fields}
+    *_, last_event = ask(server, **asked, stream=True).body.decode().strip().split("data: ")
+    streamed = json.loads(last_event)["response"]
+    found: list[Any] = [ask(server, **asked).json(), streamed]
+    for response in found:
+        (part,) = response["output"][0]["content"]
+        assert (part["text"], [one["token"] for one in part["logprobs"]]) == (text, tokens)
+
+
 def test_structured_outputs_and_template_variables_equal_those_of_chat(server: Server) -> None:
     assert text_of(ask(server, structured_outputs={"choice": ["maybe"]})) == "maybe"
     assert text_of(ask(server, structured_outputs={"regex": "[a-c]{5}"}, seed=1)).strip("abc") == ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 import msgspec
@@ -25,7 +26,7 @@ from tok_client.types import (
     Usage,
 )
 from tok_core import Delta, RequestOutput, TokenLogprob
-from tok_core.text import Detokeniser
+from tok_core.text import Detokeniser, Tokenizer
 from tok_server.openai.generation import (
     MAX_RESPONSE_LOGPROBS,
     GenerationJob,
@@ -55,7 +56,7 @@ class ResponseSerializer:
         self._sequence_numbers = count()
         self._reader = MessageReader(job.markup, texts.tokenizer)
         self._output = ResponseOutput(self._sequence_numbers)
-        self._detokeniser = self._make_detokeniser()
+        self._splitter = self._make_splitter()
         self._truncated = False  # the sample ended with reason "length"
 
     def encode_answer(self, outputs: list[RequestOutput]) -> bytes:
@@ -64,7 +65,7 @@ class ResponseSerializer:
         (sample,) = output.outputs
         reader, response_output = MessageReader(self._job.markup, self._texts.tokenizer), ResponseOutput(count())
         delta = Delta(0, sample.token_ids, sample.text, sample.logprobs, sample.finish_reason)
-        for part_delta in _split_delta(delta, self._make_detokeniser()):
+        for part_delta in _split_delta(delta, self._make_splitter()):
             _add_delta(part_delta, reader, response_output, self._logprobs(part_delta))
         token_usage = total_usage(outputs, len(sample.token_ids))
         return encode(
@@ -90,7 +91,7 @@ class ResponseSerializer:
         """Encode what the one sample gained."""
         self._truncated = delta.finish_reason == "length"
         events: list[ResponseEvent] = []
-        for part_delta in _split_delta(delta, self._detokeniser):
+        for part_delta in _split_delta(delta, self._splitter):
             events += _add_delta(part_delta, self._reader, self._output, self._logprobs(part_delta))
         return _encode_events(events)
 
@@ -120,12 +121,10 @@ class ResponseSerializer:
             usage=token_usage,
         )
 
-    def _make_detokeniser(self) -> Detokeniser | None:
-        """Return a detokeniser if text must be read per token, to separate log-probabilities of text and of markup."""
+    def _make_splitter(self) -> _DeltaSplitter | None:
+        """Return a splitter if log-probabilities are requested: each stays beside the text of its token."""
         tokenizer = self._texts.tokenizer
-        if self._job.params.logprobs is None or not self._job.markup or tokenizer is None:
-            return None
-        return Detokeniser(tokenizer)
+        return None if self._job.params.logprobs is None or tokenizer is None else _DeltaSplitter(tokenizer)
 
     def _logprobs(self, delta: Delta) -> list[ChatTokenLogprob]:
         """Return the log-probabilities of the delta's tokens that show text."""
@@ -135,17 +134,36 @@ class ResponseSerializer:
         return chat_logprobs(shown, self._texts).content or []
 
 
-def _split_delta(delta: Delta, detokeniser: Detokeniser | None) -> Iterator[Delta]:
-    """Yield the delta itself or, given the sample's detokeniser, one delta per token."""
-    if detokeniser is None:
-        yield delta
-        return
-    ids, reason = delta.token_ids, delta.finish_reason
-    for position, (token, logprob) in enumerate(zip(ids, delta.logprobs or [], strict=True)):
-        end = reason == "stop" and position == len(ids) - 1  # the end token, which is not shown
-        yield Delta(0, [token], "" if end else detokeniser.push_one(token), [logprob])
-    if reason is not None:
-        yield Delta(0, [], detokeniser.finish(), finish_reason=reason)
+class _DeltaSplitter:
+    """Splitter of one sample's deltas into one delta per token, with its own text.
+
+    Tokens whose text the engine withholds, since a stop string may begin there, wait for their text. Tokens of the stop
+    string that ended the sample, and an end token, have no text: their log-probabilities are dropped.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._detokeniser = Detokeniser(tokenizer)
+        self._waiting: deque[tuple[int, TokenLogprob, int]] = deque()  # token, its log-probability, length of its text
+        self._text = ""  # known part of the waiting tokens' text
+
+    def split(self, delta: Delta) -> Iterator[Delta]:
+        """Yield a delta for each token whose text is known, and one for the end of the sample."""
+        known, at = self._text + delta.text, 0
+        for token, logprob in zip(delta.token_ids, delta.logprobs or [], strict=True):
+            self._waiting.append((token, logprob, len(self._detokeniser.push_one(token))))
+        ended = delta.finish_reason is not None
+        while self._waiting and (ended or at + self._waiting[0][2] <= len(known)):
+            token, logprob, size = self._waiting.popleft()
+            text = known[at : at + size]
+            at += size
+            yield Delta(0, [token], text, [logprob] if text or not size else [])
+        self._text = known[at:]
+        if ended:
+            yield Delta(0, [], self._text, finish_reason=delta.finish_reason)
+
+
+def _split_delta(delta: Delta, splitter: _DeltaSplitter | None) -> Iterable[Delta]:
+    return [delta] if splitter is None else splitter.split(delta)
 
 
 def _add_delta(
