@@ -248,3 +248,20 @@ def test_bad_chat_template_of_a_request_gets_400(trusting: Server, template: str
     assert answer.status == 400, answer.body
     assert answer.error()["param"] in ("chat_template", "messages")
     assert trusting.chat(messages=USER, max_tokens=1).status == 200
+
+
+def test_tokenize_gives_the_prompt_of_the_same_chat(server: Server, trusting: Server) -> None:
+    template = "{% if tools %}tools{% endif %}<{{ messages[0].content }}>"
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    messages = [{"role": "user", "content": TEXT}]
+    fields = {"messages": messages, "tools": tools, "tool_choice": "none", "chat_template": template}
+    chat = json_of(trusting.chat(**fields, max_tokens=1, return_token_ids=True))
+    assert json_of(trusting.call("POST", "/tokenize", fields))["tokens"] == chat["prompt_token_ids"]
+    refused = server.call("POST", "/tokenize", fields)
+    assert (refused.status, refused.error()["param"]) == (400, "chat_template")
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": TEXT}), ("/detokenize", {"tokens": [1]})])
+def test_tokenize_and_detokenize_name_ignored_fields(server: Server, path: str, fields: dict[str, object]) -> None:
+    answer = server.call("POST", path, {**fields, "zeta": 1})
+    assert (answer.status, answer.headers["x-tok-ignored"]) == (200, "zeta")

@@ -242,10 +242,12 @@ class TokenizeParams(TypedDict, total=False):
     prompt: Maybe[str]
     messages: Maybe[Messages]
     tools: Maybe[Sequence[Tool | Object]]
+    tool_choice: Maybe[ToolChoice | Object]
     add_special_tokens: Maybe[bool]
     return_token_strs: Maybe[bool]
     add_generation_prompt: Maybe[bool]
     continue_final_message: Maybe[bool]
+    chat_template: Maybe[str]
     chat_template_kwargs: Maybe[Object]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import field
 
 from tok_client.types.base import UNSET, JSONObject, Maybe, Wire
-from tok_client.types.chat_messages import Message, Tool
+from tok_client.types.chat_messages import Message, Tool, ToolChoice
 
 
 class Model(Wire, frozen=True, kw_only=True):
@@ -34,6 +34,7 @@ class TokenizeRequest(Wire, frozen=True, kw_only=True):
 
     OpenAI's reference has no such endpoint; the fields follow vLLM's.
 
+    tool_choice         "none": the template is not shown the tools, as in a chat
     add_special_tokens  adds BOS and EOS tokens; by default for a `prompt` only, since templates write their own
 
     ValueError (when decoding: msgspec.ValidationError): not exactly one of `prompt` and `messages`.
@@ -43,10 +44,12 @@ class TokenizeRequest(Wire, frozen=True, kw_only=True):
     prompt: Maybe[str] = UNSET
     messages: Maybe[list[Message]] = UNSET
     tools: Maybe[list[Tool]] = UNSET
+    tool_choice: Maybe[ToolChoice] = UNSET
     add_special_tokens: Maybe[bool] = UNSET
     return_token_strs: Maybe[bool] = UNSET
     add_generation_prompt: Maybe[bool] = UNSET
     continue_final_message: Maybe[bool] = UNSET
+    chat_template: Maybe[str] = UNSET
     chat_template_kwargs: Maybe[JSONObject] = UNSET
 
     def __post_init__(self) -> None:

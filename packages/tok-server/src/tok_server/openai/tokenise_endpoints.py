@@ -20,12 +20,22 @@ from tok_core.text import Tokenizer
 from tok_server.http import CONTEXT, read_body
 from tok_server.observability import COUNTS
 from tok_server.openai.chat import chat_text
-from tok_server.openai.generation import TokenTexts, check_model, check_prompt_size, parse_request, value_or_none
+from tok_server.openai.generation import (
+    TokenTexts,
+    check_model,
+    check_prompt_size,
+    ignored_header,
+    parse_request,
+    value_or_none,
+)
 from tok_server.settings import Settings
 from tok_server.wire import Operation, invalid, json_of, json_post, json_response, not_served
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # the class of transformers that reads any tokenizer.json
 MAX_MODEL_LENGTHS = 16  # largest /detokenize request, in multiples of the model's length
+
+_Computed = tuple[int, Struct, tuple[str, ...]]
+"""Number of tokens that count against the rate limit, response, and paths of ignored fields."""
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -38,20 +48,18 @@ async def detokenize(request: web.Request) -> web.Response:
     return await _respond(request, _detokenize)
 
 
-async def _respond(
-    request: web.Request, compute: Callable[[bytes, AsyncEngine, Settings], tuple[int, Struct]]
-) -> web.Response:
-    """Compute, in a thread, the number of tokens that count against the rate limit, and the response."""
+async def _respond(request: web.Request, compute: Callable[[bytes, AsyncEngine, Settings], _Computed]) -> web.Response:
+    """Compute the response in a thread, and return it."""
     context = request.app[CONTEXT]
     context.admit(request[COUNTS].tenant)
     body = await read_body(request, context)
-    tokens, response = await context.run_in_thread(lambda: compute(body, context.engine, context.settings))
+    tokens, response, ignored = await context.run_in_thread(lambda: compute(body, context.engine, context.settings))
     request[COUNTS].prompt_tokens += tokens
-    return json_response(response)
+    return json_response(response, headers=ignored_header(context, ignored))
 
 
-def _tokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[int, TokenizeResponse]:
-    request, _ = parse_request(body, TokenizeRequest, ())
+def _tokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> _Computed:
+    request, ignored = parse_request(body, TokenizeRequest, ())
     check_model(value_or_none(request.model), settings.model_names)
     tokenizer = _tokenizer(engine)
     prompt, special = value_or_none(request.prompt), value_or_none(request.add_special_tokens)
@@ -68,21 +76,24 @@ def _tokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[int
         texts = TokenTexts(tokenizer)
         strings = [texts.text(token, "bytes:") for token in ids]
     max_model_len = engine.info.max_model_len
-    return len(ids), TokenizeResponse(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
+    response = TokenizeResponse(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
+    return len(ids), response, ignored
 
 
 def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest(
         messages=value_or_none(request.messages) or [],
         tools=request.tools,
+        tool_choice=request.tool_choice,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
     )
 
 
-def _detokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[int, DetokenizeResponse]:
-    request, _ = parse_request(body, DetokenizeRequest, ())
+def _detokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> _Computed:
+    request, ignored = parse_request(body, DetokenizeRequest, ())
     check_model(value_or_none(request.model), settings.model_names)
     tokenizer, size = _tokenizer(engine), engine.info.vocab_size
     max_tokens = MAX_MODEL_LENGTHS * engine.info.max_model_len
@@ -92,7 +103,7 @@ def _detokenize(body: bytes, engine: AsyncEngine, settings: Settings) -> tuple[i
         if not 0 <= token < size:
             raise invalid(f"tokens[{index}]", f"tokens[{index}] is {token}; allowed: integers from 0 to {size - 1}")
     text = tokenizer.decode(request.tokens, skip_special_tokens=False)
-    return len(request.tokens), DetokenizeResponse(prompt=text)
+    return len(request.tokens), DetokenizeResponse(prompt=text), ignored
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

@@ -92,7 +92,7 @@ def chat_prompt(
 
 def chat_text(request: ChatCompletionRequest, engine: AsyncEngine, formats: Formats) -> str:
     """Return the prompt as text. Errors: as `chat_prompt`."""
-    template = engine.chat_template
+    template = _request_template(request, engine, formats) or engine.chat_template
     if template is None:
         raise _no_template()
     allowed_calls = allowed_tool_calls(request)
