@@ -96,7 +96,7 @@ def test_stacked_and_single_tensors_fill_every_shard_alike(kind: str, paths: dic
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; allowed: an integer of at least 1"),
         ("qwen3-moe", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; allowed: \"softmax\""),
         ("qwen3-moe", {"router_bias": True}, "not known here: router_bias"),
-        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "not known here: shared_expert_intermediate_size"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8; allowed: 0"),
         ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True; allowed: false"),
         ("qwen2-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ("qwen2-moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5; allowed: 1.0"),
