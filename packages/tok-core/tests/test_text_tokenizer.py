@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from support.tiny_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from tok_core.errors import InvalidField, ModelError
-from tok_core.text import Tokenizer, end_token_id
+from tok_core.text import Tokenizer, with_end_token
+from tok_core.text.files import end_token_id
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab <é🙂日|>\n")
 IDS = st.lists(st.integers(0, 340), max_size=30)
@@ -201,7 +202,11 @@ def test_end_token_id_equals_that_of_the_loaded_tokenizer(tmp_path: Path, eos: s
             Tokenizer.load(path)
         assert end_token_id(path) is None
     else:
-        assert end_token_id(path) == next(iter(Tokenizer.load(path).eos_ids), None)
+        tokenizer = Tokenizer.load(path)
+        assert end_token_id(path) == next(iter(tokenizer.eos_ids), None)
+        assert with_end_token((7,), path, tokenizer.vocab_size) == (7, *tokenizer.eos_ids)
+        assert with_end_token(tokenizer.eos_ids, path, tokenizer.vocab_size) == tokenizer.eos_ids
+        assert with_end_token((), path, 1) == ()
     (path / "tokenizer.json").write_text("{")
     assert end_token_id(path) is None
 

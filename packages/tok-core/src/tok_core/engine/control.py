@@ -366,7 +366,7 @@ class EngineControl:
                 if self._replica_set.closed:
                     raise EngineClosed("the engine was closed")
                 if "resume" in self._urgent:
-                    raise EngineResumed("the engine was resumed before all requests had ended; it goes on computing")
+                    raise EngineResumed("the engine was resumed before all requests had ended")
                 time.sleep(DRAIN_POLL_SECONDS)  # polls: with many open requests a condition would wake all the time
         except BaseException:
             self._dispatcher.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tok_core.text.detokenise import Detokeniser
 from tok_core.text.endings import MAX_SPANNING_BYTES, CompletingTokens, EndingIndex
-from tok_core.text.files import end_token_id
+from tok_core.text.files import with_end_token
 from tok_core.text.loading import load_text
 from tok_core.text.piece_bytes import WORD, PieceBytes, Words
 from tok_core.text.template import ChatTemplate
@@ -20,6 +20,6 @@ __all__ = [
     "PieceBytes",
     "Tokenizer",
     "Words",
-    "end_token_id",
     "load_text",
+    "with_end_token",
 ]

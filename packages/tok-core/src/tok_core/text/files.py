@@ -53,6 +53,12 @@ def end_token_id(directory: Path) -> int | None:
     return ids.get(content)
 
 
+def with_end_token(ids: tuple[int, ...], directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the end ids of a model's configuration and, if the model has it and they lack it, the tokenizer's."""
+    own = end_token_id(directory)
+    return ids if own is None or own >= vocab_size or own in ids else (*ids, own)
+
+
 def special_tokens(directory: Path) -> dict[str, str]:
     """Return the special tokens by role ("bos_token", "eos_token", ...). A null means none."""
     found = {role: _content(value) for role, value in _settings(directory).items() if role.endswith("_token")}

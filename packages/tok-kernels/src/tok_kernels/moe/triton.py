@@ -1,4 +1,7 @@
-"""Compute a mixture of experts in Triton: sort token-expert pairs, two grouped GEMMs, and the weighted sum."""
+"""Compute a mixture of experts in Triton: sort token-expert pairs, two grouped GEMMs, and the weighted sum.
+
+A few tokens are computed by the GEMVs of `triton_gemv` instead.
+"""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations

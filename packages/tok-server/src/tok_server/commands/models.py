@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tok_core.errors import ModelError
-from tok_core.text import ChatTemplate, Tokenizer, end_token_id
+from tok_core.text import ChatTemplate, Tokenizer, with_end_token
 from tok_server.flags import DEMO_MODEL, DEMO_NAME
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def _show(path: Path) -> int:
     if not path.is_dir():
         raise ModelError(f"model {str(path)!r}: is not a directory; allowed: a model directory")
     config = read_config(path)
-    ends, own = config.eos_token_ids, end_token_id(path)
-    ends += () if own is None or own in ends else (own,)
+    ends = with_end_token(config.eos_token_ids, path, config.vocab_size)
     quantization = read_quantization(path)
     weights, problem = _weights(path)
     rows = {

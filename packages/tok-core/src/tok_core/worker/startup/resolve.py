@@ -17,7 +17,7 @@ from tok_core.model_config import Fields, ModelConfig, read_config
 from tok_core.models import resolve_tied_embeddings
 from tok_core.quantization import QuantizationConfig, ScaledMethod
 from tok_core.sampling_params import SamplingParams
-from tok_core.text import end_token_id
+from tok_core.text import with_end_token
 from tok_kernels import AttentionShape, Backend, choose
 
 log = logging.getLogger("tok_core")
@@ -33,9 +33,7 @@ def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
     in vLLM and SGLang: fine-tuned models may name another one there than in their configuration.
     """
     model = read_config(path, config.ignore_config_keys or ())
-    end = end_token_id(Path(config.tokenizer or path))
-    if end is not None and end < model.vocab_size and end not in model.eos_token_ids:
-        model = replace(model, eos_token_ids=(*model.eos_token_ids, end))
+    ends = with_end_token(model.eos_token_ids, Path(config.tokenizer or path), model.vocab_size)
     if config.load_format != "dummy" and model.tied:
         model = resolve_tied_embeddings(model, path)
         if not model.tied:
@@ -44,7 +42,7 @@ def resolve_model_config(config: EngineConfig, path: Path) -> ModelConfig:
             )
     longest = config.max_model_len or model.max_positions
     windows = tuple(None if window is None or window >= longest else window for window in model.windows)
-    return replace(model, windows=windows)
+    return replace(model, windows=windows, eos_token_ids=ends)
 
 
 def choose_device(
